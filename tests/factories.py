@@ -30,17 +30,14 @@ def make_call(
     known = [*after.prompt_ids, *after.completion_ids] if after else []
     continued = {"parent_id": after.call_id, "prefix_length": len(known), "kind": "bridged"} if after else {}
     defaults = {
+        "call_id": str(name),
         "session_id": after.session_id if after else "s",
         "logprobs": [-(number + 1) - i / 64 for i in range(len(completion_ids))],
         "weight_versions": [VersionSpan(version=version, start=0, end=len(completion_ids))],
         "started_at": START + timedelta(seconds=number),
     }
-    return Call(
-        call_id=str(name),
-        prompt_ids=[*known, *prompt_ids],
-        completion_ids=list(completion_ids),
-        **{**defaults, **continued, **fields},
-    )
+    tokens = {"prompt_ids": [*known, *prompt_ids], "completion_ids": list(completion_ids)}
+    return Call(**{**tokens, **defaults, **continued, **fields})
 
 
 def make_session(session_id: str = "s", status: str = "completed", **fields) -> Session:

@@ -24,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.scoring import PaddedScorer, Scores
+from rolltap.trainer.training.forward.passes import PaddedScorer, Scores
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.bench.networks import tokenizer

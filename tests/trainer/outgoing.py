@@ -2,14 +2,12 @@
 
 import json
 import re
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.records import Event
+from tests import factories
+from tests.factories import START, make_session
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 METADATA = {
     "model": "/home/someone/models/tiny",
     "tokenizer_sha256": "aa11",
@@ -19,22 +17,12 @@ METADATA = {
 
 
 def make_call(session_id, number, prompt_ids, completion_ids, **fields):
-    return Call(
-        session_id=session_id,
-        call_id=f"{session_id}-{number}",
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=[-0.5 - i for i in range(len(completion_ids))],
-        weight_versions=[VersionSpan(version="1", start=0, end=len(completion_ids))],
-        started_at=START + timedelta(seconds=number),
-        **fields,
-    )
+    fields = {"session_id": session_id, "call_id": f"{session_id}-{number}", **fields}
+    return factories.make_call(number, prompt_ids, completion_ids, **fields)
 
 
 def follow(parent, number, new_ids, completion_ids, **fields):
-    prefix = parent.prompt_ids + parent.completion_ids
-    fields = {"parent_id": parent.call_id, "prefix_length": len(prefix), "kind": "bridged", **fields}
-    return make_call(parent.session_id, number, prefix + new_ids, completion_ids, **fields)
+    return make_call(parent.session_id, number, new_ids, completion_ids, after=parent, **fields)
 
 
 def write_run(run):
@@ -42,7 +30,6 @@ def write_run(run):
 
     `s` has a main line of three calls, one of them aborted, a sub-agent and a side question. `t` and `u` have one call.
     """
-    write_metadata(run, METADATA)
     root = make_call("s", 0, [1, 2], [3, 4], messages='[{"role": "user", "content": "Go"}]', reply='{"content": "x"}')
     turn = follow(root, 1, [5], [6, 7])
     error = "the engine at http://gpu-7.internal:8000 failed: gpu-7.internal:8000"
@@ -51,26 +38,14 @@ def write_run(run):
     title = make_call("s", 4, [30], [31], role="auxiliary")
     alone = make_call("t", 0, [40], [41, 42])
     unknown = make_call("u", 0, [50], [51, 52, 53])
-    writer = RunWriter(run)
-    for call in (alone, root, turn, failed, helper, title, unknown):
-        writer.add_call(call)
-    writer.add_session(
-        Session(
-            session_id="s",
-            task_id="task",
-            group_id="g",
-            harness="pi",
-            status="completed",
-            exit_status=0,
-            reward=0.25,
-            started_at=START,
-        )
-    )
-    writer.add_session(
-        Session(session_id="t", task_id="task", group_id="g", harness="codex", status="timeout", started_at=START)
-    )
-    writer.add_event(Event(kind="refused", session_id="s", host="example.com", method="GET", path="/", at=START))
-    writer.close()
+    ended = {"task_id": "task", "policy_version": None}
+    rows = [
+        *(alone, root, turn, failed, helper, title, unknown),
+        make_session("s", harness="pi", reward=0.25, exit_status=0, **ended),
+        make_session("t", "timeout", harness="codex", reward=None, **ended),
+        Event(kind="refused", session_id="s", host="example.com", method="GET", path="/", at=START),
+    ]
+    factories.write_run(run, *rows, **METADATA)
     return {"s": [root, turn, failed, helper, title], "t": [alone], "u": [unknown]}
 
 

@@ -16,7 +16,7 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import progress_bar
 from rolltap.trainer.runs.edit import Filter, LeftBehind, SplitBy, filter_run, split_run
 from rolltap.trainer.runs.edit import merge_runs as _merge_runs
-from rolltap.trainer.runs.exports.formats import ExportFormat, exporter
+from rolltap.trainer.runs.exports import ExportFormat, exporter
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.suspicions.rules import NAMES as SUSPICIONS
@@ -72,13 +72,10 @@ class RunTraces:
         Returns the counts. `each` is called with every trace. Raises `RunError` when `out` is not empty.
         """
         # datasets takes a second to import
-        from rolltap.trainer.runs.exports.card import traces_card
-        from rolltap.trainer.runs.exports.traces import save_traces
+        from rolltap.trainer.runs.exports.parquet import save_traces
 
-        totals = Totals()
-        sessions = self._counted(totals, each, progress)
-        save_traces(sessions, Path(out), lambda: traces_card(self._run, self._options, totals))
-        return totals
+        sessions = self._counted(Totals(), each, progress)
+        return save_traces(self._run, sessions, Path(out), self._options)
 
     def _counted(self, totals: Totals, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
         for traced in self.by_session(progress=progress):

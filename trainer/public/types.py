@@ -9,7 +9,7 @@ from rolltap.runs import RunTraces
 from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Mount, Runtime
 from rolltap.trainer.runs.edit import LeftBehind, SplitBy
-from rolltap.trainer.runs.exports.formats import ExportFormat
+from rolltap.trainer.runs.exports import ExportFormat
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.verify import Finding, Verification
 from rolltap.trainer.runs.views.check import CheckReport, CheckRow, ScoredToken

@@ -44,7 +44,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.rollouts.workspace import Starts
-from rolltap.trainer.runs.suspicions.session import suspicions
+from rolltap.trainer.runs.suspicions.rules import suspicions
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 

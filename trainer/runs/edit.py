@@ -1,12 +1,10 @@
-"""Merge of several runs into one, or of the sound rows of a damaged run. Rows are copied unchanged, with their digests.
+"""Split and filter of a run by session; merge of several runs, or of the sound rows of a damaged run.
 
-Memory: one batch, and the ids of the sessions. The output folder is created atomically.
-
-Split and filter of a run, by session. Rows are copied unchanged, with their digests.
-
-Memory: the tokens of one session, and the rows of all sessions. Output folders are created atomically.
+Rows are copied unchanged, with their digests. Output folders are created atomically. Memory: a split or a filter takes
+the tokens of one session and the rows of all sessions; a merge takes one batch and the ids of the sessions.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -62,21 +60,28 @@ class Filter:
     """Names of rules: the session matched one of them."""
 
     def fits(self, session_id: str, session: Session | None) -> bool:
-        """Return True when a session fits, `roles` aside. A session without a row has the status `unknown`, no harness,
-        no policy version and no suspicions. A session without a reward fits no criterion on it."""
+        """Return True when a session fits, `roles` aside.
+
+        A session without a row has the status `unknown`, no harness, no policy version and no suspicions. One without a
+        reward fits no criterion on it.
+        """
         session = session or Session(session_id=session_id, status="unknown")
         matched = suspected(session).keys()
+        reward = math.nan if session.reward is None else session.reward
+        wanted = [
+            (session_id, self.sessions),
+            (session.harness, self.harnesses),
+            (session.policy_version, self.policy_versions),
+            (session.status, self.statuses),
+            (session.task_id, self.tasks),
+            (session.runtime, self.runtimes),
+        ]
         return (
-            (not self.sessions or session_id in self.sessions)
-            and (not self.harnesses or session.harness in self.harnesses)
-            and (not self.policy_versions or session.policy_version in self.policy_versions)
-            and (not self.statuses or session.status in self.statuses)
-            and (not self.tasks or session.task_id in self.tasks)
-            and (not self.runtimes or session.runtime in self.runtimes)
+            all(not values or value in values for value, values in wanted)
             and (self.suspicious is None or self.suspicious == bool(matched))
             and (not self.suspicions or not matched.isdisjoint(self.suspicions))
-            and (self.min_reward is None or (session.reward is not None and session.reward >= self.min_reward))
-            and (self.max_reward is None or (session.reward is not None and session.reward <= self.max_reward))
+            and (self.min_reward is None or reward >= self.min_reward)
+            and (self.max_reward is None or reward <= self.max_reward)
         )
 
 

@@ -3,8 +3,6 @@
 The file is read twice. The first pass checks every line and notes its byte offset by session. The second pass links and
 writes one session after the other. Memory: the tokens of one session, and the ids of all calls. The lines may be in any
 order.
-
-The model of an import: the entries of `run.json` that a recorder writes for it.
 """
 
 import os
@@ -30,30 +28,8 @@ from rolltap.trainer.console import Advance
 from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.tree import link_calls, start_order
 
-_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "config.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "config.json")
 """Files of which a folder with a tokenizer has one: without any, transformers says much and nothing of the folder."""
-
-
-def named_model(model: str) -> dict[str, Any]:
-    """Return the model's name, and the digests of its tokenizer and chat template. `model` is a folder or a name.
-
-    Raises `MissingPackageError` without transformers, and `InputError` when there is no tokenizer.
-    """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingPackageError(
-            f"the tokenizer needs transformers ({error}): pip install 'rolltap[record]'"
-        ) from error
-    folder = Path(model).expanduser()
-    name = str(folder.resolve()) if folder.is_dir() else model
-    if folder.is_dir() and not any((folder / file).exists() for file in _FILES):
-        raise InputError(f"the folder {model} has none of {', '.join(_FILES)}: give the folder or name of a model")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise InputError(f"model {model}: no tokenizer can be loaded: {error}; give its folder or name") from error
-    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}
 
 
 Report = Callable[[int, str], None]
@@ -104,11 +80,8 @@ class ImportLine(BaseModel):
         """Return the call, not linked to its parent yet. Log-probabilities are rounded to float32, as stored."""
         with np.errstate(over="ignore"):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
-        spans = (
-            [VersionSpan(version=self.policy_version, start=0, end=len(self.completion_ids))]
-            if self.completion_ids
-            else []
-        )
+        sampled = len(self.completion_ids)
+        spans = [VersionSpan(version=self.policy_version, start=0, end=sampled)] if sampled else []
         return Call(
             session_id=self.session_id,
             call_id=self.call_id,
@@ -142,19 +115,28 @@ class ImportSummary:
     skipped: int = 0
     """Bad lines."""
 
+    def add(self, calls: Sequence[Call]) -> None:
+        """Count the calls of one session."""
+        self.sessions += 1
+        self.calls += len(calls)
+        self.bridged += sum(call.kind == "bridged" for call in calls)
+        self.sampled_tokens += sum(len(call.completion_ids) for call in calls)
+        self.violations += sum(call.violation is not None for call in calls)
+        self.without_logprobs += sum(bool(call.completion_ids) and not call.logprobs for call in calls)
+
     def __rich__(self) -> str:
-        lines = [
-            f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled tokens",
-            f"{self.bridged} calls continue another one",
-        ]
-        for count, what in (
-            (self.violations, "calls break an invariant: kept, marked and not trained on"),
-            (self.without_logprobs, "calls have no log-probabilities: kept and not trained on"),
-            (self.skipped, "bad lines were skipped"),
-        ):
-            if count:
-                lines.append(f"{count} {what}")
-        return "\n".join(lines)
+        notes = {
+            "calls break an invariant: kept, marked and not trained on": self.violations,
+            "calls have no log-probabilities: kept and not trained on": self.without_logprobs,
+            "bad lines were skipped": self.skipped,
+        }
+        return "\n".join(
+            [
+                f"{self.calls} calls of {self.sessions} sessions, {self.sampled_tokens} sampled tokens",
+                f"{self.bridged} calls continue another one",
+                *(f"{count} {what}" for what, count in notes.items() if count),
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
@@ -231,7 +213,7 @@ def import_calls(
                     writer.add_call(call)
                 writer.add_session(_session(session_id, noted, calls))
                 writer.end_session()
-                _count(summary, calls)
+                summary.add(calls)
                 advance("sessions written", done, len(sessions))
     return summary
 
@@ -307,10 +289,27 @@ def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session
     )
 
 
-def _count(summary: ImportSummary, calls: Sequence[Call]) -> None:
-    summary.sessions += 1
-    summary.calls += len(calls)
-    summary.bridged += sum(call.kind == "bridged" for call in calls)
-    summary.sampled_tokens += sum(len(call.completion_ids) for call in calls)
-    summary.violations += sum(call.violation is not None for call in calls)
-    summary.without_logprobs += sum(bool(call.completion_ids) and not call.logprobs for call in calls)
+def named_model(model: str) -> dict[str, Any]:
+    """Return the entries of `run.json` that a recorder writes for a model, given by its folder or name.
+
+    These are its name, and the digests of its tokenizer and chat template.
+
+    Raises `MissingPackageError` without transformers, and `InputError` when there is no tokenizer.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingPackageError(
+            f"the tokenizer needs transformers ({error}): pip install 'rolltap[record]'"
+        ) from error
+    folder = Path(model).expanduser()
+    name = str(folder.resolve()) if folder.is_dir() else model
+    if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        raise InputError(
+            f"the folder {model} has none of {', '.join(_TOKENIZER_FILES)}: give the folder or name of a model"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {model}: no tokenizer can be loaded: {error}; give its folder or name") from error
+    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}

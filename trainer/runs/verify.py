@@ -1,31 +1,24 @@
-"""Verification of a run folder: its files, the digests of its rows, and the invariants of its calls.
+"""Verification of a run folder: its files, the digests of its rows, and the invariants of its calls; and its repair.
 
 The first pass reads all files. The second rebuilds the calls of one session after the other. Memory: the calls of one
-session, and the rows of all sessions.
-
-A finding of a verification, and checks that several tables share.
-
-Findings in the rows of one session in `sessions`.
-
-Findings of a verification, in the rows of a file and in the calls of one session.
-
-Repairs: cut off an uncommitted tail and keep it beside its file, and remove temporary files of dead processes.
+session, and the rows of all sessions. A repair cuts off an uncommitted tail and keeps it beside its file, and removes
+temporary files of dead processes.
 """
 
 import errno
-import json
 import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pyarrow as pa
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rolltap.addons.errors import LedgerError, RunError
 from rolltap.addons.store.digest import DIGEST, row_digest
@@ -53,9 +46,24 @@ from rolltap.trainer.traces.tree import parents_first
 Grade = Literal["damage", "repair", "notice"]
 """`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
 `notice`: unusual, but no row is damaged."""
-
 FROM_A_COPY = "restore the file from a copy of the run if there is one; the other rows can be used"
 SALVAGE = "restore the file from a copy of the run, or save the other rows with `rolltap merge RUN --out NEW`"
+Verdict = Literal["ok", "needs repair", "damaged"]
+"""`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""
+_DISK_FULL = f"[Errno {errno.ENOSPC}]"
+"""Text of an `OSError` for a full disk, as the events of refused requests have it."""
+_FAILED_COMMIT = 8
+"""Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
+leaves a longer one."""
+_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
+"""See `rolltap.addons.store.staging.hidden_name`."""
+_COLUMNS = {
+    "parts": TypeAdapter(dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]]),
+    "evidence": TypeAdapter(dict[str, Any]),
+    "suspicions": TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=0)]]),
+}
+"""Columns of `sessions` that hold a JSON object."""
+_PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,66 +77,76 @@ class Finding:
     advice: str = ""
 
 
-def check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each named column of a row whose value is not one of the known ones."""
-    for name, values in known.items():
-        if (value := getattr(row, name)) not in values:
-            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
+@dataclass(slots=True)
+class Verification:
+    """Result of a verification: numbers of rows, findings and repairs."""
+
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
+    """Table -> number of rows that can be read."""
+    findings: list[Finding] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
+    """A sentence for each repair."""
+
+    @property
+    def sound(self) -> bool:
+        """True when no finding is damage."""
+        return all(finding.grade != "damage" for finding in self.findings)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest of the findings, in a word."""
+        grades = {finding.grade for finding in self.findings}
+        return "damaged" if "damage" in grades else "needs repair" if "repair" in grades else "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verification as JSON values."""
+        return {"verdict": self.verdict, "sound": self.sound, **asdict(self)}
 
 
-def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
-    """Yield a finding when times that should follow each other do not. None is not known."""
-    known = [time for time in times if time is not None]
-    if known != sorted(known):
-        what = "its times are out of order: the clock was set back"
-        yield Finding("notice", where, what, "do not rely on its duration")
+def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
+    """Check a run folder. Without `repair`, no file is changed.
 
+    With `repair`, temporary files of dead processes are removed and uncommitted tails truncated before the check,
+    except in files that a process is writing. A tail is kept in a file beside its table file. Commits with a prefix are
+    kept, readable or not. Repairing is idempotent.
 
-def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -> Iterator[Finding]:
-    """Yield the findings of the rows of one session. In a `salvaged` run revisions may be missing."""
-    for session in rows:
-        yield from check_values(where, session, status=get_args(SessionStatus))
-        yield from check_times(where, session.started_at, session.finished_at)
-        for what in _faults(session):
-            yield Finding("damage", f"{where}, revision {session.revision}", what, FROM_A_COPY)
-    revisions = Counter(session.revision for session in rows)
-    for revision, times in revisions.items():
-        if times > 1:
-            advice = "remove the sessions-*.arrow file that is a copy of another"
-            yield Finding("damage", where, f"it has {times} rows of revision {revision}", advice)
-    if missing := sorted({*range(max(revisions) + 1)} - revisions.keys()):
-        grade: Grade = "notice" if salvaged else "damage"
-        yield Finding(grade, where, f"its rows of the revisions {missing} are missing", FROM_A_COPY)
-
-
-def _faults(session: Session) -> Iterator[str]:
-    if session.reward is not None and not math.isfinite(session.reward):
-        yield f"its reward is {session.reward}"
-    if session.reward is not None and session.status in UNREWARDED:
-        yield f"it has the status {session.status} and the reward {session.reward}"
-    values: Mapping[str, Callable[[Any], bool]] = {
-        "parts": lambda value: _is_number(value) and math.isfinite(value),
-        "evidence": lambda value: True,
-        "suspicions": lambda value: isinstance(value, int) and _is_number(value) and value >= 0,
-    }
-    for column, is_right in values.items():
-        try:
-            found = json.loads(getattr(session, column))
-        except (ValueError, TypeError, RecursionError) as error:
-            yield f"its {column} are not JSON: {error}"
-            continue
-        if not isinstance(found, dict):
-            yield f"its {column} are no JSON object"
-        elif wrong := [name for name, value in found.items() if not is_right(value)]:
-            yield f"its {column} have wrong values: {', '.join(wrong)}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_DISK_FULL = f"[Errno {errno.ENOSPC}]"
-"""Text of an `OSError` for a full disk, as the events of refused requests have it."""
+    Raises `RunError` when the folder is not a run, or has another schema version.
+    """
+    metadata = read_metadata(run)
+    found = Verification()
+    files = [(table, path) for table in TABLES for path in run_files(run, table)]
+    if repair:
+        found.repaired += remove_leftovers(run)
+        for table, path in files:
+            found.repaired += cut_end(path, TABLES[table])
+    found.findings += _check_leftovers(run)
+    sessions: defaultdict[str, list[Session]] = defaultdict(list)
+    unreadable: set[str | None] = set()
+    size, done = sum(path.stat().st_size for _, path in files), 0
+    for table, path in files:
+        with SegmentReader(path, TABLES[table]) as reader:
+            for offset, batch in reader:
+                found.rows[table] += batch.num_rows
+                for number, (row, fault) in enumerate(check_rows(table, batch)):
+                    if fault is not None:
+                        found.findings.append(Finding("damage", f"{path.name}, byte {offset}", fault, SALVAGE))
+                    if row is None:
+                        unreadable.add(batch.column("session_id")[number].as_py())
+                    elif table == "sessions":
+                        sessions[row["session_id"]].append(make_session(row))
+                advance("bytes read", done + offset, size)
+        found.findings += _check_file(reader)
+        done += path.stat().st_size
+    salvaged = "left_behind" in metadata
+    with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
+        known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
+        names = [name for name in known if name is not None and name not in unreadable]
+        for number, name in enumerate(names, start=1):
+            found.findings += check_session(
+                run, name, sessions.get(name, []), list(calls.batches(name)), events.batches(name), salvaged=salvaged
+            )
+            advance("sessions rebuilt", number, len(names))
+    return found
 
 
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
@@ -147,6 +165,36 @@ def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, 
             name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
             fault = f"{name} {row['session_id']}: its digest does not match, the row was changed after it was written"
         yield row, fault
+
+
+def _check_file(reader: SegmentReader) -> Iterator[Finding]:
+    """Yield the findings of a reader after its last batch."""
+    for offset, what in reader.damage.items():
+        yield Finding("damage", f"{reader.path.name}, byte {offset}", what, SALVAGE)
+    if reader.uncommitted and is_held(reader.path):
+        yield Finding("notice", reader.path.name, "a commit is being written")
+    elif reader.uncommitted == _FAILED_COMMIT:
+        what = "a commit failed, for instance because the disk was full: its call was answered with an error"
+        yield Finding("repair", reader.path.name, what, "--repair truncates its 8 bytes")
+    elif reader.uncommitted:
+        what = (
+            f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
+            "machine crash lost the commit's prefix"
+        )
+        yield Finding("repair", reader.path.name, what, "--repair truncates them and keeps them in a file beside it")
+
+
+def _check_leftovers(run: Path) -> Iterator[Finding]:
+    for path, held in find_leftovers(run):
+        if held:
+            yield Finding("notice", path.name, "is being written")
+        else:
+            yield Finding(
+                "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
+            )
+    for path in kept_cuts(run):
+        what = f"has {path.stat().st_size} bytes that a repair cut off: no reader reads them"
+        yield Finding("notice", path.name, what, "remove it when no call is missing")
 
 
 def check_session(
@@ -235,16 +283,57 @@ def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBat
         yield Finding("notice", where, f"the disk was full: {refused} requests were refused")
 
 
-_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
-"""See `rolltap.addons.store.staging.hidden_name`."""
+def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -> Iterator[Finding]:
+    """Yield the findings of the rows of one session. In a `salvaged` run revisions may be missing."""
+    for session in rows:
+        yield from check_values(where, session, status=get_args(SessionStatus))
+        yield from check_times(where, session.started_at, session.finished_at)
+        for what in _faults(session):
+            yield Finding("damage", f"{where}, revision {session.revision}", what, FROM_A_COPY)
+    revisions = Counter(session.revision for session in rows)
+    for revision, times in revisions.items():
+        if times > 1:
+            advice = "remove the sessions-*.arrow file that is a copy of another"
+            yield Finding("damage", where, f"it has {times} rows of revision {revision}", advice)
+    if missing := sorted({*range(max(revisions) + 1)} - revisions.keys()):
+        grade: Grade = "notice" if salvaged else "damage"
+        yield Finding(grade, where, f"its rows of the revisions {missing} are missing", FROM_A_COPY)
 
-_PIECE_BYTES = 1024 * 1024
+
+def _faults(session: Session) -> Iterator[str]:
+    if session.reward is not None and not math.isfinite(session.reward):
+        yield f"its reward is {session.reward}"
+    if session.reward is not None and session.status in UNREWARDED:
+        yield f"it has the status {session.status} and the reward {session.reward}"
+    for column, kind in _COLUMNS.items():
+        try:
+            kind.validate_json(getattr(session, column))
+        except ValidationError as error:
+            wrong = ", ".join(str(fault["loc"][0]) for fault in error.errors() if fault["loc"])
+            yield f"its {column} have wrong values: {wrong}" if wrong else f"its {column} are no JSON object"
 
 
-def is_held(path: Path) -> bool:
-    """Return True when a process holds the lock of a file. Writers hold the lock of the file that they write."""
-    with locked(path) as descriptor:
-        return descriptor is None
+def check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
+    """Yield a finding for each named column of a row whose value is not one of the known ones."""
+    for name, values in known.items():
+        if (value := getattr(row, name)) not in values:
+            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
+
+
+def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
+    """Yield a finding when times that should follow each other do not. None is not known."""
+    known = [time for time in times if time is not None]
+    if known != sorted(known):
+        what = "its times are out of order: the clock was set back"
+        yield Finding("notice", where, what, "do not rely on its duration")
+
+
+def remove_leftovers(run: Path) -> Iterator[str]:
+    """Remove temporary files that no process uses. Yield a sentence for each."""
+    for path, held in list(find_leftovers(run)):
+        if not held:
+            path.unlink()
+            yield f"{path.name}: removed, a temporary file of a killed process"
 
 
 def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
@@ -258,12 +347,20 @@ def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
             yield path, _is_alive(int(match["process"])) or is_held(path)
 
 
-def remove_leftovers(run: Path) -> Iterator[str]:
-    """Remove temporary files that no process uses. Yield a sentence for each."""
-    for path, held in list(find_leftovers(run)):
-        if not held:
-            path.unlink()
-            yield f"{path.name}: removed, a temporary file of a killed process"
+def is_held(path: Path) -> bool:
+    """Return True when a process holds the lock of a file. Writers hold the lock of the file that they write."""
+    with locked(path) as descriptor:
+        return descriptor is None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
@@ -324,122 +421,3 @@ def _pieces(descriptor: int, start: int, end: int) -> Iterator[bytes]:
 def _is_copy(path: Path, pieces: Iterator[bytes]) -> bool:
     with path.open("rb") as file:
         return all(file.read(len(piece)) == piece for piece in pieces)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-Verdict = Literal["ok", "needs repair", "damaged"]
-"""`needs repair`: no row is damaged, and `--repair` removes what a failed or killed writer left."""
-_FAILED_COMMIT = 8
-"""Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
-leaves a longer one."""
-
-
-@dataclass(slots=True)
-class Verification:
-    """Result of a verification: numbers of rows, findings and repairs."""
-
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
-    """Table -> number of rows that can be read."""
-    findings: list[Finding] = field(default_factory=list)
-    repaired: list[str] = field(default_factory=list)
-    """A sentence for each repair."""
-
-    @property
-    def sound(self) -> bool:
-        """True when no finding is damage."""
-        return all(finding.grade != "damage" for finding in self.findings)
-
-    @property
-    def verdict(self) -> Verdict:
-        """The gravest of the findings, in a word."""
-        grades = {finding.grade for finding in self.findings}
-        return "damaged" if "damage" in grades else "needs repair" if "repair" in grades else "ok"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verification as JSON values."""
-        return {"verdict": self.verdict, "sound": self.sound, **asdict(self)}
-
-
-def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verification:
-    """Check a run folder. Without `repair`, no file is changed.
-
-    With `repair`, temporary files of dead processes are removed and uncommitted tails truncated before the check,
-    except in files that a process is writing. A tail is kept in a file beside its table file. Commits with a prefix are
-    kept, readable or not. Repairing is idempotent.
-
-    Raises `RunError` when the folder is not a run, or has another schema version.
-    """
-    metadata = read_metadata(run)
-    found = Verification()
-    files = [(table, path) for table in TABLES for path in run_files(run, table)]
-    if repair:
-        found.repaired += remove_leftovers(run)
-        for table, path in files:
-            found.repaired += cut_end(path, TABLES[table])
-    found.findings += _check_leftovers(run)
-    sessions: defaultdict[str, list[Session]] = defaultdict(list)
-    unreadable: set[str | None] = set()
-    size, done = sum(path.stat().st_size for _, path in files), 0
-    for table, path in files:
-        with SegmentReader(path, TABLES[table]) as reader:
-            for offset, batch in reader:
-                found.rows[table] += batch.num_rows
-                for number, (row, fault) in enumerate(check_rows(table, batch)):
-                    if fault is not None:
-                        found.findings.append(Finding("damage", f"{path.name}, byte {offset}", fault, SALVAGE))
-                    if row is None:
-                        unreadable.add(batch.column("session_id")[number].as_py())
-                    elif table == "sessions":
-                        sessions[row["session_id"]].append(make_session(row))
-                advance("bytes read", done + offset, size)
-        found.findings += _check_file(reader)
-        done += path.stat().st_size
-    salvaged = "left_behind" in metadata
-    with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
-        known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
-        names = [name for name in known if name is not None and name not in unreadable]
-        for number, name in enumerate(names, start=1):
-            found.findings += check_session(
-                run, name, sessions.get(name, []), list(calls.batches(name)), events.batches(name), salvaged=salvaged
-            )
-            advance("sessions rebuilt", number, len(names))
-    return found
-
-
-def _check_leftovers(run: Path) -> Iterator[Finding]:
-    for path, held in find_leftovers(run):
-        if held:
-            yield Finding("notice", path.name, "is being written")
-        else:
-            yield Finding(
-                "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
-            )
-    for path in kept_cuts(run):
-        what = f"has {path.stat().st_size} bytes that a repair cut off: no reader reads them"
-        yield Finding("notice", path.name, what, "remove it when no call is missing")
-
-
-def _check_file(reader: SegmentReader) -> Iterator[Finding]:
-    """Yield the findings of a reader after its last batch."""
-    for offset, what in reader.damage.items():
-        yield Finding("damage", f"{reader.path.name}, byte {offset}", what, SALVAGE)
-    if reader.uncommitted and is_held(reader.path):
-        yield Finding("notice", reader.path.name, "a commit is being written")
-    elif reader.uncommitted == _FAILED_COMMIT:
-        what = "a commit failed, for instance because the disk was full: its call was answered with an error"
-        yield Finding("repair", reader.path.name, what, "--repair truncates its 8 bytes")
-    elif reader.uncommitted:
-        what = (
-            f"its last {reader.uncommitted} bytes are not a committed message: a killed process left them, or a "
-            "machine crash lost the commit's prefix"
-        )
-        yield Finding("repair", reader.path.name, what, "--repair truncates them and keeps them in a file beside it")

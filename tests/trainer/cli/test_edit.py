@@ -6,7 +6,8 @@ from click.testing import CliRunner
 import rolltap
 from rolltap.errors import InputError
 from rolltap.trainer.cli.main import rolltap as program
-from tests.trainer.runs.recorded_runs import make_run, make_session
+from tests.factories import make_session
+from tests.trainer.runs.recorded_runs import make_run
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_without_the_extras_the_commands_for_run_folders_work():
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
 from rolltap.trainer.cli.main import rolltap
-from rolltap.trainer.runs.exports import atif, hub, messages, openenv, parquet, traces
+from rolltap.trainer.runs.exports import atif, hub, messages, openenv, parquet
 rolltap(["--help"])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

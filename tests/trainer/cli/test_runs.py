@@ -41,7 +41,7 @@ def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
     assert main["call_ids"] == ["s-0", "s-1"]
     assert main["prompt_ids"] + main["completion_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert main["completion_mask"] == [1, 1, 0, 1, 1]
-    assert main["logprobs"] == [-0.5, -1.5, 0.0, -0.5, -1.5]
+    assert main["logprobs"] == [-1.0, -1.015625, 0.0, -2.0, -2.015625]
     assert main["weight_versions"][0] == {"version": "1", "start": 0, "end": 2}
     assert [span["start"] for span in main["continuity"]] == [0, 3]
     assert (main["reward"], main["task_id"], main["harness"], main["role"]) == (0.25, "task", "pi", "agent")

@@ -4,18 +4,17 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from hypothesis import strategies as st
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan, find_violation
-from rolltap.addons.store.tables import TABLES, RunWriter, read_rows
+from rolltap.addons.store.records import Call, Event, VersionSpan, find_violation
+from rolltap.addons.store.tables import TABLES, read_rows
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from rolltap.trainer.traces.tree import link_calls, start_order
+from tests.factories import START, make_call, make_session, write_run
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 TOKENS = st.lists(st.integers(0, 2), max_size=3)
 
 
@@ -66,15 +65,13 @@ def recorded_sessions(draw):
     """Draw sessions with their calls. Call ids repeat between sessions."""
     return [
         (
-            Session(
-                session_id=f"s{number}",
+            make_session(
+                f"s{number}",
                 task_id=draw(st.sampled_from(["t1", "t2"])),
                 group_id=draw(st.sampled_from(["g1", "g2"])),
                 harness=draw(st.sampled_from(["h1", "h2"])),
-                status="completed",
                 reward=draw(st.sampled_from([None, 0.0, 0.5, 1.0])),
                 policy_version=draw(st.sampled_from(["1", "2"])),
-                started_at=START,
             ),
             draw(session_calls(f"s{number}")),
         )
@@ -115,17 +112,13 @@ def import_line(call, session):
 
 def record(run, sessions, **metadata):
     """Write sessions as a recorder does: linked calls, prompts as suffixes of their parents, an event for each call."""
-    write_metadata(run, {"model": "tiny", **metadata})
-    with RunWriter(run, "never") as writer:
-        writer.add_event(Event(kind="unauthorised", host="example.com"))
-        for session, calls in sessions:
-            for call in linked(calls):
-                writer.add_event(
-                    Event(kind="call_started", session_id=call.session_id, call_id=call.call_id, at=call.started_at)
-                )
-                writer.add_call(call)
-            writer.add_event(Event(kind="refused", session_id=session.session_id, host="example.com"))
-            writer.add_session(session)
+    rows = [Event(kind="unauthorised", host="example.com")]
+    for session, calls in sessions:
+        for call in linked(calls):
+            about = {"session_id": call.session_id, "call_id": call.call_id}
+            rows += [Event(kind="call_started", at=call.started_at, **about), call]
+        rows += [Event(kind="refused", session_id=session.session_id, host="example.com"), session]
+    write_run(run, *rows, sync="never", **metadata)
 
 
 def linked(calls):
@@ -151,42 +144,11 @@ def ignore(*_):
     """Ignore the progress."""
 
 
-def make_session(session_id, **fields):
-    given = {"task_id": "t", "group_id": "g", "harness": "h", "status": "completed", "reward": 1.0}
-    return Session(session_id=session_id, **{**given, "policy_version": "1", "started_at": START, **fields})
-
-
-def make_call(session_id, call_id, prompt_ids, completion_ids, **fields):
-    spans = [VersionSpan(version="1", start=0, end=len(completion_ids))]
-    logprobs = [-0.5] * len(completion_ids)
-    return Call(
-        session_id=session_id,
-        call_id=call_id,
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=logprobs,
-        weight_versions=spans,
-        started_at=START,
-        **fields,
-    )
-
-
 def make_run(run, *sessions, **metadata):
     """Write a run whose sessions have two calls each. The second call continues the first."""
-    record(
-        run,
-        [
-            (
-                session,
-                [
-                    make_call(session.session_id, "a", [1], [2]),
-                    make_call(session.session_id, "b", [1, 2, 3], [4]),
-                ],
-            )
-            for session in sessions
-        ],
-        **metadata,
-    )
+    first = [make_call("a", session_id=session.session_id) for session in sessions]
+    calls = [[call, make_call("b", [3], [4], after=call)] for call in first]
+    record(run, zip(sessions, calls, strict=True), **metadata)
     return run
 
 

@@ -14,56 +14,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.store.metadata import read_metadata, write_metadata
-from rolltap.addons.store.records import Call, Session
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.import_calls import import_calls
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from tests.deep import examples
-from tests.trainer.runs.recorded_runs import START, import_line, recorded_sessions, traces_of
+from tests.factories import START, make_call, make_session, write_run
+from tests.trainer.runs.recorded_runs import import_line, recorded_sessions, traces_of
 
 
 def line(**fields):
     """Return a valid line with some of its keys changed."""
-    good = {
-        "session_id": "s",
-        "call_id": "a",
-        "prompt_ids": [1, 2],
-        "completion_ids": [3],
-        "logprobs": [-0.5],
-        "finish_reason": "stop",
-    }
-    return good | fields
+    tokens = {"prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5]}
+    return {"session_id": "s", "call_id": "a", **tokens, "finish_reason": "stop", **fields}
 
 
 def write(*lines):
     return "".join((text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines).encode()
 
 
-def load(run, content, *, skip_bad=False):
+def load(run, content, *, skip_bad=False, bad=None):
     """Import `content` and return the summary and the bad lines."""
-    bad = []
-    source = io.BytesIO(content)
-    summary = import_calls(
-        source, run, skip_bad=skip_bad, report=lambda *fault: bad.append(fault), advance=lambda *_: None
-    )
-    return summary, bad
+    bad = [] if bad is None else bad
+    options = {"skip_bad": skip_bad, "report": lambda *fault: bad.append(fault), "advance": lambda *_: None}
+    return import_calls(io.BytesIO(content), run, **options), bad
 
 
 def refused(run, content):
     """Return the bad lines for which `content` is refused."""
     bad = []
     with pytest.raises(InputError, match="nothing was imported"):
-        import_calls(
-            io.BytesIO(content),
-            run,
-            skip_bad=False,
-            report=lambda *fault: bad.append(fault),
-            advance=lambda *_: None,
-        )
+        load(run, content, bad=bad)
     return bad
 
 
@@ -90,16 +74,7 @@ class TestCalls:
         assert (call.kind, call.kind_reason, call.parent_id) == ("root", "imported", None)
         assert (call.role, call.status, call.finish_reason, call.started_at) == ("subagent", "aborted", "stop", START)
         assert [(span.version, span.start, span.end) for span in call.weight_versions] == [("7", 0, 1)]
-        assert load_sessions(run)["s"] == Session(
-            session_id="s",
-            task_id="t",
-            group_id="g",
-            harness="h",
-            status="failed",
-            reward=0.5,
-            policy_version="7",
-            started_at=START,
-        )
+        assert load_sessions(run)["s"] == make_session(status="failed", reward=0.5, policy_version="7")
 
     def test_a_new_run_says_that_it_was_imported(self, run):
         load(run, write(line()))
@@ -137,9 +112,7 @@ class TestCalls:
         assert {call.call_id: call.parent_id for call in RecordedCalls(run)["s"]} == {"a": None, "b": None, "c": "a"}
 
     def test_an_existing_run_is_refused_and_the_import_can_be_merged_with_it(self, run, tmp_path):
-        write_metadata(run, {"tokenizer_sha256": "a", "chat_template_sha256": "b"})
-        with RunWriter(run) as writer:
-            writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
+        write_run(run, make_call("x"), tokenizer_sha256="a", chat_template_sha256="b")
         with pytest.raises(
             InputError, match=f"import into a new folder NEW, then `rolltap merge {run} NEW --out MERGED`"
         ):
@@ -165,9 +138,7 @@ class TestCalls:
             noted = read_metadata(tmp_path / f"new {name}")
             assert (noted["source"], noted["model"]) == ("import", str(tokenizer_folder))
             recorded = {key: digest or value for key, value in noted.items() if key.endswith("_sha256")}
-            write_metadata(tmp_path / name, {"model": "recorded", **recorded})
-            with RunWriter(tmp_path / name) as writer:
-                writer.add_call(Call(session_id="s", call_id="x", prompt_ids=[1]))
+            write_run(tmp_path / name, make_call("x"), **{"model": "recorded", **recorded})
         merge_runs([tmp_path / "new mine", tmp_path / "mine"], tmp_path / "merged", lambda *_: None)
         assert set(RecordedCalls(tmp_path / "merged")) == {"s", "mine"}
         assert "source" not in read_metadata(tmp_path / "merged")
@@ -248,19 +219,14 @@ BAD = {
 
 class TestBadLines:
     @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-    def test_one_bad_line_is_named_and_nothing_is_imported(self, run, bad, reason):
-        [(number, fault)] = refused(run, write(line(session_id="t"), "", bad))
-        assert number == 3
-        assert reason in fault
-        assert not run.exists()
+    def test_a_bad_line_is_named_nothing_is_imported_and_the_other_lines_on_demand(self, run, bad, reason):
+        content = write(line(session_id="t"), "", bad)
+        [(number, fault)] = refused(run, content)
+        assert (number, reason in fault) == (3, True)
         assert list(run.parent.iterdir()) == []
-
-    @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-    def test_the_other_lines_are_imported_on_demand(self, run, bad, reason):
-        summary, [(number, fault)] = load(run, write(bad, line()), skip_bad=True)
-        assert (summary.calls, summary.skipped, number) == (1, 1, 1)
-        assert reason in fault
-        assert list(RecordedCalls(run)) == ["s"]
+        summary, [skipped] = load(run, content, skip_bad=True)
+        assert (summary.calls, summary.skipped, skipped) == (1, 1, (number, fault))
+        assert list(RecordedCalls(run)) == ["t"]
 
     def test_bytes_that_are_not_utf8_are_a_bad_line(self, run):
         [(number, _)] = refused(run, b"\xff\xfe\n" + write(line()))

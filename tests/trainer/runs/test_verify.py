@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,15 +18,16 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.store.compaction import BATCH_ROWS
 from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import Event
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import merge_runs
-from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.runs.verify import check_session_rows, verify_run
 from rolltap.trainer.traces.reader import RecordedCalls
 from tests.deep import examples
-from tests.trainer.runs.recorded_runs import START, record, recorded_sessions
+from tests.factories import START, make_call, make_session, write_run
+from tests.trainer.runs.recorded_runs import record, recorded_sessions
 
 DEAD = 2**22 + 1
 """A process id above the maximum."""
@@ -40,20 +42,13 @@ def found(run):
     return [(finding.grade, finding.where, finding.what) for finding in verify(run).findings]
 
 
-def make_call(call_id, prompt_ids, completion_ids, **fields):
-    fields = {"session_id": "s", "started_at": START, **fields}
-    fields.setdefault("logprobs", [-0.5] * len(completion_ids))
-    fields.setdefault("weight_versions", [VersionSpan(version="1", start=0, end=len(completion_ids))])
-    return Call(call_id=call_id, prompt_ids=prompt_ids, completion_ids=completion_ids, **fields)
-
-
 CHILD = {"parent_id": "a", "prefix_length": 2, "kind": "bridged"}
 
 
 @pytest.fixture
 def run(tmp_path):
     """Write a run of two calls, as a killed recorder leaves it. The second call continues the first."""
-    return make_run(tmp_path / "run", [make_call("a", [1], [2]), make_call("b", [1, 2, 3], [4], **CHILD)])
+    return make_run(tmp_path / "run", [make_call("a"), make_call("b", [1, 2, 3], [4], **CHILD)])
 
 
 def make_run(run, calls):
@@ -61,11 +56,7 @@ def make_run(run, calls):
     with killed_writer(run) as writer:
         for call in calls:
             writer.add_call(call)
-        writer.add_session(
-            Session(
-                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1.0, started_at=START
-            )
-        )
+        writer.add_session(make_session())
     return run
 
 
@@ -95,13 +86,7 @@ class TestSound:
         assert verification.sound
 
     def test_a_compacted_run_is_sound(self, tmp_path):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            for number in range(3):
-                writer.add_call(make_call(str(number), [1], [2]))
-            writer.add_session(
-                Session(session_id="s", task_id="t", group_id="g", harness="h", status="completed", started_at=START)
-            )
+        write_run(tmp_path, *map(make_call, range(3)), make_session())
         assert found(tmp_path) == []
 
     def test_a_run_that_is_being_written_is_sound(self, run):
@@ -143,15 +128,15 @@ class TestInvariants:
         ids=str,
     )
     def test_a_call_with_invalid_values_is_damage(self, tmp_path, child, what):
-        b = make_call("b", [1, 2, 3], **{"completion_ids": [4], **child})
-        run = make_run(tmp_path / "run", [make_call("a", [1], [2]), b])
+        b = make_call("b", [1, 2, 3], [4], **child)
+        run = make_run(tmp_path / "run", [make_call("a"), b])
         assert found(run) == [("damage", "session s, call b", what)]
 
     @pytest.mark.parametrize(
         "fields", [{"logprobs": []}, {"logprobs": [0.5], "violation": "log-probability 0 is positive (0.5)"}], ids=str
     )
     def test_a_call_that_is_marked_as_not_trainable_is_no_damage(self, tmp_path, fields):
-        assert found(make_run(tmp_path / "run", [make_call("a", [1], [2], **fields)])) == []
+        assert found(make_run(tmp_path / "run", [make_call("a", **fields)])) == []
 
     def test_a_call_that_is_recorded_twice_is_damage(self, run):
         path = calls_file(run)
@@ -169,22 +154,11 @@ class TestInvariants:
 
     def test_unusual_rows_that_are_no_damage_are_notices(self, run):
         with killed_writer(run) as writer:
-            writer.add_call(make_call("a", [1], [2], session_id="t"))
+            writer.add_call(make_call("a", session_id="t"))
             writer.add_event(Event(kind="call_started", session_id="t", call_id="a"))
             writer.add_event(Event(kind="call_started", session_id="t", call_id="b"))
             writer.add_event(Event(kind="unauthorised"))
-            late = START - timedelta(seconds=1)
-            writer.add_session(
-                Session(
-                    session_id="u",
-                    task_id="t",
-                    group_id="g",
-                    harness="h",
-                    status="completed",
-                    started_at=START,
-                    finished_at=late,
-                )
-            )
+            writer.add_session(make_session("u", finished_at=START - timedelta(seconds=1)))
         assert sorted(found(run)) == [
             ("notice", "session t", "has no row in sessions: its calls have no reward and no group"),
             (
@@ -195,6 +169,47 @@ class TestInvariants:
             ("notice", "session u", "its times are out of order: the clock was set back"),
         ]
         assert verify(run).sound
+
+
+class TestRowsOfASession:
+    ROW = make_session(parts='{"a": 0.5}', suspicions='{"rule": 2}')
+
+    @staticmethod
+    def found_in(*rows, salvaged=False):
+        return [(finding.grade, finding.what) for finding in check_session_rows("here", rows, salvaged=salvaged)]
+
+    def test_a_row_and_its_revisions_are_sound(self):
+        assert self.found_in(self.ROW) == []
+        assert self.found_in(replace(self.ROW, revision=1), self.ROW) == []
+
+    @pytest.mark.parametrize(
+        ("fields", "what"),
+        [
+            ({"reward": float("nan")}, "its reward is nan"),
+            ({"status": "unjudged"}, "it has the status unjudged and the reward 1.0"),
+            ({"status": "infrastructure", "reward": 0.0}, "it has the status infrastructure and the reward 0.0"),
+            ({"status": "won"}, "its status is 'won'"),
+            ({"parts": "[]"}, "its parts are no JSON object"),
+            ({"parts": '{"a": NaN}'}, "its parts have wrong values: a"),
+            ({"parts": '{"a": true, "b": 1, "c": "1"}'}, "its parts have wrong values: a, c"),
+            ({"parts": "{"}, "its parts are no JSON object"),
+            ({"parts": None}, "its parts are no JSON object"),
+            ({"evidence": "1"}, "its evidence are no JSON object"),
+            ({"suspicions": '{"rule": -1}'}, "its suspicions have wrong values: rule"),
+            ({"suspicions": '{"rule": 0.5}'}, "its suspicions have wrong values: rule"),
+        ],
+    )
+    def test_a_value_that_no_writer_writes_is_damage(self, fields, what):
+        [(grade, text)] = self.found_in(replace(self.ROW, **fields))
+        assert (grade, text[: len(what)]) == ("damage", what)
+
+    def test_two_rows_of_a_revision_are_damage(self):
+        assert self.found_in(self.ROW, replace(self.ROW, reward=0.0)) == [("damage", "it has 2 rows of revision 0")]
+
+    def test_a_missing_revision_is_damage_except_in_a_salvaged_run(self):
+        row = replace(self.ROW, revision=2)
+        assert self.found_in(self.ROW, row) == [("damage", "its rows of the revisions [1] are missing")]
+        assert self.found_in(row, salvaged=True) == [("notice", "its rows of the revisions [0, 1] are missing")]
 
 
 def rewrite(path, change):
@@ -271,10 +286,7 @@ class TestRepair:
             assert path.read_bytes() == whole[:size]
 
     def test_a_compacted_file_that_lost_its_end_loses_few_calls_and_a_repair_removes_none(self, tmp_path):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            for number in range(150):
-                writer.add_call(make_call(str(number), [number], [1, 2]))
+        write_run(tmp_path, *(make_call(number, [number], [1, 2]) for number in range(150)))
         path = calls_file(tmp_path)
         os.truncate(path, path.stat().st_size - 9)
         damaged = path.read_bytes()
@@ -349,10 +361,7 @@ class TestRepair:
 
     @pytest.mark.parametrize("end", ["cut", "zeros"])
     def test_a_compacted_file_that_lost_whole_batches_is_damaged_and_a_repair_cuts_nothing(self, tmp_path, end):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            for number in range(20):
-                writer.add_call(make_call(str(number), [number], [1, 2]))
+        write_run(tmp_path, *(make_call(number, [number], [1, 2]) for number in range(20)))
         path = calls_file(tmp_path)
         whole = path.read_bytes()
         with SegmentReader(path) as reader:
@@ -515,12 +524,12 @@ class TestFullDisk:
     def test_a_commit_that_failed_is_told_from_one_that_was_killed(self, tmp_path, monkeypatch):
         write_metadata(tmp_path, {})
         with killed_writer(tmp_path) as writer:
-            writer.add_call(make_call("a", [1], [2]))
+            writer.add_call(make_call("a"))
             writer.add_event(Event(kind="call_started", session_id="s", call_id="b"))
             with monkeypatch.context() as full:
                 full.setattr(os, "pwrite", no_room)
                 with pytest.raises(OSError, match="No space left"):
-                    writer.add_call(make_call("b", [1], [2]))
+                    writer.add_call(make_call("b"))
             detail = f"[Errno {errno.ENOSPC}] less than 4 MiB are free"
             writer.add_event(Event(kind="fault", session_id="s", detail=detail))
             writer.add_event(Event(kind="fault", session_id="s", detail="another fault"))

@@ -36,8 +36,7 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, public_model
-from rolltap.trainer.runs.exports.hub import parsed_public_session
-from rolltap.trainer.runs.exports.messages import dump_json, each_session
+from rolltap.trainer.runs.exports.sessions import dump_json, each_session, parsed_session, public_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
@@ -167,7 +166,7 @@ class _Line:
 
 
 def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
-    row = parsed_public_session(recorded.session) if recorded.session else {}
+    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
     row.pop("session_id", None)
     return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
 

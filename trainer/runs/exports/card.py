@@ -1,47 +1,17 @@
-"""Dataset cards of exported runs: a README.md with the metadata that the Hub reads.
-
-Columns and rows of exported datasets.
-"""
+"""Dataset cards of exported runs: the README.md that the Hub shows, with the metadata that it reads."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-from datasets import Features, List, Value
-from huggingface_hub import DatasetCardData
+from huggingface_hub import DatasetCard, DatasetCardData
 
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.trainer.names import public_model
-from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
-_INTERNAL = ("digest", "engine")
-"""Columns that have no meaning outside of the run: the row's digest, the engine's address in the recorder's network."""
-
-TRACE_FEATURES = Features(
-    {
-        "session_id": Value("string"),
-        "trace_id": Value("string"),
-        "group_id": Value("string"),
-        "task_id": Value("string"),
-        "harness": Value("string"),
-        "role": Value("string"),
-        "reward": Value("float64"),
-        "call_ids": List(Value("string")),
-        "prompt_ids": List(Value("int32")),
-        "completion_ids": List(Value("int32")),
-        "completion_mask": List(Value("int8")),
-        "logprobs": List(Value("float32")),
-        "weight_versions": List({"version": Value("string"), "start": Value("int32"), "end": Value("int32")}),
-        "continuity": List({"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}),
-        "shared_trace_id": Value("string"),
-        "shared_tokens": Value("int32"),
-    }
-)
+HERE = "path/to/this/folder"
+"""Placeholder in a card for the folder's path, which is not known when the card is written."""
 
 TRACE_COLUMNS = {
     "session_id": "one run of one agent program on one task",
@@ -60,37 +30,62 @@ TRACE_COLUMNS = {
     "`bridged` (the recorded tokens continued)",
     "shared_trace_id, shared_tokens": "strategy `tree`: the earlier trace with the longest shared prefix, its length",
 }
-"""Descriptions of the columns of `TRACE_FEATURES`, for the card. A key may name several columns."""
+"""Descriptions of the columns of traces. A key may name several columns."""
 
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
 
-def _features(schema: pa.Schema) -> Features:
-    return Features.from_arrow_schema(pa.schema([column for column in schema if column.name not in _INTERNAL]))
+# {{ pretty_name }}
 
-
-CALL_FEATURES = _features(CALL_SCHEMA)
-SESSION_FEATURES = _features(SESSION_SCHEMA)
-EVENT_FEATURES = _features(EVENT_SCHEMA)
-
-
-def trace_row(trace: Trace) -> dict[str, Any]:
-    """Return a trace as a row of `TRACE_FEATURES`."""
-    row = {name: getattr(trace, name) for name in TRACE_FEATURES}
-    for name in ("weight_versions", "continuity"):
-        row[name] = [asdict(span) for span in row[name]]
-    return row
-
-
-HERE = "path/to/this/folder"
-"""Placeholder in a card for the folder's path, which is not known when the card is written."""
-
-_TAGS = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
-
-_INTRODUCTION = """\
 Rollouts of agent programs as token ids: prompts, sampled tokens with their log-probabilities, and the version of the
-weights that sampled them. Recorded and exported by rolltap {version}, which records the model calls of unmodified agent
-programs."""
+weights that sampled them. Recorded and exported by rolltap {{ version }}, which records the model calls of unmodified
+agent programs.
 
-_TRACES = """\
+| | |
+| --- | --- |
+{% for name, fact in facts.items() -%}
+| {{ name }} | {{ fact }} |
+{% endfor %}
+## How to load
+
+{% if rows -%}
+```python
+from datasets import load_dataset
+
+traces = load_dataset("{{ where }}", "traces", split="train")
+calls = load_dataset("{{ where }}", "calls", split="train")
+```
+
+| config | rows | a row is |
+| --- | --- | --- |
+| `traces` | {{ "{:,}".format(rows.traces) }} | one sequence to train on |
+| `calls` | {{ "{:,}".format(rows.calls) }} | one model call: tokens, messages, reply, sampling parameters, timings |
+| `sessions` | {{ "{:,}".format(rows.sessions) }} | one run of an agent program: task, group, outcome, reward, \
+evidence, versions |
+| `events` | {{ "{:,}".format(rows.events) }} | one other event on the wire: a refused host, a retry, the start of a \
+call |
+{%- else -%}
+```python
+from datasets import load_from_disk
+
+traces = load_from_disk("{{ where }}")
+```
+
+For TRL's `SFTTrainer`, which takes one sequence and a mask over the whole sequence:
+
+```python
+sft = traces.map(
+    lambda trace: {
+        "input_ids": trace["prompt_ids"] + trace["completion_ids"],
+        "assistant_masks": [0] * len(trace["prompt_ids"]) + trace["completion_mask"],
+    },
+    remove_columns=traces.column_names,
+)
+```
+{%- endif %}
+
 ## Traces
 
 A trace is one sequence to train on. Each sampled token is trained by exactly one trace, or left out for a reason that
@@ -98,50 +93,12 @@ is counted above. Traces of sessions without a reward are here too, with the rew
 tokens by the reason, for instance `infrastructure`, `unjudged` or `no_reward`. Tokens that the policy did not sample
 (tool results, later instructions) have mask 0.
 
-{columns}
-"""
-
-_LOAD_TRACES = """\
-## How to load
-
-```python
-from datasets import load_from_disk
-
-traces = load_from_disk("{where}")
-```
-
-For TRL's `SFTTrainer`, which takes one sequence and a mask over the whole sequence:
-
-```python
-sft = traces.map(
-    lambda trace: {{
-        "input_ids": trace["prompt_ids"] + trace["completion_ids"],
-        "assistant_masks": [0] * len(trace["prompt_ids"]) + trace["completion_mask"],
-    }},
-    remove_columns=traces.column_names,
-)
-```
-"""
-
-_LOAD_PARQUET = """\
-## How to load
-
-```python
-from datasets import load_dataset
-
-traces = load_dataset("{where}", "traces", split="train")
-calls = load_dataset("{where}", "calls", split="train")
-```
-
-| config | rows | a row is |
-| --- | --- | --- |
-| `traces` | {traces:,} | one sequence to train on |
-| `calls` | {calls:,} | one model call: tokens, messages, reply, sampling parameters, timings |
-| `sessions` | {sessions:,} | one run of an agent program: task, group, outcome, reward, evidence, versions |
-| `events` | {events:,} | one other event on the wire: a refused host, a retry, the start of a call |
-"""
-
-_CALLS = """\
+| column | |
+| --- | --- |
+{% for names, meaning in columns.items() -%}
+| `{{ names.replace(", ", "`, `") }}` | {{ meaning }} |
+{% endfor %}
+{%- if rows %}
 ## Calls
 
 The calls of a session are consecutive rows, parents before children. A row holds only what its parent lacks:
@@ -163,48 +120,35 @@ def full_prompts(calls):
 `messages`, `tools`, `reply` and `sampling` are JSON, and so are `parts`, `evidence` and `suspicions` of a session.
 Messages hold what the agent program sent to the model, which may include names and files of its machine: read them
 before you make this dataset public.
-"""
+{% endif %}"""
 
 
-def traces_card(run: Path, options: TraceOptions, totals: Totals) -> str:
-    """Return the card of a folder that `load_from_disk` opens."""
-    return "\n".join(
-        [
-            _header(run.resolve().name),
-            _introduction(run, options, totals),
-            _LOAD_TRACES.format(where=HERE),
-            _TRACES.format(columns=_column_table()),
-        ]
-    )
+def dataset_card(
+    run: Path, options: TraceOptions, totals: Totals, *, rows: Mapping[str, int] | None = None, where: str = HERE
+) -> DatasetCard:
+    """Return the card of traces that `load_from_disk(where)` opens.
 
-
-def parquet_card(run: Path, options: TraceOptions, totals: Totals, rows: Mapping[str, int], where: str) -> str:
-    """Return the card of a folder or a repository that `load_dataset(where, config)` opens.
-
-    `rows` maps a config to its number of rows. The shards of a config with rows are in the folder of its name.
+    With `rows`, config -> number of rows, it is that of Parquet which `load_dataset(where, config)` opens. The shards
+    of a config with rows are in the folder of its name.
     """
-    configs = [{"config_name": config, "data_files": f"{config}/*.parquet"} for config, n in rows.items() if n]
-    return "\n".join(
-        [
-            _header(run.resolve().name, configs=configs),
-            _introduction(run, options, totals),
-            _LOAD_PARQUET.format(where=where, **rows),
-            _TRACES.format(columns=_column_table()),
-            _CALLS,
-        ]
+    configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name, n in (rows or {}).items() if n]
+    tags = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
+    data = DatasetCardData(pretty_name=run.resolve().name, tags=tags)
+    if configs:
+        data["configs"] = configs
+    card: DatasetCard = DatasetCard.from_template(
+        data,
+        template_str=_TEMPLATE,
+        version=version("rolltap"),
+        facts=_facts(run, options, totals),
+        columns=TRACE_COLUMNS,
+        rows=rows,
+        where=where,
     )
+    return card
 
 
-def _header(name: str, **metadata: Any) -> str:
-    data = DatasetCardData(pretty_name=name, tags=_TAGS, **metadata)
-    return f"---\n{data.to_yaml()}\n---\n\n# {name}\n"
-
-
-def _introduction(run: Path, options: TraceOptions, totals: Totals) -> str:
-    return "\n".join([_INTRODUCTION.format(version=version("rolltap")), "", *_facts(run, options, totals), ""])
-
-
-def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
+def _facts(run: Path, options: TraceOptions, totals: Totals) -> dict[str, str]:
     metadata = read_metadata(run)
     rewards = f"{totals.rewarded:,} of {totals.sessions:,} sessions"
     if totals.rewarded:
@@ -213,33 +157,22 @@ def _facts(run: Path, options: TraceOptions, totals: Totals) -> list[str]:
     facts = {
         "sessions": f"{totals.sessions:,}",
         "tasks": f"{len(totals.tasks):,}" if totals.tasks else "",
-        "outcomes": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.statuses.items())),
+        "outcomes": _counts(totals.statuses),
         "with suspicions of cheating": f"{totals.suspicious:,} sessions" if totals.suspicious else "",
-        "ran in": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.runtimes.items())),
-        "agent programs": ", ".join(f"{name} ({n:,})" for name, n in sorted(totals.harnesses.items())),
+        "ran in": _counts(totals.runtimes),
+        "agent programs": _counts(totals.harnesses),
         "rewards": rewards,
         "model calls": f"{totals.calls:,}",
         "traces": f"{totals.traces:,} by `{options.strategy}` of {', '.join(options.roles)} calls{cut}",
         "sampled tokens": str(totals.ledger),
         "model": public_model(str(metadata.get("model", ""))),
-        "tokenizer, SHA-256": _code(metadata, "tokenizer_sha256"),
-        "chat template, SHA-256": _code(metadata, "chat_template_sha256"),
     }
-    return ["| | |", "| --- | --- |", *(f"| {_cell(name)} | {_cell(fact)} |" for name, fact in facts.items() if fact)]
+    for name in ("tokenizer", "chat template"):
+        if digest := metadata.get(f"{name.replace(' ', '_')}_sha256"):
+            facts[f"{name}, SHA-256"] = f"`{digest}`"
+    # text of a task file or a preset, escaped for a cell of a Markdown table
+    return {name: " ".join(fact.replace("|", "\\|").split()) for name, fact in facts.items() if fact}
 
 
-def _code(metadata: Mapping[str, Any], key: str) -> str:
-    return f"`{metadata[key]}`" if metadata.get(key) else ""
-
-
-def _column_table() -> str:
-    rows = [
-        f"| {', '.join(f'`{name}`' for name in names.split(', '))} | {meaning} |"
-        for names, meaning in TRACE_COLUMNS.items()
-    ]
-    return "\n".join(["| column | |", "| --- | --- |", *rows])
-
-
-def _cell(text: str) -> str:
-    """Return text, for example of a task file or a preset, escaped for a cell of a Markdown table."""
-    return " ".join(text.replace("|", "\\|").split())
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} ({n:,})" for name, n in sorted(counts.items()))

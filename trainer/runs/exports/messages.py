@@ -14,70 +14,37 @@ message before a branch point is in the lines of all leaves below it. `call_ids`
 The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
 lines. Sessions without a completed call have no line. Incomplete conversations have none either; a warning counts
 them.
-
-Helpers of the formats: iterate over the sessions of a run, and serialise values as JSON.
 """
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import DatasetCard, DatasetCardData
+
 from rolltap.trainer.console import Advance
+from rolltap.trainer.runs.exports.sessions import dump_json, each_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
-from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
+from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
-
-
-def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
-    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
-    total = count_sessions(run)
-    for done, recorded in enumerate(iter_sessions(run), 1):
-        yield recorded
-        advance("sessions", done, total)
-
-
-def dump_json(value: Any) -> str:
-    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(json.loads(json.dumps(value), parse_constant=str), ensure_ascii=False)
-
 
 logger = logging.getLogger(__name__)
 
 FILE = "messages.jsonl"
-CARD = f"""---
-configs:
-- config_name: default
-  data_files: {FILE}
-dataset_info:
-  features:
-  - {{name: messages, list: json}}
-  - {{name: tools, dtype: string}}
-  - {{name: context, list: int64}}
-  - {{name: session_id, dtype: string}}
-  - {{name: task_id, dtype: string}}
-  - {{name: group_id, dtype: string}}
-  - {{name: harness, dtype: string}}
-  - {{name: reward, dtype: float64}}
-  - {{name: role, dtype: string}}
-  - {{name: finish_reason, dtype: string}}
-  - {{name: left_out, dtype: string}}
-  - {{name: malformed, dtype: bool}}
-  - {{name: call_ids, list: string}}
----
-
-Conversations of agents, recorded with rolltap. One line is one conversation: its tools, messages and last reply.
-"""
+_LISTS = {"messages": "json", "context": "int64", "call_ids": "string"}
+_VALUES = {
+    **dict.fromkeys(("tools", "session_id", "task_id", "group_id", "harness"), "string"),
+    **dict.fromkeys(("role", "finish_reason", "left_out"), "string"),
+    "reward": "float64",
+    "malformed": "bool",
+}
 
 
 def export(run: Path, out: Path, advance: Advance) -> int:
     """Write the lines and the card. Return the number of lines."""
-    (out / "README.md").write_text(CARD, encoding="utf-8")
+    _card().save(out / "README.md")
     lines = incomplete = 0
     with (out / FILE).open("w", encoding="utf-8") as file:
         for recorded in each_session(run, advance):
@@ -89,6 +56,16 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     if incomplete:
         logger.warning("%s: %d conversations are left out: the run does not hold all their messages", run, incomplete)
     return lines
+
+
+def _card() -> DatasetCard:
+    """Return a card with the column types, which `load_dataset` would otherwise infer from the first lines."""
+    features = [{"name": name, "list": kind} for name, kind in _LISTS.items()]
+    features += [{"name": name, "dtype": kind} for name, kind in _VALUES.items()]
+    configs = [{"config_name": "default", "data_files": FILE}]
+    data = DatasetCardData(configs=configs, dataset_info={"features": features})
+    about = "Conversations of agents, recorded with rolltap. One line is one conversation."
+    return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{about}\n")
 
 
 def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -24,8 +24,7 @@ from typing import Any
 from rolltap.addons.store.records import Call
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name
-from rolltap.trainer.runs.exports.hub import parsed_public_session
-from rolltap.trainer.runs.exports.messages import dump_json, each_session
+from rolltap.trainer.runs.exports.sessions import dump_json, each_session, parsed_session, public_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
@@ -35,6 +34,9 @@ from rolltap.trainer.traces.tree import find_ends, split_lines
 SCHEMA_VERSION = 1
 INDEX_FILE = "sessions.jsonl"
 TRACES_FOLDER = "traces"
+SESSION_COLUMNS = ["task_id", "group_id", "harness", "status", "reward", "parts", "suspicions", "policy_version"]
+SESSION_COLUMNS += ["harness_version", "task_digest", "runtime", "image_digest"]
+"""Columns of a session's row in its line of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +148,11 @@ def _training_turn(conversation: CallConversation, index: int, left_out: str | N
 
 def index_line(recorded: RecordedSession, file: str, selected: SelectedCalls) -> dict[str, Any]:
     """Return a session's line in `sessions.jsonl`."""
-    names = (
-        *("task_id", "group_id", "harness", "status", "reward", "parts", "suspicions", "policy_version"),
-        *("harness_version", "task_digest", "runtime", "image_digest"),
-    )
-    row = parsed_public_session(recorded.session) if recorded.session else {}
+    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
     return {
         "session_id": recorded.session_id,
         "file": file,
-        **{name: row.get(name) for name in names},
+        **{name: row.get(name) for name in SESSION_COLUMNS},
         "turns": len(selected.order),
         "left_out": selected.refused,
     }

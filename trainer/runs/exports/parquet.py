@@ -1,39 +1,113 @@
-"""Export to Parquet that the Hub's viewer shows and `load_dataset` opens: traces, calls, sessions and events.
+"""Datasets of a run: Parquet that the Hub's viewer shows and `load_dataset` opens, and traces for `load_from_disk`.
 
-A dataset of any number of rows, written in bounded memory.
+Both have any number of rows and are written in bounded memory.
 """
 
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import chain, islice
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import pyarrow as pa
-from datasets import Dataset, Features, disable_progress_bars
+from datasets import Dataset, Features, List, Value, disable_progress_bars
 
-from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.console import Advance
-from rolltap.trainer.runs.exports.card import (
-    CALL_FEATURES,
-    EVENT_FEATURES,
-    HERE,
-    SESSION_FEATURES,
-    TRACE_FEATURES,
-    parquet_card,
-    trace_row,
-)
-from rolltap.trainer.runs.exports.hub import public_session
+from rolltap.trainer.runs.exports.card import HERE, dataset_card
+from rolltap.trainer.runs.exports.sessions import engine_addresses, public_session, without_addresses
+from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.reader import count_sessions
-from rolltap.trainer.traces.sessions import Totals, TraceOptions, iter_traces
+from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
+
+TRACE_FEATURES = Features(
+    {
+        "session_id": Value("string"),
+        "trace_id": Value("string"),
+        "group_id": Value("string"),
+        "task_id": Value("string"),
+        "harness": Value("string"),
+        "role": Value("string"),
+        "reward": Value("float64"),
+        "call_ids": List(Value("string")),
+        "prompt_ids": List(Value("int32")),
+        "completion_ids": List(Value("int32")),
+        "completion_mask": List(Value("int8")),
+        "logprobs": List(Value("float32")),
+        "weight_versions": List({"version": Value("string"), "start": Value("int32"), "end": Value("int32")}),
+        "continuity": List({"kind": Value("string"), "start": Value("int32"), "end": Value("int32")}),
+        "shared_trace_id": Value("string"),
+        "shared_tokens": Value("int32"),
+    }
+)
+_INTERNAL = ("digest", "engine")
+"""Columns that have no meaning outside of the run: the row's digest, the engine's address in the recorder's network."""
 
 SHARD_BYTES = 500 * 1024 * 1024
 """Size of a shard's columns in memory; the default of `Dataset.save_to_disk` and `push_to_hub`."""
 _ROWS_AT_ONCE = 64
+
+
+def trace_row(trace: Trace) -> dict[str, Any]:
+    """Return a trace as a row of `TRACE_FEATURES`."""
+    row = {name: getattr(trace, name) for name in TRACE_FEATURES}
+    for name in ("weight_versions", "continuity"):
+        row[name] = [asdict(span) for span in row[name]]
+    return row
+
+
+def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
+    """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
+
+    A config without rows is left out. A call's prompt is written as it is stored, without the tokens of its parent:
+    full prompts would take O(T^2) space for a session of T calls. `traces` has full sequences. Raises `RunError`,
+    `LedgerError` and `OSError`.
+    """
+    options, totals = TraceOptions(), Totals()
+    engines, total = engine_addresses(run), count_sessions(run)
+    features = {
+        "traces": TRACE_FEATURES,
+        "calls": _features(CALL_SCHEMA),
+        "sessions": _features(SESSION_SCHEMA),
+        "events": _features(EVENT_SCHEMA),
+    }
+    with ExitStack() as stack:
+        spools = {config: stack.enter_context(Spool(columns, out)) for config, columns in features.items()}
+        for traced in iter_traces(run, options):
+            recorded = traced.recorded
+            engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
+            spools["traces"].add(map(trace_row, traced.traces))
+            spools["calls"].add(without_addresses(call.to_row(), engines) for call in recorded.calls)
+            if recorded.session is not None:
+                spools["sessions"].add([without_addresses(public_session(recorded.session).to_row(), engines)])
+            totals.add(traced)
+            advance("sessions", totals.sessions, total)
+        spools["events"].add(without_addresses(row, engines) for row in read_rows(run, "events"))
+        rows = {config: _write(spool, out / config) for config, spool in spools.items()}
+    dataset_card(run, options, totals, rows=rows, where=where).save(out / "README.md")
+    return sum(rows.values())
+
+
+def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions) -> Totals:
+    """Write the traces of a run's `sessions` to the new folder `out`, with a card. Return the counts.
+
+    `options` are those of the traces. Raises what `new_folder` and the iteration over `sessions` raise; `out` is then
+    not created.
+    """
+    totals = Totals()
+    with new_folder(out) as folder, Spool(TRACE_FEATURES, folder) as spool:
+        for traced in sessions:
+            totals.add(traced)
+            spool.add(map(trace_row, traced.traces))
+        dataset, shards = spool.dataset()
+        dataset.save_to_disk(folder, num_shards=shards)
+        dataset_card(run, options, totals).save(folder / "README.md")
+    return totals
 
 
 class Spool:
@@ -73,42 +147,8 @@ class Spool:
         self._temporary.cleanup()
 
 
-_CONFIGS = {
-    "traces": TRACE_FEATURES,
-    "calls": CALL_FEATURES,
-    "sessions": SESSION_FEATURES,
-    "events": EVENT_FEATURES,
-}
-_SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
-"""A socket address, `('HOST', PORT)`, as Python's connection errors print it."""
-
-
-def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
-    """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
-
-    A config without rows is left out. A call's prompt is written as it is stored, without the tokens of its parent:
-    full prompts would take O(T^2) space for a session of T calls. `traces` has full sequences. Raises `RunError`,
-    `LedgerError` and `OSError`.
-    """
-    options, totals = TraceOptions(), Totals()
-    engines = _engines(run)
-    total = count_sessions(run)
-    with ExitStack() as stack:
-        spools = {config: stack.enter_context(Spool(features, out)) for config, features in _CONFIGS.items()}
-        for traced in iter_traces(run, options):
-            recorded = traced.recorded
-            engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
-            spools["traces"].add(map(trace_row, traced.traces))
-            spools["calls"].add(_without_addresses(call.to_row(), "error", engines) for call in recorded.calls)
-            if recorded.session is not None:
-                row = _without_addresses(public_session(recorded.session), "error", engines)
-                spools["sessions"].add([_without_addresses(row, "evidence", engines)])
-            totals.add(traced)
-            advance("sessions", totals.sessions, total)
-        spools["events"].add(_without_addresses(row, "detail", engines) for row in read_rows(run, "events"))
-        rows = {config: _write(spool, out / config) for config, spool in spools.items()}
-    (out / "README.md").write_text(parquet_card(run, options, totals, rows, where))
-    return sum(rows.values())
+def _features(schema: pa.Schema) -> Features:
+    return Features.from_arrow_schema(pa.schema([column for column in schema if column.name not in _INTERNAL]))
 
 
 def _write(spool: Spool, folder: Path) -> int:
@@ -120,21 +160,3 @@ def _write(spool: Spool, folder: Path) -> int:
             shard = dataset.shard(shards, number, contiguous=True)
             shard.to_parquet(folder / f"train-{number:05}-of-{shards:05}.parquet")
     return len(dataset)
-
-
-def _engines(run: Path) -> set[str]:
-    """Return the addresses (HOST:PORT) of the engines that the run's metadata names."""
-    metadata = read_metadata(run)
-    recorders = (recorder.get("engines", ()) for recorder in metadata.get("recorders", ()))
-    return {urlsplit(url).netloc for url in chain(metadata.get("engines", ()), *recorders)}
-
-
-def _without_addresses(row: dict[str, Any], column: str, engines: Collection[str]) -> dict[str, Any]:
-    """Replace addresses of engines in the text of a column of `row`: they disclose the recorder's network."""
-    if row[column]:
-        text = _SOCKET.sub("ENGINE", row[column])
-        # the longest first: one address may be a prefix of another
-        for address in sorted(engines, key=len, reverse=True):
-            text = text.replace(address, "ENGINE")
-        row[column] = text
-    return row

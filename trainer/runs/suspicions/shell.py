@@ -1,10 +1,9 @@
-"""Shell text and program text -> the simple commands in it.
+"""The commands that a session ran and the tools that it used, from the tool calls of any harness.
 
-A simple command is the list of its words, its program first: `cd x && sudo git log | head` has `cd x`, `git log` and
-`head`. Text that a program gets as a program (`bash -c`, `python -c`, `$(...)`, a heredoc of an interpreter) has
-commands of its own. Text that a program only handles (`grep "git log"`, `echo`, the heredoc of `cat`) has none.
-
-The tool calls of a session, of any harness -> the commands that it ran and the tools that it used.
+Shell text and program text are cut into simple commands. A simple command is the list of its words, its program first:
+`cd x && sudo git log | head` has `cd x`, `git log` and `head`. Text that a program gets as a program (`bash -c`,
+`python -c`, `$(...)`, a heredoc of an interpreter) has commands of its own. Text that a program only handles
+(`grep "git log"`, `echo`, the heredoc of `cat`) has none.
 """
 
 import json
@@ -19,34 +18,11 @@ Words = list[str]
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "ash", "busybox"})
 INTERPRETERS = re.compile(r"(python|pypy|node|nodejs|perl|ruby|php|deno|bun)[0-9.]*")
-_WRAPPERS = frozenset(
-    [
-        "sudo",
-        "doas",
-        "env",
-        "time",
-        "nohup",
-        "nice",
-        "ionice",
-        "stdbuf",
-        "setsid",
-        "exec",
-        "command",
-        "builtin",
-        "eval",
-        "xargs",
-        "timeout",
-        "strace",
-        "!",
-        "{",
-        "then",
-        "do",
-        "else",
-        "if",
-        "while",
-        "until",
-    ]
+_WRAPPERS = re.compile(
+    r"sudo|doas|env|time|nohup|nice|ionice|stdbuf|setsid|exec|command|builtin|eval|xargs|timeout|strace|"
+    r"!|\{|then|do|else|if|while|until"
 )
+"""Programs and words of the shell that only start a command."""
 _SEPARATORS = ";&|()`\n"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
@@ -106,12 +82,11 @@ def written_files(text: str) -> Iterator[tuple[str, str]]:
             yield PurePosixPath(target[1].strip("'\"")).name, body
 
 
-def is_code(name: str, text: str) -> bool:
-    """Return True for a program text that is not for a shell."""
-    first = text.split("\n", 1)[0]
-    return bool(
-        re.search(r"\.(py|js|mjs|cjs|ts|pl|rb|php)$", name) or re.match(r"#!.*\b(python|node|perl|ruby)", first)
-    )
+def _commands_of_script(name: str, text: str) -> Iterator[Words]:
+    """Yield the commands of a script, of a shell or of another interpreter."""
+    shebang = re.match(r"#!.*\b(python|node|perl|ruby)", text)
+    is_code = re.search(r"\.(py|js|mjs|cjs|ts|pl|rb|php)$", name) or shebang
+    return commands_of_code(text) if is_code else commands(text)
 
 
 def _split_heredocs(text: str) -> Iterator[tuple[str, str | None]]:
@@ -159,23 +134,19 @@ def _simple(text: str) -> list[Words]:
 def _unwrapped(words: Words) -> Words:
     """Return a command without the assignments and the programs that only start it."""
     words = list(words)
-    while words and (program(words) in _WRAPPERS or _ASSIGNMENT.fullmatch(words[0])):
-        wrapper = program(words)
+    while words and ((wraps := _WRAPPERS.fullmatch(program(words))) or _ASSIGNMENT.fullmatch(words[0])):
         words.pop(0)
-        while wrapper in _WRAPPERS and words and (words[0].startswith("-") or re.fullmatch(r"[0-9.]+[smh]?", words[0])):
+        while wraps and words and (words[0].startswith("-") or re.fullmatch(r"[0-9.]+[smh]?", words[0])):
             words.pop(0)
     return words
 
 
-_TEXTS = frozenset(
-    {
-        *("content", "contents", "file_text", "new_string", "new_str", "old_string", "old_str", "newString"),
-        *("oldString", "newText", "oldText", "insert_text", "text", "patch", "diff", "description", "explanation"),
-        *("thought", "reasoning", "prompt", "message", "query", "plan", "todos", "title", "summary", "justification"),
-        *("pattern", "regex", "instruction", "goal", "response", "answer"),
-    }
+_TEXTS = re.compile(
+    r"contents?|file_text|(new|old)(_string|_str|String|Text)|insert_text|text|patch|diff|description|explanation|"
+    r"thought|reasoning|prompt|message|query|plan|todos|title|summary|justification|pattern|regex|instruction|goal|"
+    r"response|answer"
 )
-"""Keys of arguments whose text is written, searched for or told: it is no command and no path."""
+"""Keys of arguments with text that is written, searched for or reported. It is neither a command nor a path."""
 _PATCH = "*** Begin Patch"
 _ADDED = re.compile(r"^\*\*\* (?:Add|Update) File: (.+)$", re.MULTILINE)
 _DEEPEST_ARGUMENTS = 20
@@ -187,7 +158,7 @@ _PATHS = ("file_path", "path", "filePath", "absolute_path", "filename", "file")
 
 @dataclass(slots=True)
 class Acts:
-    """The deeds of a session's tool calls, as far as their arguments say them.
+    """Commands, tools and written files of a session, as far as the arguments of its tool calls say them.
 
     Attributes:
         commands: Simple commands, each a list of words. The path of a tool for files is the command `open PATH`.
@@ -203,26 +174,20 @@ class Acts:
     _ran: set[tuple[str, str]] = field(default_factory=set)
     """Name and text of each script that was read."""
 
-    def add(self, commands: Iterable[Words]) -> None:
-        """Add the commands of one text, as far as there is room."""
+    def add(self, commands: Iterable[Words], *, of_script: bool = False) -> None:
+        """Add the commands of one text, up to `MOST_COMMANDS` in all, and of the scripts that they run.
+
+        A script that ran before with the same text is not read again. Nor is one that a script runs.
+        """
         for words in commands:
             if len(self.commands) >= MOST_COMMANDS:
                 self.left_out += 1
                 return
             self.commands.append(words)
-            if script := _script(words, self.written):
-                self.add_script(*script)
-
-    def add_script(self, name: str, text: str) -> None:
-        """Add the commands of a script that runs. One that ran before with the same text is not read again."""
-        if (name, text) in self._ran:
-            return
-        self._ran.add((name, text))
-        for words in commands_of_code(text) if is_code(name, text) else commands(text):
-            if len(self.commands) >= MOST_COMMANDS:
-                self.left_out += 1
-                return
-            self.commands.append(words)
+            script = None if of_script else _script(words, self.written)
+            if script and script not in self._ran:
+                self._ran.add(script)
+                self.add(_commands_of_script(*script), of_script=True)
 
     @property
     def words(self) -> Iterator[str]:
@@ -266,13 +231,13 @@ def _read(value: Any, acts: Acts, depth: int = 0) -> None:
             for item in value:
                 _read(item, acts, depth + 1)
     elif isinstance(value, dict):
-        texts = [text for key, text in value.items() if key in _TEXTS and isinstance(text, str)]
+        texts = [text for key, text in value.items() if _TEXTS.fullmatch(key) and isinstance(text, str)]
         if texts and (path := next((value[key] for key in _PATHS if isinstance(value.get(key), str)), None)):
             acts.written[PurePosixPath(path).name] = "\n".join(texts)
         for key, item in value.items():
             if key in _PATHS and isinstance(item, str):
                 acts.add([["open", item]])
-            elif key not in _TEXTS or isinstance(item, list | dict):
+            elif not _TEXTS.fullmatch(key) or isinstance(item, list | dict):
                 _read(item, acts, depth + 1)
 
 

@@ -1,1 +1,1 @@
-"""A run for people."""
+"""Human-readable views of a run."""

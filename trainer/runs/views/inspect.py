@@ -1,14 +1,9 @@
-"""One session and one call of a run, as `rolltap inspect` shows them. `rich` prints them (`views/show.py`).
-
-Facts of a session besides its calls: parts, evidence, suspicions, provenance and earlier rows.
-
-Rendering of a session and of a call for a terminal.
-"""
+"""One session and one call of a run, as `rolltap inspect` and notebooks show them."""
 
 import difflib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -27,84 +22,15 @@ from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import read_batches
-from rolltap.trainer.runs.suspicions.session import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
-from rolltap.trainer.runs.views.outcomes import suspicion_rows
+from rolltap.trainer.runs.exports.sessions import parsed_session
+from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
+from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
 from rolltap.trainer.traces.tokens import common_length, pack
 from rolltap.trainer.traces.tree import start_order
-
-_MOST = 10
-"""Most entries of a list in the evidence that are printed."""
-_PROVENANCE = (
-    *("task_id", "group_id", "task_digest", "harness_version", "program_digest", "preset_digest", "runtime"),
-    "image_digest",
-)
-
-
-def parsed_session(session: Session) -> dict[str, Any]:
-    """Return the row as a dict, the columns that hold JSON parsed."""
-    row = session.to_row()
-    return row | {name: json.loads(row[name]) for name in ("parts", "evidence", "suspicions")}
-
-
-def fact_tables(
-    session: Session | None, suspicions: Mapping[str, int], diff: str | None, revisions: Sequence[Session]
-) -> Iterator[Table]:
-    """Yield the tables that have rows. `diff` is the file with the agent's changes; None when there is none."""
-    if session is not None:
-        row = parsed_session(session)
-        facts = [(name, str(row[name])) for name in _PROVENANCE if row[name]]
-        facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
-        if facts:
-            yield _table("session", facts)
-        if evidence := [*_evidence(row["evidence"]), *([("diff", diff)] if diff else [])]:
-            yield _table("evidence", evidence)
-    if suspected := suspicion_rows([suspicions]):
-        table = Table("rule", "matches", "looks for", "cannot see", title="suspicions")
-        for rule in suspected:
-            cells = (rule.rule, str(rule.matches), rule.looks_for, rule.cannot_see)
-            table.add_row(*(Text(cell, overflow="fold") for cell in cells))
-        yield table
-    if len(revisions) > 1:
-        table = Table("revision", "status", "reward", "ended", title="rows of the session: the last counts")
-        for each in revisions:
-            ended = each.finished_at.isoformat(timespec="seconds") if each.finished_at else ""
-            table.add_row(str(each.revision), each.status, "none" if each.reward is None else f"{each.reward:g}", ended)
-        yield table
-
-
-def _evidence(evidence: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the evidence. That of several judges follows, with their names before it."""
-    for name, value in evidence.items():
-        if name == "judges" and isinstance(value, dict):
-            for judge, part in value.items():
-                yield from _evidence(part, f"{prefix}{judge}: ")
-        elif name == "tests" and isinstance(value, dict):
-            counts = Counter(value.values())
-            yield f"{prefix}tests", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-            if bad := [f"{test}: {outcome}" for test, outcome in value.items() if outcome != "passed"]:
-                yield f"{prefix}tests not passed", _listed(bad)
-        elif isinstance(value, list):
-            if value:
-                yield f"{prefix}{name}", _listed(value)
-        elif value is not None and value != "" and value != {}:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _listed(values: Sequence[object]) -> str:
-    more = f"\n… and {len(values) - _MOST} more" if len(values) > _MOST else ""
-    return "\n".join(map(str, values[:_MOST])) + more
-
-
-def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table("", "", show_header=False, title=title)
-    for name, text in rows:
-        table.add_row(Text(name), Text(text, overflow="fold"))
-    return table
-
 
 FIRST_WORDS = 60
 """Most characters of a reply in the call tree."""
@@ -162,8 +88,6 @@ class SessionView(JupyterMixin):
         return json_values(asdict(self) | {"session": session, "revisions": revisions})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        pass
-
         # a label that is longer than a line is folded, not cut
         return console.render(render_session(self), options.update(no_wrap=False, overflow="fold"))
 
@@ -201,8 +125,6 @@ class CallView(JupyterMixin):
     """Run folder of the call, whose tokenizer decodes it."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        pass
-
         return render_call(self, load_decoder(self.run))
 
     def to_json(self) -> dict[str, Any]:
@@ -223,8 +145,10 @@ def json_values(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
-    """Return the id that equals `prefix`, or the only one that starts with it. Raises `InputError`, which names similar
-    ids."""
+    """Return the id that equals `prefix`, or the only one that starts with it.
+
+    Raises `InputError`, which names similar ids.
+    """
     if prefix in ids:
         return prefix
     found = sorted(known for known in ids if known.startswith(prefix))
@@ -266,15 +190,14 @@ def view_session(run: Path, prefix: str) -> SessionView:
         calls=call_nodes(recorded.calls),
         ledger=ledger,
         policy_versions=versions,
-        suspicions=find_suspicions(recorded, _events(run, recorded.session_id)),
+        suspicions=session_suspicions(recorded, _events(run, recorded.session_id)),
         revisions=session_rows(run, recorded.session_id),
         diff=diff if (run / diff).is_file() else None,
     )
 
 
-def find_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ...]]) -> dict[str, int]:
-    """Return the suspicions of a session: of its row, or of its calls and events so far. `events` as for
-    `recorded_suspicions`."""
+def session_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+    """Return the suspicions in the session's row, or of its calls and events so far. `events` has `EVENT_COLUMNS`."""
     if recorded.session is not None:
         return suspected(recorded.session)
     calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
@@ -494,11 +417,7 @@ def _facts(view: CallView) -> Table:
         "started": call.started_at.isoformat(),
         "finished": call.finished_at and call.finished_at.isoformat(),
     }
-    table = Table("", "", show_header=False)
-    for name, fact in facts.items():
-        if fact:
-            table.add_row(name, Text(fact, overflow="fold"))
-    return table
+    return make_table("", ("", ""), [(name, fact) for name, fact in facts.items() if fact])
 
 
 def _difference(difference: Divergence, decode: Decoder | None) -> Text:

@@ -1,22 +1,27 @@
-"""Outcomes, parts of rewards, suspicions and provenance of a run's sessions, as tables."""
+"""Outcomes, rewards, evidence, suspicions and provenance as tables: of the sessions of a run, and of one session."""
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import get_args
+from typing import Any, get_args
 
 from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.store.records import Session, SessionStatus
+from rolltap.trainer.runs.exports.sessions import parsed_session
 from rolltap.trainer.runs.suspicions.rules import RULES
 from rolltap.trainer.traces.sessions import session_reward
 
 _COMPARED = ("harness", "harness_version", "program_digest", "task_digest", "runtime", "image_digest")
 """Fields that are the same in all sessions of a group whose rewards can be compared."""
 _MOST_NAMED = 3
+_MOST = 10
+"""Most entries of a list in the evidence that are printed."""
+_FACTS = ("task_id", "group_id", "preset_digest", *_COMPARED[1:])
+"""Columns of a session's row that are shown of one session."""
 _SHORT = 12
 """Characters of a digest that are shown."""
 
@@ -138,42 +143,76 @@ def outcome_tables(
     provenance: Sequence[ProvenanceRow],
     mixed: Sequence[MixedGroup],
 ) -> Iterator[Table]:
-    """Yield the tables that have rows."""
+    """Yield the tables of a run that have rows."""
     if outcomes:
-        yield _table(
-            "outcomes",
-            ("outcome", "sessions", "with a reward", "mean reward"),
-            [
-                (row.status, row.sessions, row.rewarded, "" if row.mean_reward is None else f"{row.mean_reward:.3f}")
-                for row in outcomes
-            ],
-        )
+        columns = ("outcome", "sessions", "with a reward", "mean reward")
+        rows = [(row.status, row.sessions, row.rewarded, number(row.mean_reward, "")) for row in outcomes]
+        yield make_table("outcomes", columns, rows)
     if parts:
         means = [(row.name, row.sessions, f"{row.mean:.3f}") for row in parts]
-        yield _table("parts of the rewards", ("part", "sessions", "mean"), means)
+        yield make_table("parts of the rewards", ("part", "sessions", "mean"), means)
     if suspicions:
-        rows = [(row.rule, row.sessions, row.matches, row.looks_for) for row in suspicions]
-        yield _table("suspicions: no proof, look at the sessions", ("rule", "sessions", "matches", "looks for"), rows)
+        columns = ("rule", "sessions", "matches", "looks for")
+        matched = [(row.rule, row.sessions, row.matches, row.looks_for) for row in suspicions]
+        yield make_table("suspicions: no proof, look at the sessions", columns, matched)
     if any(row.harness_version or row.runtime for row in provenance):
-        columns = ("harness", "version", "program", "runtime", "image", "sessions")
-        table = _table(
-            "provenance",
-            columns,
-            [
-                (
-                    row.harness,
-                    row.harness_version,
-                    row.program_digest[:_SHORT],
-                    row.runtime,
-                    row.image_digest,
-                    row.sessions,
-                )
-                for row in provenance
-            ],
-        )
+        programs = [{**asdict(row), "program_digest": row.program_digest[:_SHORT]}.values() for row in provenance]
+        table = make_table("provenance", ("harness", "version", "program", "runtime", "image", "sessions"), programs)
         if mixed:
             table.caption = Text(_warning(mixed), "red")
         yield table
+
+
+def fact_tables(
+    session: Session | None, suspicions: Mapping[str, int], diff: str | None, revisions: Sequence[Session]
+) -> Iterator[Table]:
+    """Yield the tables of a session that have rows. `diff` is the file with the agent's changes, if there is one."""
+    if session is not None:
+        row = parsed_session(session)
+        facts = [(name, row[name]) for name in _FACTS if row[name]]
+        facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
+        if facts:
+            yield make_table("session", ("", ""), facts)
+        if evidence := [*_evidence_rows(row["evidence"]), *([("diff", diff)] if diff else [])]:
+            yield make_table("evidence", ("", ""), evidence)
+    if matched := [(r.rule, r.matches, r.looks_for, r.cannot_see) for r in suspicion_rows([suspicions])]:
+        yield make_table("suspicions", ("rule", "matches", "looks for", "cannot see"), matched)
+    if len(revisions) > 1:
+        ends = [each.finished_at.isoformat(timespec="seconds") if each.finished_at else "" for each in revisions]
+        rewards = ["none" if each.reward is None else f"{each.reward:g}" for each in revisions]
+        rows = [
+            (each.revision, each.status, reward, end)
+            for each, reward, end in zip(revisions, rewards, ends, strict=True)
+        ]
+        yield make_table("rows of the session: the last counts", ("revision", "status", "reward", "ended"), rows)
+
+
+def number(value: float | None, unknown: str = "none") -> str:
+    """Return a mean or a reward as text."""
+    return unknown if value is None else f"{value:.3f}"
+
+
+def _evidence_rows(evidence: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the evidence. That of several judges follows, with their names before it."""
+    for name, value in evidence.items():
+        if name == "judges" and isinstance(value, dict):
+            for judge, part in value.items():
+                yield from _evidence_rows(part, f"{prefix}{judge}: ")
+        elif name == "tests" and isinstance(value, dict):
+            counts = Counter(value.values())
+            yield f"{prefix}tests", ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+            if bad := [f"{test}: {outcome}" for test, outcome in value.items() if outcome != "passed"]:
+                yield f"{prefix}tests not passed", _listed(bad)
+        elif isinstance(value, list):
+            if value:
+                yield f"{prefix}{name}", _listed(value)
+        elif value is not None and value != "" and value != {}:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _listed(values: Sequence[object]) -> str:
+    more = f"\n… and {len(values) - _MOST} more" if len(values) > _MOST else ""
+    return "\n".join(map(str, values[:_MOST])) + more
 
 
 def _warning(mixed: Sequence[MixedGroup]) -> str:
@@ -187,8 +226,9 @@ def _warning(mixed: Sequence[MixedGroup]) -> str:
     )
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    table = Table(*columns, title=title)
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Return a table of text, which is not markup. Without names of columns it has no header."""
+    table = Table(*columns, title=title, show_header=any(columns))
     for row in rows:
         table.add_row(*(Text(str(cell), overflow="fold") for cell in row))
     return table

@@ -1,10 +1,6 @@
-"""A run in numbers: counts, rewards by policy version, the ledger. `rich` prints a summary as tables.
+"""A run in numbers: counts, rewards by policy version, one line a session, the ledger; and its rewards as a picture.
 
-The table of prompt tokens that engines took from their prefix caches.
-
-The sessions of a run, one line each.
-
-The rewards of a run as a picture.
+`rich` prints a summary as tables.
 """
 
 import re
@@ -26,15 +22,17 @@ from rich.text import Text
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.names import Version
-from rolltap.trainer.runs.suspicions.session import EVENT_COLUMNS
-from rolltap.trainer.runs.views.inspect import find_suspicions
+from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
+from rolltap.trainer.runs.views.inspect import session_suspicions
 from rolltap.trainer.runs.views.outcomes import (
     MixedGroup,
     OutcomeRow,
     PartRow,
     ProvenanceRow,
     SuspicionRow,
+    make_table,
     mixed_groups,
+    number,
     outcome_rows,
     outcome_tables,
     part_rows,
@@ -62,10 +60,11 @@ class CacheRow:
 
 def cache_table(rows: Sequence[CacheRow]) -> Table:
     """Return the table, with a caption when a cache is next to unused."""
-    table = Table("harness", "prompts", "tokens", "cached", title="prompt tokens from the engine's prefix cache")
-    for row in rows:
-        share = "" if row.share is None else f"{row.share:.1%}"
-        table.add_row(Text(row.harness), row.kind, str(row.prompts.prompt_tokens), share)
+    shares = ["" if row.share is None else f"{row.share:.1%}" for row in rows]
+    cells = [(row.harness, row.kind, row.prompts.prompt_tokens, share) for row, share in zip(rows, shares, strict=True)]
+    table = make_table(
+        "prompt tokens from the engine's prefix cache", ("harness", "prompts", "tokens", "cached"), cells
+    )
     unused = sorted({row.harness or "unknown" for row in rows if row.unused})
     if unused:
         table.caption = Text(
@@ -112,7 +111,9 @@ def session_row(traced: TracedSession, events: Sequence[Mapping[str, Any]]) -> S
         bridged=kinds["bridged"],
         rendered=kinds["rendered"],
         ledger=traced.ledger,
-        suspicions=find_suspicions(traced.recorded, [tuple(event[name] for name in EVENT_COLUMNS) for event in events]),
+        suspicions=session_suspicions(
+            traced.recorded, [tuple(event[name] for name in EVENT_COLUMNS) for event in events]
+        ),
     )
 
 
@@ -138,11 +139,6 @@ def session_table(rows: Sequence[SessionRow]) -> Table:
     return table
 
 
-def number(value: float | None) -> str:
-    """Return a mean or a reward as text."""
-    return "none" if value is None else f"{value:.3f}"
-
-
 @dataclass(frozen=True, slots=True)
 class VersionRewards:
     """Rewards of the sessions of one policy version."""
@@ -164,8 +160,8 @@ class Summary(JupyterMixin):
         uncaptured_calls: Requests that look like model calls and were not answered by the recorder. Each is a
             gap in the record.
         retried: Requests that received the reply of an earlier call. That call is recorded once.
-        continued: Failures of an engine during a call after which the call went on.
-        switched: Calls of sessions whose adapter the engine no longer had, and which went on with other weights.
+        continued: Failures of an engine during a call after which the call continued.
+        switched: Calls of sessions whose adapter the engine no longer had, and which continued with other weights.
         rejected: Requests to a model API that were refused for what they asked, before a call began.
         hidden: Calls with images, audio or files, of which the model got a text instead.
         faults: Requests to a model API that failed because of the engine, the recorder or the machine.
@@ -210,7 +206,9 @@ class Summary(JupyterMixin):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.steps:
-            yield _reward_table(self.steps)
+            columns = ("policy version", "sessions", "mean reward", "best reward")
+            steps = [(s.policy_version, s.sessions, number(s.mean_reward), number(s.best_reward)) for s in self.steps]
+            yield make_table("reward", columns, steps)
         if self.session_rows:
             yield session_table(self.session_rows)
         yield _count_table(self)
@@ -218,7 +216,7 @@ class Summary(JupyterMixin):
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
-            yield _reason_table(self.rendered)
+            yield make_table("", ("why prompts were rendered", "calls"), Counter(self.rendered).most_common())
 
 
 def summarize(run: Path) -> Summary:
@@ -234,19 +232,19 @@ def summarize(run: Path) -> Summary:
     with SessionIndex(run, "events") as index:
         for traced in iter_traces(run, TraceOptions()):
             session, calls = traced.recorded.session, traced.recorded.calls
-            told = _events(index.batches(traced.recorded.session_id))
-            row = session_row(traced.rewarded(), told)
+            events = _events(index.batches(traced.recorded.session_id))
+            row = session_row(traced.rewarded(), events)
             rows.append((session.started_at if session else calls[0].started_at, row))
             sessions += [session] if session else []
             _count_calls(calls, counts)
             for kind, prompts in cached_prompts(calls).items():
                 cached[traced.harness, kind] += prompts
-            begun = _count_events(told, counts)
-            interrupted += len(begun - {call.call_id for call in calls})
+            started = _count_events(events, counts)
+            interrupted += len(started - {call.call_id for call in calls})
         # events without a session, and of sessions that have events only
         for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
             interrupted += len(_count_events(_events(index.batches(session_id)), counts))
-    events = counts["events"]
+    kinds = counts["events"]
     return Summary(
         sessions=dict(Counter(session.status for session in sessions)),
         calls=dict(counts["calls"]),
@@ -255,14 +253,14 @@ def summarize(run: Path) -> Summary:
         roles=dict(counts["roles"]),
         violations=dict(counts["violations"]),
         refused=dict(counts["refused"]),
-        uncaptured_calls=events["uncaptured"],
-        retried=events["joined"] + events["replayed"],
-        continued=events["continued"],
-        switched=events["switched"],
-        rejected=events["rejected"],
-        hidden=events["hidden"],
-        faults=events["fault"],
-        unauthorised=events["unauthorised"],
+        uncaptured_calls=kinds["uncaptured"],
+        retried=kinds["joined"] + kinds["replayed"],
+        continued=kinds["continued"],
+        switched=kinds["switched"],
+        rejected=kinds["rejected"],
+        hidden=kinds["hidden"],
+        faults=kinds["fault"],
+        unauthorised=kinds["unauthorised"],
         interrupted=interrupted,
         ledger=sum((row.ledger for _, row in rows), Ledger()),
         steps=reward_steps(sessions),
@@ -318,47 +316,36 @@ def weights_name(session: Session) -> str:
     return f"{version.run}.{version.step}" if version else name
 
 
-def _reward_table(steps: Sequence[VersionRewards]) -> Table:
-    table = Table("policy version", "sessions", "mean reward", "best reward", title="reward")
-    for step in steps:
-        table.add_row(Text(step.policy_version), str(step.sessions), number(step.mean_reward), number(step.best_reward))
-    return table
-
-
 def _count_table(summary: Summary) -> Table:
-    table = Table("", "", show_header=False, title="recorded")
-    table.add_row("sessions", _counts(summary.sessions))
-    table.add_row("calls", _counts(summary.calls))
-    table.add_row("roles", _counts(summary.roles))
-    table.add_row("prompts", _counts(summary.kinds))
-    for name, tokens in summary.ledger.lines():
-        table.add_row(name, str(tokens))
+    table = make_table(
+        "recorded",
+        ("", ""),
+        [
+            ("sessions", _counts(summary.sessions)),
+            ("calls", _counts(summary.calls)),
+            ("roles", _counts(summary.roles)),
+            ("prompts", _counts(summary.kinds)),
+            *summary.ledger.lines(),
+        ],
+    )
     for violation, count in summary.violations.items():
-        table.add_row(Text("violation", style="red"), Text(f"{count} calls: {violation}"))
+        table.add_row("violation", Text(f"{count} calls: {violation}"), style="red")
     if summary.uncaptured_calls:
-        table.add_row(Text("uncaptured model calls", style="red"), str(summary.uncaptured_calls))
+        table.add_row("uncaptured model calls", str(summary.uncaptured_calls), style="red")
     notes = {
         "retried requests": summary.retried,
         "continued after an engine failure": summary.continued,
-        "went on with other weights": summary.switched,
+        "continued with other weights": summary.switched,
         "rejected requests": summary.rejected,
         "calls with hidden images or files": summary.hidden,
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
         "interrupted calls": summary.interrupted,
+        "refused hosts": _counts(summary.refused) if summary.refused else "",
     }
-    for note, count in notes.items():
-        if count:
-            table.add_row(note, str(count))
-    if summary.refused:
-        table.add_row("refused hosts", Text(_counts(summary.refused)))
-    return table
-
-
-def _reason_table(rendered: Mapping[str, int]) -> Table:
-    table = Table("why prompts were rendered", "calls")
-    for reason, count in Counter(rendered).most_common():
-        table.add_row(Text(reason), str(count))
+    for note, count_or_names in notes.items():
+        if count_or_names:
+            table.add_row(note, Text(str(count_or_names)))
     return table
 
 

@@ -1,6 +1,6 @@
-"""A causal language model without its wrappers: runs its decoder on batches of segments.
+"""A causal language model without its wrappers: its decoder on batches of segments, and its head.
 
-A model's head, computed only where a token is scored, a chunk of tokens at a time.
+The head is computed only where a token is scored, a chunk of tokens at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
-"""Rows as a prefix forest: segments that hold each shared token once, and batches of segments that can run together.
+"""Traces as rows of token ids, and rows as a prefix forest.
 
-Traces as the model sees them.
+Its segments hold each shared token once, and batches of segments can run together.
 """
 
 from bisect import bisect_right

@@ -1,16 +1,15 @@
-"""The two passes over the segments of a prefix forest.
+"""Scorers: from rows to the log-probabilities of their trained tokens, as padded rows or as segments.
 
-The forward pass runs them parents first, and keeps the state of each that others continue: keys and values, or the
-states of linear attention. The backward pass runs them again, children first, from the states of their ancestors as
-leaf tensors. So a segment's backward pass begins with the gradient of its state, which its descendants have added up.
-The activations of one batch of segments are alive at a time.
-
-Scores any set of rows as segments of their prefix forest: each shared token is computed once, at any length.
+Segments are those of the rows' prefix forest: each shared token is computed once, at any length. The forward pass runs
+them parents first, and keeps the state of each that others continue: keys and values, or the states of linear
+attention. The backward pass runs them again, children first, from the states of their ancestors as leaf tensors. So a
+segment's backward pass begins with the gradient of its state, which its descendants have added up. The activations of
+one batch of segments are alive at a time.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +20,139 @@ from torch.utils.checkpoint import checkpoint
 from rolltap.trainer.training.forward.caches import State, state_of
 from rolltap.trainer.training.forward.decoder import Decoder
 from rolltap.trainer.training.forward.forest import Row, batches, build_forest, own_tokens
-from rolltap.trainer.training.forward.scoring import Scores
 
 POSITIONS = 8
 """Positions of a batch (its segments and all their ancestors) for each token that a batch may have. A position costs a
 copy of its keys and values, a small part of a token's activations. A batch of one segment may have more."""
+
+
+class Scores(NamedTuple):
+    """Values of the N scored tokens: row by row, each row's positions in order."""
+
+    logprobs: Tensor
+    """Natural-log probabilities at the trainer's temperature, shape (N,), float32. They have a gradient unless the
+    scorer was called under `torch.no_grad()`."""
+    entropies: Tensor
+    """Entropies of the distributions that the tokens were drawn from, in nats, shape (N,), without gradient."""
+
+
+class Scorer(Protocol):
+    """A way to run rows through a model."""
+
+    forwarded: int
+    """Number of tokens that the last call put through the model, padding included. A token that is computed again in
+    the backward pass counts once."""
+
+    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
+        """Score `rows`. `model` is the model itself or a `PeftModel` around it, not wrapped for several processes."""
+
+
+class PaddedScorer:
+    """Runs all rows as one batch, padded on the right.
+
+    There is no attention mask: under causal attention nothing on the right of a token changes it. A mask would make
+    torch's attention build a matrix of T x T values for each row. TRL's fused head computes logits in chunks, and only
+    where a token is scored.
+    """
+
+    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]], device: torch.device) -> None:
+        """`autocast` makes the context of mixed precision. Rows run on `device`."""
+        self._autocast, self._device = autocast, device
+        self.forwarded = 0
+
+    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
+        """See `Scorer.__call__`. `model` has TRL's fused head (`add_fused_lm_head`), which divides by the temperature.
+
+        Raises torch's out-of-memory error for rows that do not fit.
+        """
+        device = self._device
+        rows = [row for row in rows if len(row.scored)]
+        if not rows:
+            self.forwarded = 0
+            nothing = torch.zeros(0, device=device)
+            return Scores(nothing.clone().requires_grad_(torch.is_grad_enabled()), nothing)
+        length = max(len(row.ids) for row in rows)
+        ids = torch.zeros(len(rows), length, dtype=torch.long)
+        labels = torch.full((len(rows), length), -100)
+        for i, row in enumerate(rows):
+            ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
+            labels[i, row.scored] = torch.from_numpy(row.ids[row.scored]).long()
+        self.forwarded = ids.numel()
+        with self._autocast():
+            output = model(input_ids=ids.to(device), labels=labels.to(device), fused_lm_head=True)
+        # the value of position p is at p - 1
+        scored = (labels[:, 1:] != -100).to(device)
+        logprobs = output.log_probs[scored].float()
+        # a reference model's head has no entropies
+        entropies = torch.zeros_like(logprobs) if output.entropy is None else output.entropy[scored].float()
+        return Scores(logprobs, entropies.detach())
+
+
+class SegmentScorer:
+    """Runs rows as segments of their prefix forest. See `Scorer`."""
+
+    def __init__(
+        self,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        temperature: float,
+        *,
+        tokens_per_segment: int,
+        keep_graph: bool = False,
+        offload_states: bool = False,
+        tokens_in_memory: int | None = None,
+    ) -> None:
+        """Without `keep_graph` there are two passes, and the backward pass adds to the parameters' `.grad` itself.
+
+        - `autocast`: makes the context of mixed precision, such as `Accelerator.autocast`.
+        - `temperature`: divides the logits.
+        - `tokens_per_segment`: bounds a segment and a batch of them, padding included, and so the activations.
+        - `keep_graph`: one pass, whose activations are kept until the backward pass, as in any other model call.
+        - `offload_states`: states rest in pinned memory of the CPU.
+        - `tokens_in_memory`: rows with more tokens of their own than this are run in several parts, one after another.
+          Only the states of one are kept, and the backward pass computes them again.
+        """
+        self._autocast, self._temperature = autocast, temperature
+        self._keep_graph, self._offload = keep_graph, offload_states
+        self.tokens_per_segment = tokens_per_segment
+        self.tokens_in_memory = tokens_in_memory
+        self.forwarded = 0
+
+    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
+        """Return the scores of all rows. `model` may be wrapped for several processes, and by PEFT.
+
+        Raises `InputError` for a model with layers whose states are not known.
+        """
+        decoder = Decoder(model, self._temperature, self._autocast)
+        parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
+        groves = [Grove(decoder, part, self.tokens_per_segment, offload=self._offload) for part in parts]
+        self.forwarded = sum(grove.forwarded for grove in groves)
+        hook = torch.zeros(0, device=decoder.device, requires_grad=torch.is_grad_enabled())
+        found = [Scores(hook.clone(), hook.detach())]
+        with decoder.prepared(), decoder.autocast():
+            for grove in groves:
+                if hook.requires_grad and not self._keep_graph:
+                    scores = _TwoPasses.apply(hook, grove, len(groves) == 1)  # type: ignore[no-untyped-call]
+                    found.append(Scores(*scores))
+                else:
+                    found.append(grove.score(keep=False)[0])
+        return Scores(*(torch.cat(values) for values in zip(*found, strict=True)))
+
+
+def split_rows(rows: Sequence[Row], tokens: int | None) -> list[list[Row]]:
+    """Split rows, in their order, into parts of at most `tokens` tokens, or one row.
+
+    Tokens that a row shares with the row before it in its part count once.
+    """
+    parts: list[list[Row]] = []
+    used = 0
+    for row, own in zip(rows, own_tokens(rows), strict=True):
+        if parts and (tokens is None or used + own <= tokens):
+            parts[-1].append(row)
+            used += own
+        else:
+            parts.append([row])
+            used = len(row.ids)
+    return parts
 
 
 class Grove:
@@ -216,70 +343,3 @@ class _TwoPasses(torch.autograd.Function):
         with ctx.grove.decoder.prepared():
             ctx.grove.backward(ctx.states or ctx.grove.states(), gradient)
         return None, None, None
-
-
-class SegmentScorer:
-    """Runs rows as segments of their prefix forest. See `rolltap.trainer.training.forward.scoring.Scorer`."""
-
-    def __init__(
-        self,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        temperature: float,
-        *,
-        tokens_per_segment: int,
-        keep_graph: bool = False,
-        offload_states: bool = False,
-        tokens_in_memory: int | None = None,
-    ) -> None:
-        """Without `keep_graph` there are two passes, and the backward pass adds to the parameters' `.grad` itself.
-
-        - `autocast`: makes the context of mixed precision, such as `Accelerator.autocast`.
-        - `temperature`: divides the logits.
-        - `tokens_per_segment`: bounds a segment and a batch of them, padding included, and so the activations.
-        - `keep_graph`: one pass, whose activations are kept until the backward pass, as in any other model call.
-        - `offload_states`: states rest in pinned memory of the CPU.
-        - `tokens_in_memory`: rows with more tokens of their own than this are run in several parts, one after another.
-          Only the states of one are kept, and the backward pass computes them again.
-        """
-        self._autocast, self._temperature = autocast, temperature
-        self._keep_graph, self._offload = keep_graph, offload_states
-        self.tokens_per_segment = tokens_per_segment
-        self.tokens_in_memory = tokens_in_memory
-        self.forwarded = 0
-
-    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
-        """Return the scores of all rows. `model` may be wrapped for several processes, and by PEFT.
-
-        Raises `InputError` for a model with layers whose states are not known.
-        """
-        decoder = Decoder(model, self._temperature, self._autocast)
-        parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
-        groves = [Grove(decoder, part, self.tokens_per_segment, offload=self._offload) for part in parts]
-        self.forwarded = sum(grove.forwarded for grove in groves)
-        hook = torch.zeros(0, device=decoder.device, requires_grad=torch.is_grad_enabled())
-        found = [Scores(hook.clone(), hook.detach())]
-        with decoder.prepared(), decoder.autocast():
-            for grove in groves:
-                if hook.requires_grad and not self._keep_graph:
-                    scores = _TwoPasses.apply(hook, grove, len(groves) == 1)  # type: ignore[no-untyped-call]
-                    found.append(Scores(*scores))
-                else:
-                    found.append(grove.score(keep=False)[0])
-        return Scores(*(torch.cat(values) for values in zip(*found, strict=True)))
-
-
-def split_rows(rows: Sequence[Row], tokens: int | None) -> list[list[Row]]:
-    """Split rows, in their order, into parts of at most `tokens` tokens, or one row.
-
-    Tokens that a row shares with the row before it in its part count once.
-    """
-    parts: list[list[Row]] = []
-    used = 0
-    for row, own in zip(rows, own_tokens(rows), strict=True):
-        if parts and (tokens is None or used + own <= tokens):
-            parts[-1].append(row)
-            used += own
-        else:
-            parts.append([row])
-            used = len(row.ids)
-    return parts

@@ -1,5 +1,7 @@
-"""A generation batch on its way to the loss: which sessions have a signal, how they weigh, which process runs them."""
+"""A generation batch on its way to the loss: its rows, which sessions have a signal, their weights, their process."""
 
+import math
+import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +24,28 @@ Normalise = Literal["tokens", "sessions", "constant"]
 LEAST_LOGPROB = -40.0
 """Smallest log-probability of the engine that the loss sees: the exponential of a larger difference is infinite in
 float32, and its gradient is NaN. No token is sampled with a smaller one."""
+
+
+def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shuffle: bool = True) -> list[int]:
+    """Return the indices of the `rows_per_step` rows of generation step `step`, counted from 0. They are all different.
+
+    The rows are passed over again and again, each time in an order of its own; without `shuffle` in theirs. The steps
+    take them one after the other. In a step that ends one pass and begins the next, the rows that it has already are
+    at the end of the next pass.
+    """
+    passes = rows_per_step // math.gcd(num_rows, rows_per_step)  # they fill whole steps
+    period, place = divmod(step, passes * num_rows // rows_per_step)
+    end = (place + 1) * rows_per_step
+    taken: list[int] = []
+    for number in range(period * passes, (period + 1) * passes):
+        order = list(range(num_rows))
+        if shuffle:
+            random.Random(f"{seed}/{number}").shuffle(order)
+        first = set(taken[len(taken) - len(taken) % rows_per_step :])
+        taken += sorted(order, key=lambda row, first=first: row in first)  # type: ignore[misc]
+        if len(taken) >= end:
+            break
+    return taken[end - rows_per_step : end]
 
 
 def groups_without_signal(rewards: Mapping[str, GroupReward]) -> set[str]:

@@ -1,10 +1,8 @@
-"""The trainer's arguments: TRL's `GRPOConfig`, and which of its fields keep the gradient what it should be.
+"""The trainer's arguments: TRL's `GRPOConfig`, limited to the fields that keep the gradient correct; checks of a model.
 
 The gradient of a batch must not depend on how sessions are cut into traces, nor on how traces are spread over
 micro-batches and processes. Each field of `GRPOConfig` is accepted, and tested where it changes the gradient, or
-refused unless it has its default.
-
-Checks of a model against the traces that it is to train on.
+refused unless it has its default. The checks refuse a model, or Accelerate's settings, that would break this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +45,7 @@ OTHERS = _names(
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
     "ddp_backend ddp_timeout local_rank debug skip_memory_metrics",
 )
-"""Fields that choose the model, the numbers that it computes with, what is done with a gradient, and what is told."""
+"""Fields of the model, its numeric types, the optimizer, checkpoints and logging."""
 
 ACCEPTED = CHANGING | OTHERS
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.passes import SegmentScorer
+from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, SegmentScorer
 from rolltap.trainer.training.forward.probe import probe
-from rolltap.trainer.training.forward.scoring import PaddedScorer, Scorer
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.ranks import on_main, together

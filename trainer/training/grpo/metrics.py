@@ -1,4 +1,4 @@
-"""Numbers of a training step for people. All of them go where TRL's own metrics go: to its log.
+"""Metrics of a training step. All of them go to TRL's log, as its own do.
 
 `batch_metrics` describes the batch: sessions, rewards, groups, tokens trained and left out. `StepMetrics` describes an
 optimizer step: the log-probabilities against those of the sampler, the loss's ratios, the tokens computed, time and

@@ -1,15 +1,14 @@
-"""An optimizer whose state is shared out: each process keeps that of some parameters, and steps them for all.
+"""A sharded optimizer, and loss scaling for float16: what weights of 16 bits need.
 
-Every process has all weights, and all gradients. Of the parameters that it owns it also has the optimizer's state and,
-where the weights have 16 bits, a copy of them in float32: a step of 1e-6 of a weight is lost in bfloat16, whose values
-are 4e-3 apart. For the same reason gradients of 16-bit weights are accumulated and averaged in float32.
+`ShardedOptimizer`: each process keeps the state of some parameters, and steps them for all. Every process has all
+weights and all gradients. Of the parameters that it owns it also has the optimizer's state and, where the weights have
+16 bits, a copy of them in float32: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart. For the
+same reason gradients of 16-bit weights are accumulated and averaged in float32. torch's `ZeroRedundancyOptimizer` also
+shards the state, but steps the weights as they are, without such copies.
 
-torch's `ZeroRedundancyOptimizer` shares out the state as well, but steps the weights as they are, without such copies.
-
-Loss scaling for weights in float16, whose smallest values are 6e-8: gradients of single tokens are less.
-
-Each backward pass begins with gradients of log-probabilities that are scaled so that the largest is about 1. The scale
-is a power of two, so scaling loses nothing, and it follows from the pass alone: there is no state to save.
+`LossScale`: the smallest values of float16 are 6e-8, and gradients of single tokens are less. Each backward pass begins
+with gradients of log-probabilities that are scaled so that the largest is about 1. The scale is a power of two, so
+scaling loses nothing, and it follows from the pass alone: there is no state to save.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Several training processes: an error in one ends all, and gradients are averaged once for each optimizer step.
 
 Objects travel over a gloo group of their own. The main process may roll out for hours while the others wait: they hold
-no kernel of their device then, and hear at once when it ends. Tensors travel over the default group.
+no kernel of their device then, and are notified at once when it ends. Tensors travel over the default group.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,14 +1,10 @@
 """Hand-made sessions as a recorder would leave them, with consistent tokens, messages and roles."""
 
 import json
-from datetime import UTC, datetime, timedelta
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.traces.reader import RecordedSession
+from tests.factories import make_call, make_session, write_run
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 SYSTEM = {"role": "system", "content": "You are an agent."}
 BASH = {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}
 
@@ -40,41 +36,32 @@ class Recording:
     def __init__(self, session_id="s", reward=1.0):
         self.session_id = session_id
         self.calls = []
-        self.session = Session(
-            session_id=session_id,
-            task_id="task",
-            group_id="group",
-            harness="pi",
-            status="completed",
-            reward=reward,
-            started_at=START,
-        )
+        labels = {"task_id": "task", "group_id": "group", "harness": "pi", "policy_version": None}
+        self.session = make_session(session_id, reward=reward, **labels)
 
-    def ask(self, *messages, reply=None, after=None, tools=(BASH,), status="completed", **fields):
-        """Add and return a call whose new messages are `messages`. It continues the call `after`, if given."""
+    def ask(self, *messages, reply=None, after=None, retry_of=None, tools=(BASH,), status="completed", **fields):
+        """Add and return a call whose new messages are `messages`.
+
+        It continues the call `after`, if given, and has the prompt of `retry_of`.
+        """
         number = len(self.calls)
-        prefix = after.prompt_ids + after.completion_ids if after else []
         if status == "completed":
             reply = reply or says(f"reply {number}")
-        fields.setdefault("completion_ids", [1000 + number, 2000 + number])
-        fields.setdefault("logprobs", [-0.25 - number] * len(fields["completion_ids"]))
-        fields.setdefault("prompt_ids", [*prefix, *(10 + len(text) for text in map(str, messages)), 100 + number])
-        call = Call(
-            session_id=self.session_id,
-            call_id=f"c{number}",
-            weight_versions=[VersionSpan(version="1", start=0, end=len(fields["completion_ids"]))],
-            parent_id=after.call_id if after else None,
-            prefix_length=len(prefix),
-            kind="bridged" if after else "root",
-            status=status,
-            finish_reason="stop" if status == "completed" else None,
-            model="asked-for",
-            messages=json.dumps(messages),
-            tools=None if after else json.dumps(list(tools)),
-            reply=json.dumps(reply) if reply else None,
-            started_at=START + timedelta(seconds=number),
-            **fields,
-        )
+        new_ids = [*(10 + len(text) for text in map(str, messages)), 100 + number]
+        if retry_of:
+            new_ids = retry_of.prompt_ids[retry_of.prefix_length :]
+        defaults = {
+            "session_id": self.session_id,
+            "call_id": f"c{number}",
+            "logprobs": [-0.25 - number] * 2,
+            "status": status,
+            "finish_reason": "stop" if status == "completed" else None,
+            "model": "asked-for",
+            "messages": json.dumps(messages),
+            "tools": None if after else json.dumps(list(tools)),
+            "reply": json.dumps(reply) if reply else None,
+        }
+        call = make_call(number, new_ids, [1000 + number, 2000 + number], after=after, **{**defaults, **fields})
         self.calls.append(call)
         return call
 
@@ -147,7 +134,7 @@ def superseded_retry():
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
-    again = recording.ask(user("More."), after=first, prompt_ids=lost.prompt_ids)
+    again = recording.ask(user("More."), after=first, retry_of=lost)
     recording.ask(user("On."), after=again)
     return recording
 
@@ -156,7 +143,7 @@ def superseded_start():
     """Return a session whose first request was retried."""
     recording = Recording()
     lost = recording.ask(SYSTEM, user("Go."))
-    again = recording.ask(SYSTEM, user("Go."), prompt_ids=lost.prompt_ids)
+    again = recording.ask(SYSTEM, user("Go."), retry_of=lost)
     recording.ask(user("On."), after=again)
     return recording
 
@@ -182,7 +169,7 @@ def superseded_by_an_aborted_line():
     recording = Recording()
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
-    again = recording.ask(user("More."), after=first, prompt_ids=lost.prompt_ids)
+    again = recording.ask(user("More."), after=first, retry_of=lost)
     recording.ask(user("On."), after=again, status="aborted")
     return recording
 
@@ -254,12 +241,5 @@ CASES = [
 
 def write(run, *recordings):
     """Write the recordings to a run folder."""
-    write_metadata(run, {"model": "tiny"})
-    writer = RunWriter(run)
-    for recording in recordings:
-        for call in recording.calls:
-            writer.add_call(call)
-        if recording.session is not None:
-            writer.add_session(recording.session)
-    writer.close()
-    return run
+    rows = [row for recording in recordings for row in (*recording.calls, recording.session) if row is not None]
+    return write_run(run, *rows)

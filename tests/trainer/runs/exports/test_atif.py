@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from rolltap.trainer.runs.exports.atif import export, trajectory
-from rolltap.trainer.runs.exports.messages import dump_json
+from rolltap.trainer.runs.exports.sessions import dump_json
 from tests.trainer.runs.exports import recording
 from tests.trainer.runs.exports.atif_schema import Trajectory
 from tests.trainer.runs.exports.recording import CASES, SYSTEM, Recording, says, tool, user, write

@@ -1,21 +1,49 @@
+"""Datasets of a run: Parquet, traces for `load_from_disk`, their cards, and the buffer that both are written from."""
+
 import json
+import os
+import subprocess
+import sys
 from datetime import UTC
 
 import pyarrow.parquet as pq
 import pytest
-from datasets import Features, List, Value, get_dataset_config_names, load_dataset
+from datasets import Dataset, Features, List, Value, get_dataset_config_names, load_dataset, load_from_disk
 
 from rolltap.addons.store.metadata import add_recorder
-from rolltap.addons.store.records import Event, Session
+from rolltap.addons.store.records import Event
 from rolltap.addons.store.schemas import CALL_SCHEMA
-from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.runs.exports.card import trace_row
-from rolltap.trainer.runs.exports.parquet import export
-from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.runs.exports import parquet
+from rolltap.trainer.runs.exports.card import TRACE_COLUMNS
+from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces, trace_row
+from rolltap.trainer.traces.build import Ledger
+from rolltap.trainer.traces.reader import RecordedCalls, count_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
-from tests.trainer.outgoing import START, code_blocks, facts, write_run
+from tests.factories import START, add_rows, make_session
+from tests.trainer.outgoing import code_blocks, facts, write_run
 
-CONFIGS = ["traces", "calls", "sessions", "events"]
+FEATURES = Features({"name": Value("string"), "ids": List(Value("int32"))})
+ROWS = [{"name": f"row {i}", "ids": [i] * 4} for i in range(100)]
+
+
+def exported(folder, run=None, **options):
+    """Export a run, by default that of `write_run`, to `folder/out`. Return a function that loads a config."""
+    if run is None:
+        write_run(run := folder / "run")
+    (folder / "out").mkdir()
+    export(run, folder / "out", lambda *_: None, **options)
+    return lambda config: load_dataset(
+        str(folder / "out"), config, split="train", cache_dir=str(folder / "cache")
+    ).to_list()
+
+
+def save(run, out, options=None):
+    options = options or TraceOptions()
+    return save_traces(run, iter_traces(run, options), out, options)
+
+
+def rows_of(run, options):
+    return [trace_row(trace) for traced in iter_traces(run, options) for trace in traced.traces]
 
 
 @pytest.fixture
@@ -24,165 +52,271 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a run in `run`, exported to `out`, and its traces in `saved`."""
+    return tmp_path_factory.mktemp("exported")
 
 
-@pytest.fixture
-def load(out, tmp_path):
-    return lambda config: load_dataset(str(out), config, split="train", cache_dir=str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def load(folder):
+    return exported(folder)
 
 
-def ignore(what, done, total):
-    pass
+@pytest.fixture(scope="module")
+def saved(folder, load):
+    save(folder / "run", folder / "saved")
+    return folder / "saved"
 
 
-def test_each_table_of_the_run_is_a_config_that_load_dataset_opens(run, out, load):
-    assert export(run, out, ignore) == 4 + 7 + 2 + 1
-    assert {config: load(config).num_rows for config in CONFIGS} == {
-        "traces": 4,
-        "calls": 7,
-        "sessions": 2,
-        "events": 1,
-    }
+class TestParquet:
+    def test_each_table_of_the_run_is_a_config_that_load_dataset_opens(self, load):
+        rows = {config: len(load(config)) for config in ("traces", "calls", "sessions", "events")}
+        assert rows == {"traces": 4, "calls": 7, "sessions": 2, "events": 1}
 
+    def test_records_and_sessions_are_counted(self, run, tmp_path):
+        (tmp_path / "out").mkdir()
+        told = []
+        assert export(run, tmp_path / "out", lambda *progress: told.append(progress)) == 4 + 7 + 2 + 1
+        assert told == [("sessions", done, 3) for done in (1, 2, 3)]
 
-def test_traces_are_those_of_prefix_merging(run, out, load):
-    export(run, out, ignore)
-    built = [trace_row(trace) for traced in iter_traces(run, TraceOptions()) for trace in traced.traces]
-    assert list(load("traces")) == built
+    def test_traces_are_those_of_prefix_merging(self, folder, load):
+        assert load("traces") == rows_of(folder / "run", TraceOptions())
 
+    def test_the_code_of_the_card_gives_every_call_with_its_full_prompt(self, folder, load):
+        names = {"cache_dir": str(folder / "cache")}
+        open_it, rebuild = code_blocks(folder / "out" / "README.md")
+        open_it = open_it.replace("path/to/this/folder", str(folder / "out"))
+        exec(open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names)
+        rebuilt = [(call["session_id"], call["prompt_ids"]) for call in names["full_prompts"](names["calls"])]
+        recorded = RecordedCalls(folder / "run")
+        assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
 
-def test_the_code_of_the_card_gives_every_call_with_its_full_prompt(run, out, tmp_path):
-    export(run, out, ignore)
-    names = {"cache_dir": str(tmp_path / "cache")}
-    open_it, rebuild = code_blocks(out / "README.md")
-    open_it = open_it.replace("path/to/this/folder", str(out))
-    exec(open_it.replace('split="train"', 'split="train", cache_dir=cache_dir') + rebuild, names)
-    rebuilt = [(call["session_id"], call["prompt_ids"]) for call in names["full_prompts"](names["calls"])]
-    recorded = RecordedCalls(run)
-    assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
+    def test_a_prompt_is_stored_once_however_many_calls_continue_it(self, load):
+        stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
+        assert (stored["s-0"], stored["s-1"], stored["s-2"]) == ([1, 2], [5], [8])
 
+    def test_sessions_and_events_hold_what_was_recorded(self, load):
+        s, t = sorted(load("sessions"), key=lambda session: session["session_id"])
+        assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
+        assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
+        [event] = load("events")
+        assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
 
-def test_a_prompt_is_stored_once_however_many_calls_continue_it(run, out, load):
-    export(run, out, ignore)
-    stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
-    assert (stored["s-0"], stored["s-1"], stored["s-2"]) == ([1, 2], [5], [8])
+    def test_only_the_last_row_of_a_session_is_exported(self, run, tmp_path):
+        add_rows(run, make_session("t"))
+        rows = exported(tmp_path, run)("sessions")
+        assert {session["session_id"]: session["reward"] for session in rows} == {"s": 0.25, "t": 1.0}
 
+    def test_every_file_carries_the_viewers_types(self, folder, load):
+        [path] = (folder / "out" / "calls").iterdir()
+        features = Features.from_arrow_schema(pq.read_schema(path))
+        embedded = json.loads(pq.read_schema(path).metadata[b"huggingface"])["info"]["features"]
+        assert embedded.keys() == features.keys()
+        assert features["started_at"] == Value("timestamp[us, tz=UTC]")
+        assert features["completion_ids"] == List(Value("int32"))
+        assert features["logprobs"] == List(Value("float32"))
 
-def test_sessions_and_events_hold_what_was_recorded(run, out, load):
-    export(run, out, ignore)
-    s, t = sorted(load("sessions"), key=lambda session: session["session_id"])
-    assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
-    assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
-    [event] = load("events")
-    assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
+    def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(self, run, tmp_path):
+        for path in (*run.glob("events-*"), *run.glob("sessions-*")):
+            path.unlink()
+        load = exported(tmp_path, run)
+        assert get_dataset_config_names(str(tmp_path / "out")) == ["traces", "calls"]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "calls", "traces"]
+        assert (len(load("traces")), len(load("calls"))) == (4, 7)
 
-
-def test_only_the_last_row_of_a_session_is_exported(run, out, load):
-    writer = RunWriter(run)
-    writer.add_session(
-        Session(
-            session_id="t",
-            task_id="task",
-            group_id="g",
-            harness="codex",
-            status="completed",
-            exit_status=0,
-            reward=1.0,
-            started_at=START,
+    def test_neither_engines_nor_paths_of_this_machine_are_exported(self, run, tmp_path):
+        why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
+        evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/logs/v.judge.log", "tests": {"t.py::a": "x"}}
+        judged = {
+            "error": "http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
+            "evidence": json.dumps(evidence),
+            "parts": '{"speed": 0.5}',
+            "suspicions": '{"git_history": 1}',
+            "harness_version": "1.2.3",
+            "runtime": "sandbox",
+        }
+        rejected = Event(kind="rejected", session_id="s", detail=f"the engine at http://gpu-8.internal:8000: {why}")
+        add_rows(run, make_session("v", "failed", **judged), rejected)
+        add_recorder(run, {"engines": ["http://gpu-7.internal:8000", "http://gpu-8.internal:8000"]})
+        load = exported(tmp_path, run)
+        calls = load("calls")
+        assert calls[0].keys() == set(CALL_SCHEMA.names) - {"engine", "digest"}
+        assert [call["error"] for call in calls if call["error"]] == ["the engine at http://ENGINE failed: ENGINE"]
+        [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
+        assert detail == (
+            "the engine at http://ENGINE: Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
         )
+        [row] = [row for row in load("sessions") if row["session_id"] == "v"]
+        assert row["error"] == "http://ENGINE (its output is in …/v.log)"
+        assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
+        assert {name: row[name] for name in list(judged)[2:]} == dict(list(judged.items())[2:])
+        card = tmp_path / "out" / "README.md"
+        assert facts(card)["with suspicions of cheating"] == "1 sessions"
+        assert facts(card)["ran in"] == "sandbox (1)"
+        assert "gpu-7" not in card.read_text()
+
+    def test_the_hub_stores_only_what_changed_and_the_viewer_finds_a_page(self, folder, load):
+        [path] = (folder / "out" / "traces").iterdir()
+        metadata = pq.read_metadata(path)
+        assert b"content_defined_chunking" in metadata.metadata
+        assert metadata.row_group(0).column(0).has_offset_index
+
+
+class TestSavedTraces:
+    def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(self, saved):
+        main, helper, alone, unknown = sorted(load_from_disk(saved), key=lambda trace: trace["prompt_ids"])
+        assert main == {
+            "session_id": "s",
+            "trace_id": "s/s-1",
+            "group_id": "g",
+            "task_id": "task",
+            "harness": "pi",
+            "role": "agent",
+            "reward": 0.25,
+            "call_ids": ["s-0", "s-1"],
+            "prompt_ids": [1, 2],
+            "completion_ids": [3, 4, 5, 6, 7],
+            "completion_mask": [1, 1, 0, 1, 1],
+            "logprobs": [-1.0, -1.015625, 0.0, -2.0, -2.015625],
+            "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "1", "start": 3, "end": 5}],
+            "continuity": [{"kind": "root", "start": 0, "end": 2}, {"kind": "bridged", "start": 3, "end": 5}],
+            "shared_trace_id": None,
+            "shared_tokens": 0,
+        }
+        assert (helper["role"], helper["completion_ids"], helper["reward"]) == ("subagent", [22, 23, 24], 0.25)
+        labels = [(t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)]
+        assert labels == [("t", "task", "g", None), ("u", "", "", None)]
+
+    def test_columns_are_described_and_have_small_types(self, saved):
+        features = load_from_disk(saved).features
+        assert features == TRACE_FEATURES
+        assert features["prompt_ids"] == features["completion_ids"] == List(Value("int32"))
+        assert features["completion_mask"] == List(Value("int8"))
+        assert features["logprobs"] == List(Value("float32"))
+        assert [name for names in TRACE_COLUMNS for name in names.split(", ")] == list(features)
+
+    def test_the_rows_are_the_traces_of_the_sessions(self, run, tmp_path):
+        save(run, tmp_path / "out", TraceOptions("per_request"))
+        built = rows_of(run, TraceOptions("per_request"))
+        assert list(load_from_disk(tmp_path / "out")) == built
+        assert len(built) == 5
+
+    def test_the_folder_is_what_datasets_itself_saves(self, saved, tmp_path):
+        Dataset.from_list(list(load_from_disk(saved))).save_to_disk(tmp_path)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert {path.name for path in saved.iterdir()} == names | {"README.md"}
+        ours, theirs = (json.loads((folder / "state.json").read_text()) for folder in (saved, tmp_path))
+        assert ours | {"_fingerprint": ""} == theirs | {"_fingerprint": ""}
+        ours, theirs = (json.loads((folder / "dataset_info.json").read_text()) for folder in (saved, tmp_path))
+        assert ours.keys() == theirs.keys()
+
+    def test_two_datasets_are_not_taken_for_one_another_by_the_cache_of_datasets(self, saved, run, tmp_path):
+        save(run, tmp_path / "out")
+        assert load_from_disk(tmp_path / "out")._fingerprint != load_from_disk(saved)._fingerprint
+
+    def test_a_run_without_calls_is_a_dataset_without_rows(self, run, tmp_path):
+        for path in run.glob("*.arrow"):
+            path.unlink()
+        save(run, tmp_path / "out")
+        assert load_from_disk(tmp_path / "out").num_rows == 0
+
+    def test_sampled_tokens_are_counted_and_accounted_for(self, run, tmp_path):
+        totals = save(run, tmp_path / "out")
+        assert totals.ledger == Ledger(sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5})
+        assert (totals.sessions, totals.calls, totals.traces) == (3, 7, 4)
+        rows = load_from_disk(tmp_path / "out")
+        trained = sum(sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None)
+        assert trained == totals.ledger.trained
+        # sessions with calls alone are counted before they are read
+        assert count_sessions(run) == totals.sessions
+
+
+class TestCard:
+    def test_it_counts_what_is_inside(self, saved, folder):
+        expected = {
+            "sessions": "3",
+            "tasks": "1",
+            "outcomes": "completed (1), timeout (1)",
+            "agent programs": "codex (1), pi (1)",
+            "rewards": "1 of 3 sessions, mean 0.250",
+            "model calls": "7",
+            "traces": "4 by `prefix_merging` of agent, subagent, compaction calls",
+            "sampled tokens": "14: 7 to train, left out: 1 aborted, 1 auxiliary, 5 no_reward",
+            "model": "tiny",
+            "tokenizer, SHA-256": "`aa11`",
+            "chat template, SHA-256": "`bb22`",
+        }
+        assert facts(saved / "README.md") == facts(folder / "out" / "README.md") == expected
+
+    def test_it_names_every_column_and_no_path_of_this_machine(self, saved, folder):
+        for card in (saved / "README.md", folder / "out" / "README.md"):
+            text = card.read_text()
+            assert [name for name in TRACE_FEATURES if f"`{name}`" not in text] == []
+            assert [private for private in ("someone", str(folder), "gpu-7") if private in text] == []
+
+    def test_its_code_loads_the_dataset_and_makes_sequences_for_sft(self, saved):
+        load, sft = code_blocks(saved / "README.md")
+        names = {}
+        exec(load.replace("path/to/this/folder", str(saved)) + sft, names)
+        rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
+        assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
+
+    def test_it_names_the_repository_to_load_from(self, tmp_path):
+        exported(tmp_path, where="org/name")
+        assert 'load_dataset("org/name", "traces", split="train")' in (tmp_path / "out" / "README.md").read_text()
+
+    @pytest.mark.parametrize(
+        ("model", "cell"),
+        [("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")],
+        ids=["a bar does not break the table", "a model of the Hub keeps its name"],
     )
-    writer.close()
-    export(run, out, ignore)
-    assert {session["session_id"]: session["reward"] for session in load("sessions")} == {"s": 0.25, "t": 1.0}
+    def test_it_names_the_model(self, run, tmp_path, model, cell):
+        metadata = json.loads((run / "run.json").read_text()) | {"model": model}
+        (run / "run.json").write_text(json.dumps(metadata))
+        save(run, tmp_path / "out")
+        assert facts(tmp_path / "out" / "README.md")["model"] == cell
 
 
-def test_every_file_carries_the_viewers_types(run, out):
-    export(run, out, ignore)
-    [path] = (out / "calls").iterdir()
-    features = Features.from_arrow_schema(pq.read_schema(path))
-    embedded = json.loads(pq.read_schema(path).metadata[b"huggingface"])["info"]["features"]
-    assert embedded.keys() == features.keys()
-    assert features["started_at"] == Value("timestamp[us, tz=UTC]")
-    assert features["completion_ids"] == List(Value("int32"))
-    assert features["logprobs"] == List(Value("float32"))
+class TestSpool:
+    def test_rows_come_back_in_their_order_and_without_further_keys(self, tmp_path):
+        with Spool(FEATURES, tmp_path / "out") as spooled:
+            spooled.add(ROWS)
+            spooled.add(row | {"more": 1} for row in ROWS)
+            dataset, shards = spooled.dataset()
+            assert (list(dataset), dataset.features, shards) == (ROWS * 2, FEATURES, 1)
+
+    def test_rows_are_in_a_file_and_not_in_memory_and_the_file_is_deleted(self, tmp_path):
+        with Spool(FEATURES, tmp_path / "out") as spooled:
+            spooled.add(ROWS)
+            [file] = spooled.dataset()[0].cache_files
+            assert os.path.dirname(os.path.dirname(file["filename"])) == str(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_shards_are_of_bounded_size(self, run, tmp_path, monkeypatch):
+        monkeypatch.setattr(parquet, "SHARD_BYTES", 300)
+        save(run, tmp_path / "saved")
+        assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
+        load = exported(tmp_path, run)
+        files = sorted(path.name for path in (tmp_path / "out" / "traces").iterdir())
+        assert files == [f"train-{number:05}-of-{len(files):05}.parquet" for number in range(len(files))]
+        assert len(files) > 1
+        assert load("traces") == list(load_from_disk(tmp_path / "saved"))
 
 
-def test_the_engines_addresses_are_not_exported(run, out, load):
-    export(run, out, ignore)
-    calls = load("calls")
-    assert "engine" not in calls.column_names
-    assert set(calls.column_names) == set(CALL_SCHEMA.names) - {"engine", "digest"}
-    [error] = [call["error"] for call in calls if call["error"]]
-    assert error == "the engine at http://ENGINE failed: ENGINE"
-    assert "gpu-7" not in (out / "README.md").read_text()
-
-
-def test_events_name_no_engine(run, out, load):
-    add_recorder(run, {"engines": ["http://gpu-8.internal:8000"]})
-    why = "Cannot connect to host gpu-8.internal:8000 ssl:default [Connect call failed ('10.0.0.8', 8000)]"
-    with RunWriter(run) as writer:
-        writer.add_event(
-            Event(kind="rejected", session_id="s", detail=f"the engine at http://gpu-8.internal:8000 failed: {why}")
-        )
-    export(run, out, ignore)
-    [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
-    told = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
-    assert detail == f"the engine at http://ENGINE failed: {told}"
-
-
-def test_the_card_counts_and_names_the_place_to_load_from(run, out):
-    export(run, out, ignore, where="org/name")
-    assert facts(out / "README.md")["sampled tokens"] == "14: 7 to train, left out: 1 aborted, 1 auxiliary, 5 no_reward"
-    card = (out / "README.md").read_text()
-    assert 'load_dataset("org/name", "traces", split="train")' in card
-    assert str(out) not in card
-
-
-def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(run, out, load):
-    for path in (*run.glob("events-*"), *run.glob("sessions-*")):
-        path.unlink()
-    assert export(run, out, ignore) == 4 + 7
-    assert get_dataset_config_names(str(out)) == ["traces", "calls"]
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", "calls", "traces"]
-    assert (load("traces").num_rows, load("calls").num_rows) == (4, 7)
-
-
-def test_progress_is_reported_after_every_session(run, out):
-    told = []
-    export(run, out, lambda what, done, total: told.append((what, done, total)))
-    assert told == [("sessions", done, 3) for done in (1, 2, 3)]
-
-
-def test_neither_paths_of_this_machine_nor_engines_are_in_exported_sessions(run, out, load):
-    evidence = {
-        "judge": "pytest",
-        "changed": ["src/a.py"],
-        "log": "/home/me/runs/logs/v.judge.log",
-        "tests": {"t.py::a": "x"},
-    }
-    with RunWriter(run) as writer:
-        writer.add_session(
-            Session(
-                session_id="v",
-                status="failed",
-                error="http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
-                evidence=json.dumps(evidence),
-                parts='{"speed": 0.5}',
-                suspicions='{"git_history": 1}',
-                harness_version="1.2.3",
-                runtime="sandbox",
-            )
-        )
-    add_recorder(run, {"engines": ["http://gpu-7.internal:8000"]})
-    export(run, out, ignore)
-    [row] = [row for row in load("sessions") if row["session_id"] == "v"]
-    assert row["error"] == "http://ENGINE (its output is in …/v.log)"
-    assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
-    assert (row["parts"], row["suspicions"]) == ('{"speed": 0.5}', '{"git_history": 1}')
-    assert (row["harness_version"], row["runtime"]) == ("1.2.3", "sandbox")
-    assert facts(out / "README.md")["with suspicions of cheating"] == "1 sessions"
-    assert facts(out / "README.md")["ran in"] == "sandbox (1)"
+@pytest.mark.parametrize("arguments", [["traces"], ["export", "--to", "parquet"]], ids=str)
+def test_the_users_cache_stays_empty_and_no_progress_bar_is_shown(run, tmp_path, arguments):
+    home = tmp_path / "home"
+    home.mkdir()
+    program = os.path.join(os.path.dirname(sys.executable), "rolltap")
+    ended = subprocess.run(
+        [program, *arguments, run, "--out", tmp_path / "out"],
+        env={**os.environ, "HOME": str(home), "HF_HOME": str(home / "hf")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    assert "examples" not in ended.stderr
+    assert "ba/s" not in ended.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out", "run"]

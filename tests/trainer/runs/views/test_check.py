@@ -15,13 +15,13 @@ from transformers import Qwen3ForCausalLM
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
-from rolltap.addons.store.metadata import add_engine, write_metadata
-from rolltap.addons.store.records import Call, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.metadata import add_engine
+from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.cli.runs import check_command
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.runs.views.check import CheckReport, check_sessions, choose, incomparable, summarize_scores
+from tests.factories import make_call, write_run
 from tests.trainer.engine.acting import acting
 
 SAMPLING = {**NEUTRAL_SAMPLING, "max_tokens": 12, "seed": 1, "stop_token_ids": [], "asked": {"temperature": 0.2}}
@@ -31,18 +31,8 @@ ADAPTER = "1a2b3c4d.1.0"
 
 
 def call(call_id="c", kind="root", sampled=(5, 6), version="default", **fields):
-    sampled = list(sampled)
-    fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled)} | fields
-    spans = [VersionSpan(version=version, start=0, end=len(sampled))]
-    return Call(
-        session_id="s",
-        call_id=call_id,
-        prompt_ids=[1, 2],
-        completion_ids=sampled,
-        weight_versions=spans,
-        kind=kind,
-        **fields,
-    )
+    fields = {"sampling": json.dumps(SAMPLING), "logprobs": [-0.5] * len(sampled), "kind": kind} | fields
+    return make_call(call_id, [1, 2], sampled, version=version, **fields)
 
 
 def check(run, url, *options):
@@ -133,27 +123,12 @@ def sample(engine, call_id, prompt_ids, *, model=None, **fields):
     answer = engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()
     ids = answer["choices"][0]["token_ids"]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
-    version = fields.pop("version", "default")
-    spans = [VersionSpan(version=version, start=0, end=len(ids))]
-    return Call(
-        session_id="s",
-        call_id=call_id,
-        prompt_ids=prompt_ids,
-        completion_ids=ids,
-        logprobs=logprobs,
-        weight_versions=spans,
-        sampling=json.dumps(SAMPLING),
-        **fields,
-    )
+    sampled = {"version": "default", "logprobs": logprobs, "sampling": json.dumps(SAMPLING), **fields}
+    return make_call(call_id, prompt_ids, ids, **sampled)
 
 
 def write(run, calls, model="/models/recorded"):
-    write_metadata(run, {"model": str(model)})
-    writer = RunWriter(run)
-    for each in calls:
-        writer.add_call(each)
-    writer.close()
-    return run
+    return write_run(run, *calls, model=str(model))
 
 
 class TestWeights:

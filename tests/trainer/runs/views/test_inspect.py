@@ -5,7 +5,7 @@ import json
 import re
 import signal
 import sys
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from click.testing import CliRunner
@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.cli.main import rolltap, run
 from rolltap.trainer.cli.runs import inspect_command
 from rolltap.trainer.runs.views.inspect import (
@@ -32,27 +30,14 @@ from rolltap.trainer.runs.views.inspect import (
 )
 from rolltap.trainer.runs.views.report import MOST_SESSIONS, summarize
 from rolltap.trainer.traces.ledger import Ledger
+from tests.factories import START, add_rows, make_call, make_session, write_run
 from tests.trainer.forests import forget_a_call
-
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fields):
     """Return a call whose prompt is the tokens of its parent followed by `prompt`."""
-    prefix = parent.prompt_ids + parent.completion_ids if parent else []
-    return Call(
-        session_id=session,
-        call_id=call_id,
-        prompt_ids=prefix + prompt,
-        completion_ids=sampled,
-        logprobs=fields.pop("logprobs", [-0.5] * len(sampled)),
-        weight_versions=[VersionSpan(version="default", start=0, end=len(sampled))],
-        parent_id=parent.call_id if parent else None,
-        prefix_length=len(prefix),
-        kind=fields.pop("kind", "bridged" if parent else "root"),
-        started_at=START + timedelta(seconds=number),
-        **{"finish_reason": "stop", **fields},
-    )
+    defaults = {"call_id": call_id, "session_id": session, "logprobs": [-0.5] * len(sampled), "finish_reason": "stop"}
+    return make_call(number, prompt, sampled, after=parent, version="default", **{**defaults, **fields})
 
 
 def said(text, **more):
@@ -62,8 +47,6 @@ def said(text, **more):
 @pytest.fixture
 def small_run(tmp_path, tokenizer_folder):
     """Write a run. `first` has the chain root - second - third, and a fourth call that diverges. `other` has no row."""
-    write_metadata(tmp_path, {"model": str(tokenizer_folder)})
-    writer = RunWriter(tmp_path)
     asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
     tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
     root = call(1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=said("I look\nat it."))
@@ -73,23 +56,9 @@ def small_run(tmp_path, tokenizer_folder):
     why = "2 earlier calls fit equally well up to message 3"
     fourth = call(4, "b4", [40, 41, 42, 43, 99, 98], [97], kind="rendered", kind_reason=why, reply=said("Once more."))
     broken = call(5, "b5", [70], [71], parent=second, violation="log-probability 0 is positive", reply=said("Hm."))
-    for each in (root, second, third, fourth, broken):
-        writer.add_call(each)
-    writer.add_call(call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None))
-    writer.add_session(
-        Session(
-            session_id="first",
-            task_id="t",
-            group_id="g",
-            harness="codex",
-            status="completed",
-            exit_status=0,
-            reward=0.5,
-            started_at=START,
-        )
-    )
-    writer.close()
-    return tmp_path
+    other = call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None)
+    ended = make_session("first", harness="codex", exit_status=0, reward=0.5, policy_version=None)
+    return write_run(tmp_path, root, second, third, fourth, broken, other, ended, model=str(tokenizer_folder))
 
 
 def shape(tree):
@@ -124,10 +93,8 @@ class TestRun:
         assert sum(row["ledger"]["sampled"] for row in summary["session_rows"]) == 9
 
     def test_the_reasons_of_rendered_prompts_are_counted_without_numbers_and_ids(self, small_run):
-        writer = RunWriter(small_run)
         for number, why in enumerate(("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")):
-            writer.add_call(call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
-        writer.close()
+            add_rows(small_run, call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
         assert summarize(small_run).rendered == {
             "… earlier calls fit equally well up to message …": 2,
             "call …": 1,
@@ -135,20 +102,8 @@ class TestRun:
         assert "why prompts were rendered" in printed(small_run)
 
     def test_the_table_of_sessions_is_cut_and_says_so(self, tmp_path):
-        write_metadata(tmp_path, {})
-        writer = RunWriter(tmp_path)
-        for i in range(MOST_SESSIONS + 1):
-            writer.add_session(
-                Session(
-                    session_id=f"s{i:02}",
-                    task_id="t",
-                    group_id="g",
-                    harness="h",
-                    status="completed",
-                    started_at=START + timedelta(seconds=i),
-                )
-            )
-        writer.close()
+        times = [START + timedelta(seconds=i) for i in range(MOST_SESSIONS + 1)]
+        write_run(tmp_path, *(make_session(f"s{i:02}", started_at=time) for i, time in enumerate(times)))
         text = printed(tmp_path)
         assert f"s{MOST_SESSIONS - 1}" in text
         assert f"s{MOST_SESSIONS}" not in text
@@ -156,7 +111,7 @@ class TestRun:
         assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
 
     def test_an_empty_run_is_shown(self, tmp_path):
-        write_metadata(tmp_path, {})
+        write_run(tmp_path)
         Console(file=io.StringIO()).print(summarize(tmp_path))
 
 
@@ -214,14 +169,10 @@ class TestSession:
         assert view["ledger"]["sampled"] == 7
 
     def test_all_weights_that_sampled_its_tokens_are_named(self, tmp_path):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            writer.add_session(Session(session_id="first", status="completed", policy_version="one"))
-            for number, version in enumerate(["one", "two", "one"]):
-                spans = [VersionSpan(version="lost", start=0, end=0), VersionSpan(version=version, start=0, end=1)]
-                sampled = call(number, f"c{number}", [number], [9])
-                sampled.weight_versions = spans
-                writer.add_call(sampled)
+        write_run(tmp_path, make_session("first", policy_version="one"))
+        for number, version in enumerate(["one", "two", "one"]):
+            spans = [VersionSpan(version="lost", start=0, end=0), VersionSpan(version=version, start=0, end=1)]
+            add_rows(tmp_path, call(number, f"c{number}", [number], [9], weight_versions=spans))
         assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
         assert "weights one, two" in printed(tmp_path, "first")
 
@@ -239,10 +190,7 @@ class TestCall:
         assert "bash" in text
 
     def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
-        write_metadata(tmp_path, {"model": str(tmp_path / "gone")})
-        writer = RunWriter(tmp_path)
-        writer.add_call(call(1, "a1", [1], [43, 44]))
-        writer.close()
+        write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
         assert load_decoder(tmp_path) is None
         text = printed(tmp_path, "first", "a1")
         assert "43 44" in text
@@ -302,18 +250,7 @@ class TestCall:
         assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
 
     def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            writer.add_call(
-                Call(
-                    session_id="s",
-                    call_id="a",
-                    prompt_ids=[1],
-                    completion_ids=[2, 3],
-                    logprobs=[float("nan"), float("-inf")],
-                    weight_versions=[VersionSpan(version="v", start=0, end=2)],
-                )
-            )
+        write_run(tmp_path, make_call("a", completion_ids=[2, 3], logprobs=[float("nan"), float("-inf")]))
         view = json.loads(printed(tmp_path, "s", "a", "--json"))
         assert view["call"]["logprobs"] == ["NaN", "-Infinity"]
 
@@ -340,7 +277,7 @@ class TestIds:
             find_id("n17x", [f"n{i}" for i in range(40)], "call", "session s")
 
     def test_in_a_run_without_sessions_no_similar_ids_are_named(self, tmp_path):
-        write_metadata(tmp_path, {})
+        write_run(tmp_path)
         with pytest.raises(InputError, match=r"has no session 'a'$"):
             view_session(tmp_path, "a")
 

@@ -1,20 +1,20 @@
 """`rolltap inspect` on outcomes, evidence and suspicions, of a run that is still written."""
 
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 from click.testing import CliRunner
 
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.views.inspect import view_session
 from rolltap.trainer.runs.views.outcomes import MixedGroup, OutcomeRow, PartRow, mixed_groups, outcome_rows, part_rows
 from rolltap.trainer.runs.views.report import summarize
+from tests.factories import START, make_call, make_session, says
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 EVIDENCE = {
     "judge": "pytest",
     "tests": {"t.py::a": "passed", "t.py::b": "failed", "t.py::c": "passed"},
@@ -26,24 +26,13 @@ EVIDENCE = {
 
 
 def session(name, status="completed", reward=1.0, **fields):
-    return Session(session_id=name, group_id=fields.pop("group_id", "g"), status=status, reward=reward, **fields)
+    return make_session(name, status, **{"reward": reward, "task_id": "", "harness": "", **fields})
 
 
 def shell(session_id, number, command):
     """Return a call whose reply runs a shell command."""
-    function = {"name": "bash", "arguments": json.dumps({"command": command})}
-    reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    return Call(
-        session_id=session_id,
-        call_id=f"{session_id}{number}",
-        prompt_ids=[1, number],
-        completion_ids=[2],
-        logprobs=[-1.0],
-        weight_versions=[VersionSpan(version="0", start=0, end=1)],
-        reply=json.dumps(reply),
-        started_at=START + timedelta(seconds=number),
-        finished_at=START + timedelta(seconds=number, milliseconds=500),
-    )
+    ended = START + timedelta(seconds=number, milliseconds=500)
+    return make_call(number, [1, number], session_id=session_id, reply=says("", command), finished_at=ended)
 
 
 @pytest.fixture

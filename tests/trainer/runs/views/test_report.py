@@ -1,30 +1,19 @@
-from datetime import UTC, datetime, timedelta
+"""A run in numbers, and its rewards as a picture."""
+
+from datetime import timedelta
 from io import StringIO
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.runs.views.report import VersionRewards, reward_steps, summarize
-
-START = datetime(2026, 1, 1, tzinfo=UTC)
+from rolltap.addons.store.records import Event
+from rolltap.trainer.runs.views.report import VersionRewards, plot_rewards, reward_steps, summarize
+from tests.factories import START, add_rows, make_call, make_session, write_run
 
 
-def session(number, version, reward):
+def session(number, version, reward, status="completed", **fields):
     started = START + timedelta(seconds=number)
-    return Session(
-        session_id=f"s{number}",
-        task_id="t",
-        group_id="g",
-        harness="h",
-        status="completed",
-        exit_status=0,
-        reward=reward,
-        error=None,
-        policy_version=version,
-        started_at=started,
-    )
+    return make_session(f"s{number}", status, reward=reward, policy_version=version, started_at=started, **fields)
 
 
 def test_steps_are_in_the_order_in_which_the_versions_were_used():
@@ -45,59 +34,24 @@ def test_the_attempts_at_a_step_are_one_entry_for_they_have_the_same_weights():
 
 
 def test_a_fault_has_no_reward_whoever_recorded_one():
-    fault = session(1, "9", 1.0)
-    fault.status = "infrastructure"
-    assert reward_steps([fault, session(2, "9", 0.5)]) == [VersionRewards("9", 2, 0.5, 0.5)]
+    sessions = [session(1, "9", 1.0, "infrastructure"), session(2, "9", 0.5)]
+    assert reward_steps(sessions) == [VersionRewards("9", 2, 0.5, 0.5)]
 
 
 def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
-    write_metadata(tmp_path, {})
-    writer = RunWriter(tmp_path)
-    versions = [VersionSpan(version="v", start=0, end=1)]
-    writer.add_call(
-        Call(
-            session_id="s1", call_id="a", prompt_ids=[1], completion_ids=[2], logprobs=[-1.0], weight_versions=versions
-        )
+    others = ("unauthorised", "uncaptured", "hidden", "joined", "replayed", "continued", "switched", "fault")
+    broken = {"logprobs": [1.0], "violation": "log-probability 0 is positive (1.0)"}
+    write_run(
+        tmp_path,
+        make_call("a", [1]),
+        make_call("b", [9], **broken),
+        make_call("c", [8], weight_versions=[], status="aborted"),
+        make_call("d", [7], role="auxiliary"),
+        *(Event(kind="call_started", session_id="s", call_id=call_id) for call_id in ("a", "b", "c", "lost")),
+        Event(kind="refused", session_id="s", host="example.com"),
+        *(Event(kind=kind) for kind in others),
+        make_session(),
     )
-    writer.add_call(
-        Call(
-            session_id="s1",
-            call_id="b",
-            prompt_ids=[9],
-            completion_ids=[2],
-            logprobs=[1.0],
-            weight_versions=versions,
-            violation="log-probability 0 is positive (1.0)",
-        )
-    )
-    writer.add_call(
-        Call(
-            session_id="s1",
-            call_id="c",
-            prompt_ids=[8],
-            completion_ids=[2],
-            logprobs=[-1.0],
-            weight_versions=[],
-            status="aborted",
-        )
-    )
-    writer.add_call(
-        Call(
-            session_id="s1",
-            call_id="d",
-            prompt_ids=[7],
-            completion_ids=[2],
-            logprobs=[-1.0],
-            weight_versions=versions,
-            role="auxiliary",
-        )
-    )
-    for call_id in ("a", "b", "c", "lost"):
-        writer.add_event(Event(kind="call_started", session_id="s1", call_id=call_id))
-    writer.add_event(Event(kind="refused", session_id="s1", host="example.com"))
-    for kind in ("unauthorised", "uncaptured", "hidden", "joined", "replayed", "continued", "switched", "fault"):
-        writer.add_event(Event(kind=kind))
-    writer.add_session(session(1, "v", 1.0))
     summary = summarize(tmp_path)
     assert summary.calls == {"completed": 3, "aborted": 1}
     assert summary.interrupted == 1
@@ -112,22 +66,13 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
 
 
 def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        writer.add_session(session(1, "[/version]", 1.0))
-        writer.add_call(
-            Call(
-                session_id="s1",
-                call_id="a",
-                prompt_ids=[1],
-                completion_ids=[2],
-                logprobs=[1.0],
-                weight_versions=[VersionSpan(version="v", start=0, end=1)],
-                violation="[/violation]",
-            )
-        )
-        writer.add_event(Event(kind="refused", session_id="s1", host="[/host]"))
-        writer.add_event(Event(kind="uncaptured", session_id="s1", host="h"))
+    write_run(
+        tmp_path,
+        make_session(policy_version="[/version]"),
+        make_call(logprobs=[1.0], violation="[/violation]"),
+        Event(kind="refused", session_id="s", host="[/host]"),
+        Event(kind="uncaptured", session_id="s", host="h"),
+    )
     for markup in (True, False):  # `rolltap inspect` prints without
         Console(file=(printed := StringIO()), width=200).print(summarize(tmp_path), markup=markup)
         for name in ("[/version]", "[/violation]", "[/host]"):
@@ -137,20 +82,12 @@ def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
 
 
 def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warns_when_it_is_next_to_nothing(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        for number, (harness, cached) in enumerate([("good", 1_000), ("bad", 16)], start=1):
-            recorded = session(number, "v", 1.0)
-            recorded.harness = harness
-            writer.add_session(recorded)
-            first = Call(session_id=f"s{number}", call_id="a", prompt_ids=[1] * 1_000, completion_ids=[2] * 200)
-            first.logprobs, first.cached_tokens = [-1.0] * 200, 0
-            first.weight_versions = [VersionSpan(version="v", start=0, end=200)]
-            writer.add_call(first)
-            prompt = [*first.prompt_ids, *first.completion_ids, *[3] * 50]
-            call = Call(session_id=f"s{number}", call_id="b", prompt_ids=prompt, parent_id="a", prefix_length=1_200)
-            call.kind, call.cached_tokens = "bridged", cached
-            writer.add_call(call)
+    rows = []
+    for harness, cached in [("good", 1_000), ("bad", 16)]:
+        first = make_call("a", [1] * 1_000, [2] * 200, session_id=harness, cached_tokens=0)
+        rows += [make_session(harness, harness=harness), first]
+        rows.append(make_call("b", [3] * 50, [], after=first, cached_tokens=cached))
+    write_run(tmp_path, *rows)
     summary = summarize(tmp_path)
     counted = [(row.harness, row.kind, row.prompts.known_tokens, row.share, row.unused) for row in summary.cache]
     assert counted == [
@@ -162,3 +99,25 @@ def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warn
     assert summary.to_json()["cache"][0]["prompts"]["cached_tokens"] == 16
     Console(file=(printed := StringIO()), width=200).print(summary)
     assert "Continued calls (bad) take next to nothing from the cache" in " ".join(printed.getvalue().split())
+
+
+def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
+    plot_rewards(write_run(tmp_path, make_session("a", reward=None)), tmp_path / "none.png", "nothing yet")
+    plot_rewards(add_rows(tmp_path, make_session("b", reward=0.5)), tmp_path / "some.png", "something")
+    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size
+
+
+def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    versions = ["1a2b3c4d.9.0", "1a2b3c4d.10.0", "1a2b3c4d.10.1", "1a2b3c4d.11.1", "model-2.5"]
+    rewarded = [make_session(str(n), reward=n, policy_version=version) for n, version in enumerate(versions)]
+    fault = make_session("fault", "infrastructure", reward=9.0, policy_version="1a2b3c4d.11.1")
+    write_run(tmp_path, *rewarded, fault, make_session("unknown", reward=5.0, policy_version=None))
+    plot_rewards(tmp_path, tmp_path / "some.png", "something")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5", "default"]
+    assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0, 5.0]
+    dots = axes.collections[0].get_offsets().tolist()
+    assert sorted(dots) == [[0, 0], [1, 1], [1, 2], [2, 3], [3, 4], [4, 5]]

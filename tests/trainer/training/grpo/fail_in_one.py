@@ -1,38 +1,49 @@
-"""A training whose second process fails: what each process says is in the file `FOLDER/RANK`."""
+"""Two processes that meet before there is a model, and trainings of which one process fails: `FOLDER`.
 
+Each process writes JSON to the file `FOLDER/RANK`: place of the failure -> error; "meeting" -> words of rank 0.
+"""
+
+import json
 import os
 import random
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig
+from rolltap.trainer.training.grpo.ranks import initialise, on_main
 from tests.trainer.training.grpo.tiny import make_trainer, record, tiny_model
 
 torch.set_num_threads(1)
-folder, place, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-model = tiny_model()
-traces = record(model, random.Random(0))
-if place == "model" and rank == 1:
-    model.lm_head = torch.nn.Linear(32, 33, bias=False)
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+args = TraceGRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False)
+initialise(args)
+initialise(args)
+said = {"meeting": on_main(lambda: f"rank {dist.get_rank()} of {dist.get_world_size()}")}
+for place in ("model", "forward", "rollout"):
+    model = tiny_model()
+    traces = record(model, random.Random(0))
+    if place == "model" and rank == 1:
+        model.lm_head = torch.nn.Linear(32, 33, bias=False)
 
+    def source(rows: list[dict], place: str = place, traces: list = traces) -> list:
+        if place == "rollout":
+            raise OSError("the disk is full")
+        return traces
 
-def source(rows: list[dict]) -> list:
-    if place == "rollout":
-        raise OSError("the disk is full")
-    return traces
+    trainer = make_trainer(model, folder / "out", source)
+    if place == "forward" and rank == 1:
 
+        def fail(*args: object) -> None:
+            raise torch.OutOfMemoryError("no memory")
 
-trainer = make_trainer(model, folder / "out", source)
-if place == "forward" and rank == 1:
-
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    trainer._score_inputs = fail
-try:
-    trainer.train()
-    said = "nothing"
-except Exception as error:
-    said = f"{type(error).__name__}: {error}"
-(folder / str(rank)).write_text(said)
+        trainer._score_inputs = fail
+    try:
+        trainer.train()
+    except Exception as error:
+        said[place] = f"{type(error).__name__}: {error}"
+(folder / str(rank)).write_text(json.dumps(said))
+dist.barrier()
+dist.destroy_process_group()  # its threads must not outlive the interpreter

@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from tests.deep import cases as cases_of_suite
 from tests.trainer.training.grpo import tiny, tiny_models
-from tests.trainer.training.grpo.two_processes import is_first
+from tests.trainer.training.grpo.gloo import is_first
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -47,6 +48,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "segments in one pass": {"forward": "segments", "strategy": "per_request", "gradient_accumulation_steps": 2},
 }
 """Name -> ways to compute the same gradient."""
+
+
+FORWARDS = ("padded", "segments")
+TOGETHER = cases_of_suite(OPTIONS, 0, 4, 6, 10, 13, 15)
+"""Options whose gradients two processes compute."""
 
 
 @dataclass
@@ -101,19 +107,14 @@ def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.
     return sum(float(((first[name] - second[name]) ** 2).sum()) for name in first) ** 0.5 / norm
 
 
-def every_option(forward: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the gradients of every option, of the attention model off policy."""
-    found = {}
-    for name, case in cases():
-        if name == "attention, off policy":
-            for option, values in OPTIONS.items():
-                found[f"{name}: {option}"] = case.gradients(**values, forward=forward, gradient_accumulation_steps=2)
-    return found
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()
-    gradients = every_option(sys.argv[2])
+    case = dict(cases())["attention, off policy"]
+    gradients = {
+        (forward, option): case.gradients(**OPTIONS[option], forward=forward, gradient_accumulation_steps=2)
+        for forward in FORWARDS
+        for option in TOGETHER
+    }
     if is_first():
         torch.save(gradients, sys.argv[1])

@@ -10,13 +10,23 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from tests.deep import cases
 from tests.trainer.training.grpo import tiny, tiny_models
 
-CASES = {
-    f"{family}, {weights}, {forward}": (family, weights, forward)
-    for family in ("qwen3", "qwen3.5")
-    for weights, forward in [("full", "segments"), ("full", "padded"), ("LoRA", "segments"), ("bfloat16", "segments")]
-} | {"qwen3, LoRA in float16, segments": ("qwen3", "LoRA in float16", "segments")}
+EVERY = [
+    *(
+        (family, weights, forward)
+        for family in ("qwen3", "qwen3.5")
+        for weights, forward in [
+            ("full", "segments"),
+            ("full", "padded"),
+            ("LoRA", "segments"),
+            ("bfloat16", "segments"),
+        ]
+    ),
+    ("qwen3", "LoRA in float16", "segments"),
+]
+CASES = [", ".join(case) for case in cases(EVERY, 1, 2, 7, 8)]
 """The model, what of it is trained, and how rows run."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "LoRA in float16": torch.float16}
@@ -33,7 +43,7 @@ COMMON: dict[str, Any] = {
 
 def trainer_of(case: str, out: Path, spy: tiny.Spy, ranks: int, **config: Any) -> Any:
     """Return a trainer of a case. Rank 1 begins with other weights: those of rank 0 count."""
-    family, kind, forward = CASES[case]
+    family, kind, forward = case.split(", ")
     model = tiny_models.tiny(family).eval()
     traces = tiny.record(model, random.Random(7))
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if "LoRA" in kind else None
@@ -91,7 +101,7 @@ def spoiled(folder: Path) -> list[dict[str, torch.Tensor]]:
     return spy.weights
 
 
-RESUMED = ("qwen3, full, segments", "qwen3, bfloat16, segments", "qwen3, LoRA, segments")
+RESUMED = cases(["qwen3, full, segments", "qwen3, bfloat16, segments", "qwen3, LoRA, segments"], 1, 2)
 
 
 def whole(folder: Path, ranks: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.traces.build import GroupReward, KindSpan, Trace, TraceBatch
+from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.forward.forest import Row, trace_row
 from rolltap.trainer.training.grpo.batch import (
     flatten,
     groups_without_signal,
     limited_weights,
+    rows_of_step,
     session_weights,
     spread_by_length,
     spread_by_prefix,
@@ -26,21 +27,14 @@ from rolltap.trainer.training.grpo.batch import (
 )
 from rolltap.trainer.training.grpo.metrics import KINDS
 from tests.trainer.forests import common
+from tests.trainer.training.grpo.tiny import make_trace
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
 def trace(session, prompt, completion, mask, logprobs=None):
-    return Trace(
-        session_id=session,
-        trace_id=f"{session}/0",
-        call_ids=["0"],
-        prompt_ids=prompt,
-        completion_ids=completion,
-        completion_mask=mask,
-        logprobs=[-1.0] * len(completion) if logprobs is None else logprobs,
-        weight_versions=[],
-    )
+    logprobs = [-1.0] * len(completion) if logprobs is None else logprobs
+    return make_trace(session, mask, prompt, completion_ids=completion, logprobs=logprobs)
 
 
 def row(ids):
@@ -196,3 +190,32 @@ def test_a_trained_token_has_the_kind_of_its_call():
     of_two_calls = replace(trace("a", [1], [2] * 5, [1, 1, 0, 0, 1]), continuity=spans)
     assert [KINDS[kind] for kind in token_kinds(of_two_calls)] == ["root", "root", "rendered"]
     assert token_kinds(trace("a", [1], [2] * 3, [0, 1, 1])).tolist() == [-1, -1]
+
+
+@given(st.integers(0, 20), st.integers(1, 20), st.integers(0, 9), st.booleans())
+def test_every_pass_has_each_row_once_and_no_step_has_a_row_twice(more, per_step, seed, shuffle):
+    rows = per_step + more
+    steps = [rows_of_step(step, rows, per_step, seed=seed, shuffle=shuffle) for step in range(3 * rows)]
+    assert all(len(set(step)) == len(step) == per_step for step in steps)
+    taken = [row for step in steps for row in step]
+    for start in range(0, len(taken), rows):
+        assert sorted(taken[start : start + rows]) == list(range(rows))
+
+
+def test_passes_and_seeds_have_orders_of_their_own():
+    orders = [
+        [rows_of_step(first + step, 12, 3, seed=seed) for step in range(4)] for first, seed in [(0, 0), (4, 0), (0, 1)]
+    ]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert orders[0] == [rows_of_step(step, 12, 3, seed=0) for step in range(4)]
+
+
+def test_passes_that_do_not_end_with_a_step_have_orders_of_their_own():
+    taken = [row for step in range(12) for row in rows_of_step(step, 10, 4, seed=0)]
+    orders = {tuple(taken[start : start + 10]) for start in range(0, 40, 10)}
+    assert len(orders) == 4
+
+
+def test_without_shuffling_rows_keep_their_order():
+    steps = [rows_of_step(step, 5, 2, seed=7, shuffle=False) for step in range(6)]
+    assert steps == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from transformers.optimization import Adafactor
 
 from rolltap.trainer.training.grpo.optimizer import ShardedOptimizer, shares
-from tests.trainer.training.grpo.forked_ranks import run_ranks
+from tests.trainer.training.grpo.gloo import run_ranks
 
 KINDS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "fused": False}),

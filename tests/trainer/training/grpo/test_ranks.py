@@ -1,5 +1,6 @@
 """Several training processes, as gloo ranks in child processes."""
 
+import json
 import os
 
 import pytest
@@ -17,8 +18,7 @@ from rolltap.trainer.training.grpo.ranks import (
     several,
     together,
 )
-from tests.trainer.training.grpo.forked_ranks import run_ranks
-from tests.trainer.training.grpo.two_processes import run_two
+from tests.trainer.training.grpo.gloo import run_ranks, run_two
 
 
 def fail_on(rank, bad):
@@ -74,12 +74,6 @@ def test_an_error_that_cannot_be_told_is_still_raised():
 def test_only_rank_0_is_the_main_process():
     assert is_main()
     assert run_ranks(lambda rank: is_main()) == [True, False]
-
-
-def test_processes_find_each_other_before_there_is_a_trainer(tmp_path):
-    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))  # alone it does nothing
-    run_two("tests.trainer.training.grpo.meet", str(tmp_path))
-    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["rank 0 of 2"] * 2
 
 
 def test_what_holds_on_one_process_holds_anywhere():
@@ -148,20 +142,28 @@ def test_a_process_alone_waits_for_nobody():
     assert on_main(lambda: 1) == together(lambda: 1) == 1
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Return what each of two processes says, in order of their ranks: see `fail_in_one.py`."""
+    folder = tmp_path_factory.mktemp("two")
+    run_two("tests.trainer.training.grpo.fail_in_one", str(folder))
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+
+
+def test_processes_find_each_other_before_there_is_a_trainer(said, tmp_path):
+    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))  # alone it does nothing
+    assert [each["meeting"] for each in said] == ["rank 0 of 2"] * 2
+
+
 @pytest.mark.parametrize(
     ("place", "own", "first"),
     [("rollout", "OSError: the disk is full", 0), ("forward", "OutOfMemoryError: no memory", 1)],
 )
-def test_a_training_ends_on_all_processes_with_the_error_of_one(tmp_path, place, own, first):
-    run_two("tests.trainer.training.grpo.fail_in_one", str(tmp_path), place)
-    assert (tmp_path / str(first)).read_text() == own
-    assert (tmp_path / str(1 - first)).read_text() == f"RankError: process {first} failed: {own}"
+def test_a_training_ends_on_all_processes_with_the_error_of_one(said, place, own, first):
+    assert said[first][place] == own
+    assert said[1 - first][place] == f"RankError: process {first} failed: {own}"
 
 
-def test_a_training_of_different_models_ends_before_they_wait_for_each_other(tmp_path):
-    run_two("tests.trainer.training.grpo.fail_in_one", str(tmp_path), "model")
-    for rank in range(2):
-        assert (
-            "process 0 has lm_head.weight [32, 32] torch.float32, process 1 has lm_head.weight [33, 32]"
-            in (tmp_path / str(rank)).read_text()
-        )
+def test_a_training_of_different_models_ends_before_they_wait_for_each_other(said):
+    why = "process 0 has lm_head.weight [32, 32] torch.float32, process 1 has lm_head.weight [33, 32]"
+    assert [why in each["model"] for each in said] == [True, True]

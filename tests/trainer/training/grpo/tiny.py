@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.build import GroupReward, Strategy, Trace, TraceBatch, build_traces
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+from tests.factories import make_call
 
 VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
@@ -66,16 +67,8 @@ def record_session(model, rng: random.Random, session: str, group: str, prompt: 
         if calls:
             prompt = calls[-1].prompt_ids + calls[-1].completion_ids + [rng.randrange(2, VOCABULARY) for _ in range(3)]
         ids, logprobs = sample(model, prompt, rng.randrange(2, 6))
-        calls.append(
-            Call(
-                session_id=session,
-                call_id=f"{session}-{turn}",
-                prompt_ids=prompt,
-                completion_ids=ids,
-                logprobs=logprobs,
-                weight_versions=[VersionSpan(version="0", start=0, end=len(ids))],
-            )
-        )
+        fields = {"session_id": session, "call_id": f"{session}-{turn}", "logprobs": logprobs}
+        calls.append(make_call(turn, prompt, ids, version="0", **fields))
     return calls
 
 
@@ -90,6 +83,13 @@ def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", ses
             reward = rng.random()
             recorded += [replace(trace, group_id=group, reward=reward) for trace in traces]
     return recorded
+
+
+def make_trace(session: str, mask: Sequence[int] = (1,), prompt: Sequence[int] = (1,), **fields) -> Trace:
+    """Return a trace whose completion has as many tokens as the mask."""
+    defaults = {"completion_ids": [2] * len(mask), "logprobs": [-0.5] * len(mask), "weight_versions": []}
+    tokens = {"prompt_ids": list(prompt), "completion_mask": list(mask)}
+    return Trace(session_id=session, trace_id=f"{session}/0", call_ids=["0"], **tokens, **{**defaults, **fields})
 
 
 class Spy(TrainerCallback):

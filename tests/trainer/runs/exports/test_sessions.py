@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltap.trainer.runs.exports.hub import without_paths
+from rolltap.trainer.runs.exports.sessions import without_paths
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,32 @@
+"""Split, filter and merge of runs."""
+
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
 from rolltap.addons.store.records import Event
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import Filter, filter_run, merge_runs, split_run
+from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.deep import examples
+from tests.factories import add_rows, make_call, make_session
 from tests.trainer.runs.recorded_runs import (
     ignore,
-    make_call,
     make_run,
-    make_session,
     record,
     recorded_sessions,
     rows_of,
@@ -29,12 +35,28 @@ from tests.trainer.runs.recorded_runs import (
 )
 
 
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run", make_session("s"), make_session("t"))
+
+
+def lose_the_first_call(run):
+    """Change the tokens of the first call, so that its digest does not match, and return the file."""
+    [path] = run_files(run, "calls")
+    with SegmentReader(path) as reader:
+        [rows] = [batch.to_pylist() for _, batch in reader]
+    assert rows[0]["call_id"] == "a"
+    rows[0]["completion_ids"] = [77]
+    with open(path, "wb") as file, pa.ipc.new_stream(file, CALL_SCHEMA) as stream:
+        stream.write_table(pa.Table.from_pylist(rows, CALL_SCHEMA))
+    return path
+
+
 class TestSplit:
     def test_a_split_by_a_field_has_a_run_for_each_value(self, tmp_path):
         sessions = [make_session("s", harness="a/b"), make_session("t", harness=".x"), make_session("u", harness="a/b")]
         run = make_run(tmp_path / "run", *sessions, tokenizer_sha256="one")
-        with RunWriter(run) as writer:
-            writer.add_call(make_call("v", "a", [1], [2]))
+        add_rows(run, make_call("a", session_id="v"))
         assert split_run(run, tmp_path / "out", "harness", ignore) == {"a%2Fb": 2, "%2Ex": 1, "_none": 1}
         assert session_ids(tmp_path / "out" / "a%2Fb") == ["s", "u"]
         assert session_ids(tmp_path / "out" / "%2Ex") == ["t"]
@@ -57,8 +79,7 @@ class TestSplit:
         assert session_ids(tmp_path / "out" / "part-0") == ["a0", "a1", "a2", "d0"]
         assert session_ids(tmp_path / "out" / "part-1") == ["b0", "c0", "c1"]
 
-    def test_more_parts_than_groups_are_refused(self, tmp_path):
-        run = make_run(tmp_path / "run", make_session("s"), make_session("t"))
+    def test_more_parts_than_groups_are_refused(self, run, tmp_path):
         with pytest.raises(InputError, match="has only 1 groups of sessions"):
             split_run(run, tmp_path / "out", 2, ignore)
 
@@ -94,12 +115,9 @@ class TestFilter:
             tmp_path / "run",
             make_session("s"),
             make_session("t", reward=0.5, policy_version="2", runtime="sandbox", suspicions='{"git_history": 3}'),
-            make_session(
-                "u", harness="x", status="timeout", reward=None, task_id="other", suspicions='{"odd_files": 0}'
-            ),
+            make_session("u", "timeout", harness="x", reward=None, task_id="other", suspicions='{"odd_files": 0}'),
         )
-        with RunWriter(run) as writer:
-            writer.add_call(make_call("v", "a", [1], [2]))
+        add_rows(run, make_call("a", session_id="v"))
         out = tmp_path / "out"
         assert filter_run(run, out, Filter(**criteria), ignore) == len(kept)
         assert session_ids(out) == kept
@@ -110,24 +128,21 @@ class TestFilter:
 
     def test_the_last_row_of_a_session_counts_and_all_of_them_are_kept(self, tmp_path):
         run = make_run(tmp_path / "run", make_session("s", reward=0.0))
-        with RunWriter(run) as writer:
-            writer.add_session(make_session("s", reward=1.0))
+        add_rows(run, make_session("s"))
         assert filter_run(run, tmp_path / "out", Filter(min_reward=1.0), ignore) == 1
         assert load_sessions(tmp_path / "out")["s"].reward == 1.0
 
     def test_a_role_keeps_its_calls_and_their_ancestors(self, tmp_path):
         calls = [
-            make_call("s", "root", [1], [2]),
-            make_call("s", "side", [1, 2, 3], [4], role="auxiliary"),
-            make_call("s", "helper", [1, 2, 5], [6], role="subagent"),
-            make_call("s", "deeper", [1, 2, 5, 6, 7], [8], role="subagent"),
-            make_call("s", "other", [9], [9]),
+            make_call("root"),
+            make_call("side", [1, 2, 3], [4], role="auxiliary"),
+            make_call("helper", [1, 2, 5], [6], role="subagent"),
+            make_call("deeper", [1, 2, 5, 6, 7], [8], role="subagent"),
+            make_call("other", [9], [9]),
         ]
         run = tmp_path / "run"
-        record(run, [(make_session("s"), calls), (make_session("t"), [make_call("t", "root", [1], [2])])])
-        with RunWriter(run) as writer:
-            writer.add_event(Event(kind="replayed", session_id="s", call_id="side"))
-            writer.add_event(Event(kind="replayed", session_id="s", call_id="helper"))
+        record(run, [(make_session("s"), calls), (make_session("t"), [make_call("root", session_id="t")])])
+        add_rows(run, *(Event(kind="replayed", session_id="s", call_id=name) for name in ("side", "helper")))
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
         kept = {call.call_id: call for call in RecordedCalls(tmp_path / "out")["s"]}
         assert {call_id: call.role for call_id, call in kept.items()} == {
@@ -147,17 +162,118 @@ class TestFilter:
         ]
         assert session_ids(tmp_path / "out") == ["s"]
 
-    def test_a_filter_without_a_match_writes_nothing(self, tmp_path):
-        run = make_run(tmp_path / "run", make_session("s"))
+    def test_a_filter_without_a_match_writes_nothing(self, run, tmp_path):
         for criteria in (Filter(min_reward=2.0), Filter(roles=["compaction"])):
             with pytest.raises(InputError, match=r"no session of .* fits"):
                 filter_run(run, tmp_path / "out", criteria, ignore)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    def test_an_unknown_session_is_named(self, tmp_path):
-        run = make_run(tmp_path / "run", make_session("s"))
+    def test_an_unknown_session_is_named(self, run, tmp_path):
         with pytest.raises(InputError, match="has no session gone"):
             filter_run(run, tmp_path / "out", Filter(sessions=["s", "gone"]), ignore)
+
+
+class TestMerge:
+    def test_the_merged_run_has_the_rows_of_all_runs(self, tmp_path):
+        a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
+        b = make_run(tmp_path / "b", make_session("u"))
+        assert merge_runs([a, b], tmp_path / "out", ignore) == (3, [])
+        expected = {table: rows + rows_of(b)[table] for table, rows in rows_of(a).items()}
+        assert rows_of(tmp_path / "out") == expected
+        assert sum(event["session_id"] is None for event in read_rows(tmp_path / "out", "events")) == 2
+
+    def test_small_commits_become_large_batches_in_one_file_a_table(self, tmp_path):
+        runs = [make_run(tmp_path / f"{i}", make_session(f"s{i}")) for i in range(10)]
+        merge_runs(runs, tmp_path / "out", ignore)
+        assert [len(run_files(tmp_path / "out", table)) for table in ("calls", "sessions", "events")] == [1, 1, 1]
+
+    @pytest.mark.parametrize("key", ["tokenizer_sha256", "chat_template_sha256"])
+    @pytest.mark.parametrize("other", [None, "other"])
+    def test_runs_of_another_model_are_refused(self, tmp_path, key, other):
+        a = make_run(tmp_path / "a", make_session("s"), **{key: "one"})
+        b = make_run(tmp_path / "b", make_session("t"), **({key: other} if other else {}))
+        with pytest.raises(InputError, match=f"do not have the same {key.removesuffix('_sha256').replace('_', ' ')}"):
+            merge_runs([a, b], tmp_path / "out", ignore)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+    @pytest.mark.parametrize(("reward", "what"), [(1.0, "with the same content"), (0.0, "with other content")])
+    def test_a_session_that_is_in_two_runs_is_refused(self, tmp_path, reward, what):
+        a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
+        b = make_run(tmp_path / "b", make_session("u"), make_session("t", reward=reward))
+        with pytest.raises(InputError, match=f"both have session t, {what}"):
+            merge_runs([a, b], tmp_path / "out", ignore)
+        assert not (tmp_path / "out").exists()
+
+    def test_engines_and_recorders_of_all_runs_are_kept_with_their_differences(self, tmp_path):
+        runs = [make_run(tmp_path / name, make_session(name), renderer=name) for name in "abc"]
+        for run in runs:
+            add_recorder(run, {"sampling": {"temperature": 1.0}})
+            add_engine(run, f"http://{run.name}", {"version": run.name})
+        add_recorder(runs[1], {"sampling": {"temperature": 0.5}})
+        merge_runs(runs[:2], tmp_path / "ab", ignore)
+        merge_runs([tmp_path / "ab", runs[2]], tmp_path / "abc", ignore)
+        metadata = read_metadata(tmp_path / "abc")
+        assert metadata["recorders"] == [{"sampling": {"temperature": 1.0}}, {"sampling": {"temperature": 0.5}}]
+        assert metadata["engines"] == {f"http://{name}": {"version": name} for name in "abc"}
+        assert metadata["merged_from"] == [{"run": "a"}, {"run": "b", "renderer": "b"}, {"run": "c", "renderer": "c"}]
+
+    def test_a_folder_that_is_not_empty_is_refused(self, tmp_path):
+        a = make_run(tmp_path / "a", make_session("s"))
+        with pytest.raises(RunError, match="exists and is not an empty folder"):
+            merge_runs([a], a, ignore)
+        (tmp_path / "out").mkdir()
+        assert merge_runs([a], tmp_path / "out", ignore) == (1, [])
+
+    def test_the_readable_rows_with_a_valid_digest_of_a_damaged_run_are_saved(self, run, tmp_path):
+        lost = run_files(run, "sessions")[0]
+        os.truncate(lost, lost.stat().st_size - 9)
+        calls = lose_the_first_call(run)
+        ended = CliRunner().invoke(rolltap, ["merge", str(run), "--out", str(tmp_path / "new")])
+        assert ended.exit_code == 0
+        assert ended.stdout.splitlines() == [
+            f"not copied from run/{calls.name}: 1 rows whose digest does not match, 0 unreadable byte ranges",
+            f"not copied from run/{lost.name}: 0 rows whose digest does not match, 1 unreadable byte ranges",
+            f"2 sessions in {tmp_path / 'new'}",
+        ]
+        saved = RecordedCalls(tmp_path / "new")
+        assert {name: [call.call_id for call in calls] for name, calls in saved.items()} == {
+            "s": ["b"],
+            "t": ["a", "b"],
+        }
+        assert saved["s"][0].violation == "parent a is not in the run"
+        found = verify_run(tmp_path / "new", ignore)
+        assert found.sound
+        [notice] = [finding for finding in found.findings if finding.what == "parent a is not in the run"]
+        assert (notice.grade, notice.where) == ("notice", "session s, call b")
+        again = tmp_path / "again"
+        merge_runs([tmp_path / "new"], again, ignore)
+        assert read_metadata(again)["left_behind"] == [
+            {"file": f"run/{calls.name}", "rows": 1, "places": 0},
+            {"file": f"run/{lost.name}", "rows": 0, "places": 1},
+        ]
+        assert verify_run(again, ignore).sound
+
+    def test_the_descendants_of_a_lost_call_are_a_notice(self, tmp_path):
+        chain = [make_call("a"), make_call("b", [1, 2, 3], [4]), make_call("c", [1, 2, 3, 4, 5], [6])]
+        record(run := tmp_path / "run", [(make_session("s"), chain)])
+        lose_the_first_call(run)
+        merge_runs([run], tmp_path / "new", ignore)
+        found = verify_run(tmp_path / "new", ignore)
+        assert found.sound
+        notices = [finding.where for finding in found.findings if "rebuilt" in finding.what or "parent" in finding.what]
+        assert notices == ["session s, call b", "session s, call c"]
+        assert [call.violation is None for call in RecordedCalls(tmp_path / "new")["s"]] == [False, False]
+
+    def test_a_run_without_a_row_to_save_is_not_written(self, run, tmp_path):
+        for path in [*run_files(run, "sessions"), *run_files(run, "calls")]:
+            os.truncate(path, path.stat().st_size - 9)
+        with pytest.raises(InputError, match=r"no session of .*run can be saved"):
+            merge_runs([run], tmp_path / "new", ignore)
+        assert not (tmp_path / "new").exists()
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            merge_runs([tmp_path], tmp_path / "out", ignore)
 
 
 class TestProperties:
@@ -229,8 +345,7 @@ def test_the_commands_split_filter_and_merge(tmp_path):
 
 
 @pytest.mark.parametrize("options", [[], ["--by", "status", "--parts", "2"]])
-def test_split_without_a_criterion_is_refused(tmp_path, options):
-    run = make_run(tmp_path / "run", make_session("s"))
+def test_split_without_a_criterion_is_refused(run, tmp_path, options):
     result = CliRunner().invoke(rolltap, ["split", str(run), "--out", str(tmp_path / "out"), *options])
     assert result.exit_code == 2
     assert "give either --by or --parts" in result.stderr

@@ -1,0 +1,71 @@
+"""Sessions as exports write them: one at a time, as JSON, without paths and addresses of the recorder's machine."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Session
+from rolltap.trainer.console import Advance
+from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
+
+_PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)")
+"""An absolute path of at least two parts, or one in a home folder; not the path of a URL."""
+_SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
+"""A socket address, `('HOST', PORT)`, as Python's connection errors print it."""
+
+
+def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
+    """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
+    total = count_sessions(run)
+    for done, recorded in enumerate(iter_sessions(run), 1):
+        yield recorded
+        advance("sessions", done, total)
+
+
+def dump_json(value: Any) -> str:
+    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(value), parse_constant=str), ensure_ascii=False)
+
+
+def parsed_session(session: Session) -> dict[str, Any]:
+    """Return the row of a session, the columns that hold JSON parsed."""
+    row = session.to_row()
+    return row | {name: json.loads(row[name]) for name in ("parts", "evidence", "suspicions")}
+
+
+def public_session(session: Session) -> Session:
+    """Return the session with the absolute paths in its error and its evidence cut to their last part."""
+    evidence = json.dumps(json.loads(session.evidence), ensure_ascii=False)
+    error = session.error and without_paths(session.error)
+    return Session(**{**session.to_row(), "error": error, "evidence": without_paths(evidence)})
+
+
+def without_paths(text: str) -> str:
+    """Cut absolute paths in a text to their last part: `/home/me/runs/a.log` becomes `…/a.log`."""
+    return _PATH.sub(r"…/\1", text)
+
+
+def engine_addresses(run: Path) -> set[str]:
+    """Return the addresses (HOST:PORT) of the engines that a run's metadata names."""
+    metadata = read_metadata(run)
+    recorders = (recorder.get("engines", ()) for recorder in metadata.get("recorders", ()))
+    return {urlsplit(url).netloc for url in chain(metadata.get("engines", ()), *recorders)}
+
+
+def without_addresses(row: dict[str, Any], engines: Collection[str]) -> dict[str, Any]:
+    """Replace addresses of engines in the free text of a row: they disclose the recorder's network."""
+    for column in {"error", "evidence", "detail"} & row.keys():
+        if text := row[column] and _SOCKET.sub("ENGINE", row[column]):
+            # the longest first: one address may be a prefix of another
+            for address in sorted(engines, key=len, reverse=True):
+                text = text.replace(address, "ENGINE")
+            row[column] = text
+    return row

@@ -1,0 +1,227 @@
+"""GRPOTrainer on processes that each have all weights, and no wrapper around them.
+
+Segments run the layers of a model in an order of their own, which wrappers that hook into layers do not follow. So
+nothing is synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients
+before a step, and the weights after it where the optimizer is shared out (`ShardedOptimizer`).
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.nn.utils import get_total_norm
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapter
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.names import public_model
+from rolltap.trainer.training.grpo.config import (
+    require_whole_weights,
+)
+from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer
+from rolltap.trainer.training.grpo.ranks import (
+    anywhere,
+    average_gradients,
+    is_main,
+    require_same,
+    send_weights,
+    together,
+)
+
+logger = logging.getLogger(__name__)
+
+_NO_BASE = "[None](https://huggingface.co/None)"
+_NO_HUB = 'model="None"'
+"""TRL 1.16 writes these for a base model in a local folder, and for a model that is not pushed to the Hub."""
+OPTIMIZER = "optimizer.pt"
+"""File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
+
+
+class CardTrainer(GRPOTrainer):
+    """A `GRPOTrainer` whose model card names a base model that is a local folder. TRL leaves it out."""
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's card, with the name of the base model."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            card = Path(self.args.output_dir, "README.md")
+            base = public_model(get_config_model_id(self.model.config)) or "a model without a name"
+            text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
+            card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
+
+
+class ReplicatedTrainer(CardTrainer):
+    """A `GRPOTrainer` whose model is the same, and whole, on each process.
+
+    A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
+    optimizer itself, whose state is small, on each process. One that the caller gives is used as it is.
+
+    The reference of a full model is a copy of the model as it was given.
+    """
+
+    def __init__(self, *, model: Any, args: Any, peft_config: Any, **options: Any) -> None:
+        # TRL would load the reference from the model's folder, with the class that config.json names
+        copies = bool(args.beta) and peft_config is None and not isinstance(model, PeftModel)
+        beta, args.beta = args.beta, 0.0 if copies else args.beta
+        try:
+            super().__init__(model=model, args=args, peft_config=peft_config, **options)
+        finally:
+            args.beta = beta
+        require_whole_weights(self.accelerator)
+        if copies:
+            self.beta = beta
+            reference = _frozen_copy(self.model, self.temperature)
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the trained weights of rank 0 everybody's, then the optimizer. Collective.
+
+        Raises `InputError` when the processes have different models, and for an optimizer that cannot be shared out.
+        """
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        require_same(trained.items())
+        send_weights((weight, 0) for weight in trained.values())
+        small = any(weight.itemsize < torch.float32.itemsize for weight in trained.values())
+        if self.optimizer is None and (small or not isinstance(self.model, PeftModel)):
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if not isinstance(kind, type) or hasattr(kind, "train") or options.keys() & {"params", "model"}:
+                raise InputError(
+                    f"optim={self.args.optim!r} needs more than the parameters that it steps: choose another one, such "
+                    "as adamw_torch_fused, or train an adapter"
+                )
+            names = {weight: name for name, weight in trained.items()}
+            self.optimizer_cls_and_kwargs = (ShardedOptimizer, {**options, "kind": kind, "names": names})
+        return super().create_optimizer(model)
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
+        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
+
+        With `base`, a `PeftModel` is scored without its adapter. Not collective: other processes need not take part.
+        """
+        model = self._unwrapped
+        without = base and hasattr(model, "disable_adapter")
+        with model.disable_adapter() if without else nullcontext(), self._autocast():
+            logits = model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0, :-1]
+        following = torch.tensor(ids[1:], device=self._device)
+        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, following[:, None])
+        return [float(value) for value in logprobs[:, 0]]
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values to those of the present step, whose mean is logged."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raise `InputError` unless the checkpoint had all weights of the model, and no others."""
+        weights = self.model.state_dict(keep_vars=True)
+        loaded = {id(weights[name]) for name in weights.keys() - load_result.missing_keys}
+        # of weights that are tied, one is in the file
+        lacking = sorted(name for name in load_result.missing_keys if id(weights[name]) not in loaded)
+        if wrong := lacking or sorted(load_result.unexpected_keys):
+            raise InputError(
+                f"the checkpoint {'lacks' if lacking else 'has'} {len(wrong)} weights that the model "
+                f"{'has' if lacking else 'lacks'}, such as {wrong[0]}: resume with the model, and the version of "
+                "rolltap, that saved it, or start in another folder"
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if (sharded := self._sharded) is not None:
+            together(lambda: sharded.save_share(Path(output_dir)))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # next, the main process writes trainer_state.json, which marks the checkpoint as complete
+        save = super()._save_rng_state
+        together(lambda: save(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (sharded := self._sharded) is not None:
+            saved = torch.load(Path(checkpoint, OPTIMIZER), weights_only=True)
+            together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
+
+    def _finish_gradients(self) -> None:
+        """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
+
+        Clipping would divide every gradient by a norm that is not finite.
+        """
+        if self._loss_scale is not None:
+            self._loss_scale.finish()
+        average_gradients(self._unwrapped.parameters())
+        gradients = [parameter.grad for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
+        self.log_metrics({"steps_skipped": float(skipped)})
+        if skipped:
+            self._unwrapped.zero_grad(set_to_none=True)
+            if is_main():
+                logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
+        if self.ref_model is not None:
+            yield self.accelerator.unwrap_model(self.ref_model)
+        else:
+            with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
+                yield self._unwrapped
+
+    @cached_property
+    def _loss_scale(self) -> LossScale | None:
+        parameters = [*self._unwrapped.parameters()]
+        return LossScale(parameters) if any(p.dtype == torch.float16 for p in parameters) else None
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return a context of mixed precision: accelerate's, or that of weights in float16, which it would scale."""
+        if self._loss_scale is not None:
+            return torch.autocast(self._device.type, torch.float16)
+        context: AbstractContextManager[Any] = self.accelerator.autocast()
+        return context
+
+    @property
+    def _unwrapped(self) -> Any:
+        """The model, or the `PeftModel` around it, as the processes' own gradients are added to it."""
+        return self.accelerator.unwrap_model(self.model_wrapped)
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.accelerator.device
+        return device
+
+    @property
+    def _sharded(self) -> ShardedOptimizer | None:
+        optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
+        return optimizer if isinstance(optimizer, ShardedOptimizer) else None
+
+
+@contextmanager
+def _saved_as_it_is(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write the model's own weights, under its own names, which `load_state_dict` reads.
+
+    By default it writes those of the checkpoint that transformers converted.
+    """
+    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
+
+
+def _frozen_copy(model: Any, temperature: float) -> Any:
+    """Return a copy of `model` as it is now, with TRL's head for scores alone."""
+    reference = copy.deepcopy(model).requires_grad_(False).eval()
+    vars(reference).pop("forward", None)  # TRL's own, which knows the original
+    add_fused_lm_head(reference, temperature=temperature)
+    return reference
