@@ -128,7 +128,7 @@ class TestInvariants:
         ids=str,
     )
     def test_a_call_with_invalid_values_is_damage(self, tmp_path, child, what):
-        b = make_call("b", [1, 2, 3], [4], **child)
+        b = make_call("b", [1, 2, 3], **{"completion_ids": [4], **child})
         run = make_run(tmp_path / "run", [make_call("a"), b])
         assert found(run) == [("damage", "session s, call b", what)]
 
