@@ -10,7 +10,7 @@ import hashlib
 import logging
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,6 +39,11 @@ class Provenance:
     program_digest: str
     preset_digest: str
     image_digest: str
+
+    def set_in(self, session: Session) -> None:
+        """Set the fields in a session's row."""
+        for name, value in asdict(self).items():
+            setattr(session, name, value)
 
 
 class Provenances:
@@ -130,6 +135,4 @@ def _program_digest(program: str, image: str | None) -> str:
 def set_provenance(session: Session, harness: Harness) -> None:
     """Set the provenance of a program that runs outside of a box in a session's row. Warns as `Provenances.of`."""
     with workplace() as work:
-        known = run_blocking(Provenances(harness, ProcessRuntime(), work).of(None))
-    session.harness_version, session.program_digest = known.harness_version, known.program_digest
-    session.preset_digest = known.preset_digest
+        run_blocking(Provenances(harness, ProcessRuntime(), work).of(None)).set_in(session)

@@ -119,9 +119,7 @@ async def run_session(
     )
     facts = Facts()
     try:
-        known = await stage.provenances.of(task.image)
-        session.harness_version, session.program_digest = known.harness_version, known.program_digest
-        session.image_digest = known.image_digest
+        (await stage.provenances.of(task.image)).set_in(session)
         await run_to_end(recorder.begin, session, group.key)
         facts = await _play(stage, session, task)
     except (OSError, InputError) as error:

@@ -2,16 +2,21 @@
 
 import re
 import sys
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from functools import cache
 
 import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
+from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_fault
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from tests.trainer.rollouts.stages import stage_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -114,47 +119,63 @@ SAY = Say("Hi.")
 DOWN = Answer(500, "the engine is broken")
 
 
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorder_with(engine, tokenizer_folder, tmp_path_factory):
+    """Return the recorder with a patience in seconds, which the tests share."""
+    with ExitStack() as stack:
+
+        @cache
+        def recorder(patience):
+            options = {"rolltap_patience": str(patience)}
+            run = tmp_path_factory.mktemp("run")
+            return stack.enter_context(Recorder(run, engine=engine.url, model=tokenizer_folder, options=options))
+
+        yield recorder
+
+
 @pytest.fixture
-def play(tmp_path, scripted_engine, tokenizer_folder):
-    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), engine=None):
-        """Run one session of a harness. Return its row, and the ledger of the run."""
-        scripted_engine.replies.extend(replies)
-        run = tmp_path / "run"
-        await rolltap.rollout_async(
-            [rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))],
-            harness=rolltap.Harness(name="x", program=sys.executable, headless=["-c", ASKER + script]),
-            engine=engine or scripted_engine.url,
-            model=tokenizer_folder,
-            out=run,
-            sessions=1,
-            timeout=timeout,
-            retries=0,
-            recorder={"rolltap_patience": str(patience)},
-        )
-        (session,) = load_sessions(run).values()
-        batch = load_batch(run, None, TraceOptions())
+def play(tmp_path, engine, recorder_with, request):
+    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None):
+        """Run one session of a harness. Return its row, and its ledger."""
+        recorder = recorder or recorder_with(patience)
+        engine.replies.extend(replies)
+        task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
+        harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ASKER + script])
+        stage = stage_of(recorder, tmp_path, harness, timeout=timeout)
+        group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
+        (session,) = await run_groups([group], stage, policy_version=None, advance=lambda *_: None)
+        batch = load_batch(recorder.path, [session.session_id], TraceOptions())
         assert len(batch.rewards) == (session.reward is not None)
         batch.ledger.check()
         return session, batch.ledger
 
-    return play
+    yield play
+    engine.replies.clear()
+    engine.otherwise = None
+    engine.release()
+    engine._loop.call_soon_threadsafe(engine._released.clear)  # the next generation is held again
 
 
-async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, monkeypatch):
-    monkeypatch.setattr(
-        "rolltap.trainer.rollouts.worker.check_engines", lambda *_: "default"
-    )  # as if it had answered before
-    session, ledger = await play("ask('a')", engine="http://127.0.0.1:9")
+async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_folder, tmp_path):
+    options = {"rolltap_patience": "0"}
+    with Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model=tokenizer_folder, options=options) as recorder:
+        session, ledger = await play("ask('a')", recorder=recorder)
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "no token was sampled" in session.error
     assert "the engine at http://127.0.0.1:9 cannot be reached" in session.error
     assert ledger.sampled == 0
 
 
-async def test_a_harness_that_makes_no_call_has_no_reward(play, tmp_path):
+async def test_a_harness_that_makes_no_call_has_no_reward(play, recorder_with):
     session, _ = await play("print('give a key\\n'); sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
-    assert f"the harness ended with status 3); its output is in {tmp_path}" in session.error
+    assert f"the harness ended with status 3); its output is in {recorder_with(0).path}" in session.error
     assert session.error.endswith(", and ends with: give a key")
 
 
@@ -172,16 +193,15 @@ async def test_an_engine_that_dies_within_a_reply_is_a_fault(play):
     assert ledger.left_out == {"failed": 1, "infrastructure": ledger.sampled - 1}
 
 
-async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, scripted_engine):
-    scripted_engine.otherwise = lambda request: DOWN
-    session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=600)
+async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, engine):
+    engine.otherwise = lambda request: DOWN
+    session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=60)
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "the engine is broken" in session.error
 
 
-async def test_a_call_that_goes_on_after_a_failure_and_is_given_up_is_no_fault(play, scripted_engine):
+async def test_a_call_that_goes_on_after_a_failure_and_is_given_up_is_no_fault(play):
     session, ledger = await play("ask('a'); ask('b', 6)", SAY, DOWN, Say("Hello there.", hold_after=2), patience=60)
-    scripted_engine.release()
     assert (session.status, session.reward) == ("completed", 1.0)
     assert ledger.left_out == {"aborted": 2}
 
@@ -212,11 +232,10 @@ async def test_a_harness_that_is_stopped_while_it_is_answered_has_its_reward(pla
     assert (session.status, session.reward, session.error) == ("timeout", 0.0, "stopped after 8 s")
 
 
-async def test_a_harness_that_is_stopped_within_a_reply_has_its_reward(play, scripted_engine):
+async def test_a_harness_that_is_stopped_within_a_reply_has_its_reward(play):
     session, ledger = await play(
         "ask('a'); ask('b', 600)", SAY, Say("Hello there.", hold_after=2), timeout=8.0, evaluate=["false"]
     )
-    scripted_engine.release()
     assert (session.status, session.reward, session.error) == ("timeout", 0.0, "stopped after 8 s")
     assert ledger.left_out == {"aborted": 2}
 
@@ -237,11 +256,8 @@ async def test_a_side_question_that_fails_is_no_fault(play):
     assert ledger.left_out == {}
 
 
-async def test_a_first_call_that_is_given_up_while_it_samples_is_no_fault_and_leaves_nothing_to_judge(
-    play, scripted_engine
-):
+async def test_a_first_call_that_is_given_up_while_it_samples_is_no_fault_and_leaves_nothing_to_judge(play):
     session, ledger = await play("ask('a', 4)", Say("Hello there.", hold_after=2))
-    scripted_engine.release()
     assert (session.status, session.reward) == ("completed", None)
     assert session.error == "no model call was completed, so that there is no reward"
     assert ledger.left_out == {"aborted": 2}
@@ -254,13 +270,17 @@ async def test_a_session_whose_judge_is_missing_is_unjudged(play):
     assert ledger.left_out == {"unjudged": ledger.sampled}
 
 
-async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, tmp_path):
+async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, recorder_with):
     wrong = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
-    await play(f"{wrong}; ask('a'); ask('b')", SAY, DOWN)
-    events = [event for event in read_rows(tmp_path / "run", "events") if event["kind"] in ("rejected", "fault")]
-    assert [event["kind"] for event in events] == ["rejected", "fault"]
-    failed = [call["call_id"] for call in read_rows(tmp_path / "run", "calls") if call["status"] == "failed"]
-    assert [event["call_id"] for event in events] == [None, *failed]
+    session, _ = await play(f"{wrong}; ask('a'); ask('b')", SAY, DOWN)
+    calls, events = (
+        [row for row in read_rows(recorder_with(0).path, table) if row["session_id"] == session.session_id]
+        for table in ("calls", "events")
+    )
+    named = [event for event in events if event["kind"] in ("rejected", "fault")]
+    assert [event["kind"] for event in named] == ["rejected", "fault"]
+    failed = [call["call_id"] for call in calls if call["status"] == "failed"]
+    assert [event["call_id"] for event in named] == [None, *failed]
 
 
 def budget(second):

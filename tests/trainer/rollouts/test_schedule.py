@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.errors import RecorderError
-from rolltap.trainer.doctor.scripted_engine import Say
+from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -16,12 +16,27 @@ from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.rollouts.stages import ONE_CALL, stage_of
 from tests.trainer.rollouts.test_recorder import kill
 
+TASK = Task(id="count", instruction="go", evaluate=["true"])
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("Hi.")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorder(engine, tmp_path_factory, tokenizer_folder):
+    with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
+        yield recorder
+
 
 @pytest.fixture
-def recorder(tmp_path, scripted_engine, tokenizer_folder):
-    scripted_engine.otherwise = lambda request: Say("Hi.")
-    recorder = Recorder(tmp_path / "run", engine=scripted_engine.url, model=str(tokenizer_folder))
-    with suppress(RecorderError), recorder:  # some tests kill it
+def mortal(engine, tmp_path, tokenizer_folder):
+    """A recorder that a test may kill."""
+    recorder = Recorder(tmp_path / "run", engine=engine.url, model=tokenizer_folder)
+    with suppress(RecorderError), recorder:
         yield recorder
 
 
@@ -29,17 +44,15 @@ async def run(groups, stage, advance=lambda *_: None):
     return await run_groups(groups, stage, policy_version="7", advance=advance)
 
 
-async def play(recorder, script):
-    task = Task(id="count", instruction="go", evaluate=["true"])
-    steps: list[tuple[int, int]] = []
-    groups = [Group(task, "count-g", ["count-g-0", "count-g-1"])]
-    stage = stage_of(recorder, recorder.path.parent, script)
-    sessions = await run(groups, stage, lambda what, done, total: steps.append((done, total)))
-    return sessions, steps
+def group_of(folder, *places, task=TASK):
+    """Return a group that no other test has: it is named after the test's folder."""
+    return Group(task, folder.name, [f"{folder.name}-{place}" for place in places])
 
 
-async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder):
-    sessions, steps = await play(recorder, ONE_CALL)
+async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder, tmp_path):
+    steps = []
+    stage = stage_of(recorder, tmp_path, ONE_CALL)
+    sessions = await run([group_of(tmp_path, 0, 1)], stage, lambda what, done, total: steps.append((done, total)))
     assert steps == [(1, 2), (2, 2)]
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
@@ -47,23 +60,20 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder)
     assert len({session.group_id for session in sessions}) == 1
 
 
-@pytest.mark.parametrize(("script", "expected", "version"), [(ONE_CALL, "7", "3"), ("true", "7", "7")])
+@pytest.mark.parametrize(("script", "version"), [(ONE_CALL, "3"), ("true", "7")])
 async def test_a_session_has_the_version_of_its_calls_and_without_one_the_expected_version(
-    recorder, scripted_engine, script, expected, version
+    recorder, engine, tmp_path, monkeypatch, script, version
 ):
-    scripted_engine.otherwise = lambda request: Say("Hi.", weight_version="3")
-    sessions, _ = await play(recorder, script)
-    recorded = load_sessions(recorder.path)
-    assert [recorded[session.session_id].policy_version for session in sessions] == [version] * 2
+    monkeypatch.setattr(engine, "otherwise", lambda request: Say("Hi.", weight_version="3"))
+    (session,) = await run([group_of(tmp_path, 0)], stage_of(recorder, tmp_path, script))
+    assert load_sessions(recorder.path)[session.session_id].policy_version == version
 
 
 async def test_of_a_group_only_the_given_sessions_are_run(recorder, tmp_path):
-    task = Task(id="count", instruction="go", evaluate=["true"])
-    groups = [Group(task, "count-g", ["count-g-2", "count-g-0"]), Group(task, "count-h", [])]
+    groups = [group_of(tmp_path, 2, 0), Group(TASK, "other", [])]
     sessions = await run(groups, stage_of(recorder, tmp_path, "true"))
     assert {(session.session_id, session.group_id, session.task_id) for session in sessions} == {
-        ("count-g-0", "count-g", "count"),
-        ("count-g-2", "count-g", "count"),
+        (f"{tmp_path.name}-{place}", tmp_path.name, "count") for place in (0, 2)
     }
 
 
@@ -71,14 +81,14 @@ async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_onc
     (tmp_path / "empty").mkdir()
     good = Task(id="good", instruction="go", evaluate=["true"])
     bad = Task(id="bad", instruction="go", evaluate=["true"], workspace=tmp_path / "empty", commit="0123456789abcdef")
-    groups = [Group(bad, "bad-g", [f"bad-g-{i}" for i in range(3)]), Group(good, "good-g", ["good-g-0"])]
-    await run(groups, stage_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
-    found = {name: (each.status, each.reward) for name, each in load_sessions(recorder.path).items()}
+    groups = [group_of(tmp_path, 0, 1, 2, task=bad), Group(good, "good-g", ["good-g-0"])]
+    sessions = await run(groups, stage_of(recorder, tmp_path, ONE_CALL, retries=2, give_up_after=3))
+    found = {each.session_id: (each.status, each.reward) for each in sessions}
     assert found == {"good-g-0": ("completed", 1.0), **dict.fromkeys(groups[0].session_ids, ("infrastructure", None))}
     assert caplog.text.count("no session of task bad can be run") == 1
 
 
-async def test_a_session_that_waits_to_be_tried_again_leaves_its_place_to_others(recorder, tmp_path, monkeypatch):
+async def test_a_session_that_waits_for_its_retry_leaves_its_place_to_others(recorder, tmp_path, monkeypatch):
     ended, go_on = [], asyncio.Event()
 
     async def wait(_):
@@ -92,11 +102,8 @@ async def test_a_session_that_waits_to_be_tried_again_leaves_its_place_to_others
     monkeypatch.setattr(schedule, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": wait}))
     script = f"test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 1; }}; {ONE_CALL}"
     stage = stage_of(recorder, tmp_path, script, retries=1, concurrency=1)
-    task = Task(id="count", instruction="go", evaluate=["true"])
-    groups = [Group(task, "count-g", ["count-g-0", "count-g-1"])]
-    async with asyncio.timeout(60):
-        sessions = await run(groups, stage, advance)
-    assert [session.session_id for session in sessions] == ["count-g-0", "count-g-1", "count-g-0~1"]
+    sessions = await run([group_of(tmp_path, 0, 1)], stage, advance)
+    assert [session.session_id for session in sessions] == [f"{tmp_path.name}-{place}" for place in ("0", "1", "0~1")]
 
 
 async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_path, monkeypatch):
@@ -107,22 +114,21 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     stage = stage_of(recorder, tmp_path, Harness(name="x", program=str(program), headless=["go"]))
     digests = []
     monkeypatch.setattr(Task, "digest", lambda task: digests.append(task.id) or "d")
-    task = Task(id="count", instruction="go", evaluate=["true"])
     for number in range(2):
-        await run([Group(task, f"count-{number}", [f"count-{number}-{i}" for i in range(2)])], stage)
+        await run([group_of(tmp_path, 2 * number, 2 * number + 1)], stage)
     assert asked.read_text().split().count("--version") == 1
     assert digests == ["count"]
 
 
-async def test_a_recorder_that_dies_is_an_error_of_its_own(recorder):
-    kill(recorder._processes[0])
+async def test_a_recorder_that_dies_is_an_error_of_its_own(mortal, tmp_path):
+    kill(mortal._processes[0])
     with pytest.raises(RecorderError, match="the recorder died with status -9"):
-        await play(recorder, "true")
+        await run([group_of(tmp_path, 0)], stage_of(mortal, tmp_path, "true"))
 
 
-async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(recorder):
+async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(mortal, tmp_path):
     with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
-        await play(recorder, f"kill -9 {recorder._processes[0].pid}")
-    (session, *_) = load_sessions(recorder.path).values()
+        await run([group_of(tmp_path, 0)], stage_of(mortal, tmp_path, f"kill -9 {mortal._processes[0].pid}"))
+    (session,) = load_sessions(mortal.path).values()
     assert (session.status, session.reward) == ("infrastructure", None)
     assert "the recorder" in session.error
