@@ -1,8 +1,8 @@
 import json
 import random
 
-from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.conversations import for_template, on_the_wire, rebuild_conversations
+from tests.factories import make_call, says
 
 HELLO, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
 BASH = {"type": "function", "function": {"name": "bash"}}
@@ -12,23 +12,21 @@ def said(text):
     return {"role": "assistant", "content": text}
 
 
-def make_call(number, *messages, parent=None, reply="hi", tools=None):
-    return Call(
-        session_id="s",
-        call_id=str(number),
-        prompt_ids=[1],
+def asked(number, *messages, parent=None, reply="hi", tools=None):
+    return make_call(
+        number,
         parent_id=parent,
         messages=json.dumps(messages),
         tools=None if tools is None else json.dumps(tools),
-        reply=json.dumps(said(reply)) if reply is not None else None,
+        reply=None if reply is None else says(reply),
     )
 
 
 def chain():
     return [
-        make_call(0, HELLO, reply="one", tools=[BASH]),
-        make_call(1, MORE, parent="0", reply="two"),
-        make_call(2, HELLO, MORE, parent="1", reply="three"),
+        asked(0, HELLO, reply="one", tools=[BASH]),
+        asked(1, MORE, parent="0", reply="two"),
+        asked(2, HELLO, MORE, parent="1", reply="three"),
     ]
 
 
@@ -53,7 +51,7 @@ class TestRebuildTurns:
 
     def test_branches_do_not_see_each_other(self):
         root, left = chain()[:2]
-        turns = rebuild_conversations([root, left, make_call(3, HELLO, parent="0")])
+        turns = rebuild_conversations([root, left, asked(3, HELLO, parent="0")])
         assert turns[2].messages() == [HELLO, said("one"), HELLO]
 
     def test_a_call_that_continues_a_missing_call_says_so(self):
@@ -63,22 +61,22 @@ class TestRebuildTurns:
         assert turns[1].tools is None
 
     def test_a_call_that_continues_a_call_without_a_reply_says_so(self):
-        turns = rebuild_conversations([make_call(0, HELLO, reply=None), make_call(1, MORE, parent="0")])
+        turns = rebuild_conversations([asked(0, HELLO, reply=None), asked(1, MORE, parent="0")])
         assert [turn.incomplete for turn in turns] == [None, "its parent 0 has no reply"]
 
     def test_calls_that_are_each_others_ancestors_say_so(self):
-        calls = [make_call(0, HELLO, parent="1"), make_call(1, HELLO, parent="0"), make_call(2, MORE, parent="1")]
+        calls = [asked(0, HELLO, parent="1"), asked(1, HELLO, parent="0"), asked(2, MORE, parent="1")]
         turns = rebuild_conversations(calls)
         assert {turn.incomplete for turn in turns} == {"its ancestors form a cycle"}
         assert turns[2].messages() == [MORE]
 
     def test_a_call_without_recorded_messages_says_so(self):
-        (turn,) = rebuild_conversations([make_call(0, reply=None)])
+        (turn,) = rebuild_conversations([asked(0, reply=None)])
         assert turn.incomplete == "its messages were not recorded"
 
     def test_thousands_of_turns_are_rebuilt(self):
-        calls = [make_call(0, HELLO, reply="0")]
-        calls += [make_call(n, MORE, parent=str(n - 1), reply=str(n)) for n in range(1, 5000)]
+        calls = [asked(0, HELLO, reply="0")]
+        calls += [asked(n, MORE, parent=str(n - 1), reply=str(n)) for n in range(1, 5000)]
         last = rebuild_conversations(calls)[-1]
         assert len(last.messages()) == 9999
         assert last.messages()[-2:] == [said("4998"), MORE]

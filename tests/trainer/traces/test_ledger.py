@@ -1,8 +1,8 @@
 import pytest
 
 from rolltap.addons.errors import LedgerError
-from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts, cached_shares
+from tests.factories import make_call
 
 
 def test_ledgers_can_be_added():
@@ -31,9 +31,7 @@ def test_a_ledger_that_does_not_add_up_is_an_error(ledger):
 
 
 def call(kind, prompt, prefix, cached):
-    return Call(
-        session_id="s", call_id="c", kind=kind, prompt_ids=[0] * prompt, prefix_length=prefix, cached_tokens=cached
-    )
+    return make_call("c", [0] * prompt, kind=kind, prefix_length=prefix, cached_tokens=cached)
 
 
 def prompts(*counts):
