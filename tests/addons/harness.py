@@ -61,18 +61,20 @@ class Harness:
     def url(self, path):
         return f"http://127.0.0.1:{self.endpoint.port}{path}"
 
-    def post(self, body, *, session="s1", headers=None):
-        headers = {**self.endpoint.headers(session, "api", find_route("POST", PATH, {})), **(headers or {})}
+    def post(self, body, *, path=PATH, session="s1", headers=None):
+        headers = {**self.endpoint.headers(session, "api", find_route("POST", path, {})), **(headers or {})}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.client.post(self.url(PATH), data=data, headers=headers)
+        return self.client.post(self.url(path), data=data, headers=headers)
 
     async def ask(self, *messages, **fields):
         """Return the status and the body of a reply that is not streamed."""
         async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
             return response.status, await response.json()
 
-    async def end(self, session="s1"):
-        async with self.client.post(self.url("/end"), headers=self.endpoint.headers(session, "x", None)) as response:
+    async def end(self, session="s1", body=None):
+        headers = self.endpoint.headers(session, "session.rolltap", None)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.client.post(self.url("/end"), data=data, headers=headers) as response:
             return response.status, await response.text()
 
     async def stream(self, *messages, **fields):

@@ -36,9 +36,7 @@ def restart(rendering, scripted_engine, tmp_path):
 
 
 async def post(harness, path, text, **more):
-    headers = harness.endpoint.headers("s1", "api", find_route("POST", path, {}))
-    body = {**REQUESTS[path](text), **more}
-    async with harness.client.post(harness.url(path), json=body, headers=headers) as response:
+    async with harness.post({**REQUESTS[path](text), **more}, path=path) as response:
         return response.status, await response.text()
 
 

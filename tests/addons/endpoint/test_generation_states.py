@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import ModelCall, Reply
 from rolltap.addons.endpoint.budget import UNBOUNDED, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
-from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation
 from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.client import Chunk
 from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
@@ -436,23 +435,3 @@ def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(run())
-
-
-FOLLOWS = {
-    "SAMPLING": {"SAMPLED", "FAILED", "ABORTED"},
-    "SAMPLED": {"COMMITTED", "FAILED", "ABORTED"},
-    "COMMITTED": {"COMPLETED", "FAILED"},
-}
-
-
-@pytest.mark.parametrize("state", State)
-async def test_a_transition_that_is_not_listed_is_refused(state):
-    for other in State:
-        if other.name not in FOLLOWS.get(state.name, ()):
-            scenario = Scenario("session", engines=1, patience=0.0, rude=False)
-            scenario.generation._state = state
-            with pytest.raises(RuntimeError, match=f"is {state.name} and cannot become {other.name}"):
-                scenario.generation._enter(other, Reply())
-            assert scenario.disk.calls == []
-            scenario.generation._linger.cancel()
-            scenario.generation._task.cancel()

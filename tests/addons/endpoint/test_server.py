@@ -232,8 +232,7 @@ class TestEndOfSession:
         scripted_engine.replies.append(Say("Hi."))
         await harness.ask(user())
         await harness.end()
-        headers = harness.endpoint.headers("s1", "api", find_route("POST", late, {}))
-        async with harness.client.post(harness.url(late), json=LATE, headers=headers) as response:
+        async with harness.post(LATE, path=late) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (410, "session_ended")
         assert len(harness.calls()) == len(scripted_engine.requests) == 1
         (event,) = harness.events("rejected")
@@ -345,16 +344,9 @@ def replies(scripted_engine):
     scripted_engine.otherwise = lambda request: Say("Hello.", weight_version="7")
 
 
-async def end(harness, body, session="s1"):
-    headers = harness.endpoint.headers(session, "session.rolltap", None)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with harness.client.post(harness.url("/end"), data=data, headers=headers) as response:
-        return response.status, await response.text()
-
-
 async def test_a_session_that_rewards_itself_is_refused_and_recorded(harness, replies):
     await harness.ask(user("Hi"))
-    status, why = await end(harness, {"reward": 1.0})
+    status, why = await harness.end(body={"reward": 1.0})
     assert (status, "accepts no rewards" in why) == (403, True)
     assert session_rows(harness.run, "s1") == []
     (event,) = harness.events("refused")
@@ -366,7 +358,7 @@ async def test_a_session_that_rewards_itself_is_refused_and_recorded(harness, re
 async def test_the_reward_of_a_session_comes_with_its_end(trusting):
     await trusting.ask(user("Hi"))
     body = {"reward": 0.5, "parts": {"speed": 1}, "task": "sort", "group": "sort-1"}
-    assert await end(trusting, body) == (200, "")
+    assert await trusting.end(body=body) == (200, "")
     (session,) = session_rows(trusting.run, "s1")
     assert (session.status, session.reward, session.parts) == ("completed", 0.5, '{"speed": 1.0}')
     assert (session.task_id, session.group_id, session.policy_version) == ("sort", "sort-1", "7")
@@ -376,15 +368,15 @@ async def test_the_reward_of_a_session_comes_with_its_end(trusting):
 
 async def test_the_first_reward_counts(trusting):
     await trusting.ask(user("Hi"))
-    assert (await end(trusting, {"reward": 0}))[0] == 200
-    status, why = await end(trusting, {"reward": 1})
+    assert (await trusting.end(body={"reward": 0}))[0] == 200
+    status, why = await trusting.end(body={"reward": 1})
     assert (status, "has the reward 0 already" in why) == (409, True)
     assert [session.reward for session in session_rows(trusting.run, "s1")] == [0.0]
     assert await trusting.end() == (200, "")
 
 
 async def test_a_session_without_a_completed_call_has_no_reward(trusting):
-    status, why = await end(trusting, {"reward": 1})
+    status, why = await trusting.end(body={"reward": 1})
     assert (status, "no session" in why) == (409, True)
     assert list(read_rows(trusting.run, "sessions")) == []
 
@@ -412,7 +404,7 @@ NO_REWARDS = [
 async def test_a_body_that_is_no_reward_changes_nothing(trusting):
     await trusting.ask(user("Hi"))
     for body in NO_REWARDS:
-        assert (await end(trusting, body))[0] == 400, body
+        assert (await trusting.end(body=body))[0] == 400, body
     assert session_rows(trusting.run, "s1") == []
     assert len(trusting.events("refused")) == len(NO_REWARDS)
     assert (await trusting.ask(user("Ho")))[0] == 200
@@ -422,7 +414,7 @@ async def test_a_session_cannot_name_another_one(trusting):
     await trusting.ask(user("Hi"))
     async with trusting.post({"model": "m", "messages": [user("Hi")]}, session="s2") as response:
         assert response.status == 200
-    await end(trusting, {"reward": 1, "task": "t"})
+    await trusting.end(body={"reward": 1, "task": "t"})
     assert session_rows(trusting.run, "s2") == []
 
 

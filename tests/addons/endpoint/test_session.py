@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
 from rolltap.trainer.doctor.scripted_engine import Say
@@ -98,9 +97,7 @@ async def test_a_session_that_begins_with_examples_has_a_root(harness, scripted_
 
 
 async def count(harness, text):
-    path = "/v1/messages/count_tokens"
-    headers = harness.endpoint.headers("s1", "api", find_route("POST", path, {}))
-    async with harness.client.post(harness.url(path), json={"messages": [user(text)]}, headers=headers) as response:
+    async with harness.post({"messages": [user(text)]}, path="/v1/messages/count_tokens") as response:
         assert response.status == 200
         return (await response.json())["input_tokens"]
 

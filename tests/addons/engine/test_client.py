@@ -57,11 +57,6 @@ async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_en
     assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0, "stream_interval": 8}
 
 
-async def test_the_context_window_is_the_engines(client):
-    assert await client.max_model_len() == 8192
-    assert client.model == "scripted"
-
-
 async def test_an_engine_without_server_info_is_accepted(client):
     known = {"model": "scripted", "max_model_len": 8192}
     assert await client.describe() == {**known, "vllm": None, "configuration": None}

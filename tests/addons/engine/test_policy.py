@@ -23,11 +23,6 @@ def test_the_last_published_version_is_the_policy(tmp_path):
     assert policy.read() == Policy("2", model="adapter-2")
 
 
-def test_a_recorder_that_starts_later_reads_the_policy(tmp_path):
-    publish(tmp_path, version="3", model=None)
-    assert PolicyFile(tmp_path).read() == Policy("3")
-
-
 class TestSession:
     @pytest.mark.parametrize("keep", [True, False])
     def test_keeps_the_first_adapter_if_it_is_told_to(self, tmp_path, keep):
