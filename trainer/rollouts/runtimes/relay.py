@@ -35,11 +35,6 @@ class Relay:
         self._connections: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_CONNECTIONS)
 
-    @property
-    def address(self) -> str:
-        """The relay as programs in the box reach it."""
-        return f"127.0.0.1:{self._port}"
-
     async def __aenter__(self) -> Self:
         self._listener = await asyncio.to_thread(listening_socket, self._pid, self._port)
         self._accepting = asyncio.create_task(self._accept())

@@ -49,11 +49,6 @@ def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, 
     assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(command)
 
 
-def test_the_image_of_a_root_folder_is_written_to_a_copy(tmp_path):
-    command = create(tmp_path, ContainerEngine(command=("podman",)), image="/images/root")
-    assert option(command, "--rootfs") == ["/images/root:O"]
-
-
 def test_this_machines_proxy_variables_do_not_reach_a_container_of_podman(tmp_path):
     assert "--http-proxy=false" in create(tmp_path, ContainerEngine(command=("podman",)))
 

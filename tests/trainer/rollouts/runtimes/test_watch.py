@@ -10,7 +10,7 @@ import pytest
 
 from rolltap.trainer.rollouts.runtimes import watch
 from rolltap.trainer.rollouts.runtimes.runtime import scratch_folder
-from rolltap.trainer.rollouts.runtimes.watch import Nameless, choose_cores, disk_bytes, exceeded, pause_after, rlimits
+from rolltap.trainer.rollouts.runtimes.watch import Nameless, choose_cores, disk_bytes, exceeded, pause_after
 from rolltap.trainer.tasks.task import Limits
 
 
@@ -25,11 +25,6 @@ def test_a_part_of_a_core_is_a_core(cpus, number, monkeypatch):
     cores = choose_cores(Limits(cpus=cpus))
     assert len(cores) == number
     assert set(cores) < {3, 5, 7}
-
-
-def test_one_file_is_no_larger_than_the_disk_limit():
-    assert rlimits(Limits(disk_gib=0.5))["RLIMIT_FSIZE"] == 1 << 29
-    assert "RLIMIT_FSIZE" not in rlimits(Limits())
 
 
 def test_space_on_disk_is_counted_once_for_each_file_and_not_through_links(tmp_path):
