@@ -129,9 +129,6 @@ def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str |
     return None if continued else f"budget: {last.detail}"
 
 
-_REFUSALS = ("refused", "rejected", "unauthorised")
-
-
 class Facts(NamedTuple):
     """Facts of a session whose calls have ended.
 
@@ -142,7 +139,7 @@ class Facts(NamedTuple):
         calls: Number of all recorded model calls.
         uncaptured: Number of requests that look like model calls and were not answered, as far as they are told.
         refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
-        permanent: True when the session could not be run, and no further attempt can be before somebody mends it.
+        permanent: True when the session could not be run, and no retry can be before its task is fixed.
     """
 
     fault: str | None = None
@@ -172,5 +169,5 @@ def session_facts(rows: SessionRows, session_id: str) -> Facts:
         completed_calls=sum(call.status == "completed" for call in calls),
         calls=len(calls),
         uncaptured=sum(event.kind == "uncaptured" for event in events),
-        refusals=sum(event.kind in _REFUSALS for event in events),
+        refusals=sum(event.kind in ("refused", "rejected", "unauthorised") for event in events),
     )

@@ -15,7 +15,8 @@ The first line that holds is the status of a session's row:
 **Whose fault.** The rows that the recorder wrote decide, not the program's exit status.
 
 - It is ours (a fault, `find_fault`) if no token was sampled: a reward would say nothing of the policy. Side questions,
-  calls of the role `auxiliary`, count only in a session without other calls.
+  calls of the role `auxiliary`, count only in a session without other calls. A first prompt that is over a budget is no
+  fault: a retry would be refused too.
 - It is ours if a call failed for a reason of ours (an event `fault`; a silence of the engine ends in one), or began and
   could not be recorded, and the harness did not recover. It recovered if a later call of the same role, or of the agent
   itself, was completed. A request that was refused before it became a call has no role: any later call but a side
