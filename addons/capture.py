@@ -1,7 +1,4 @@
-"""Addon: redirects model calls to the endpoint.
-
-Answers of the proxy itself, in the words of the API that a request belongs to.
-"""
+"""Addon: redirects model calls to the endpoint. Refusals of the proxy are in the words of the request's API."""
 
 import asyncio
 import logging
@@ -10,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from mitmproxy import connection, ctx, exceptions, http
+from mitmproxy import ctx, exceptions, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.model_call import DialectError
@@ -156,17 +153,13 @@ class Capture:
             except OSError as error:
                 data.server.error = f"no port for a connection to the endpoint: {error}"
 
-    def server_connect_error(self, data: ServerConnectionHookData) -> None:
-        """Forget a connection that was not opened."""
-        self._forget(data.server)
-
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
-        """Forget a connection that was closed."""
-        self._forget(data.server)
-
-    def _forget(self, server: connection.Server) -> None:
+        """Forget a connection that was closed, or not opened."""
+        server = data.server
         if self.endpoint is not None and server.sockname and server.address == ("127.0.0.1", self.endpoint.port):
             self._expected.forget(server.sockname[1])
+
+    server_connect_error = server_disconnected
 
     def warnings(self) -> Sequence[str]:
         """Return what the user should know of the engines' models."""

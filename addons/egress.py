@@ -1,7 +1,4 @@
-"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached.
-
-Patterns of the hosts that sessions may reach: `HOST` or `HOST:PORT`.
-"""
+"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
 
 import fnmatch
 import ipaddress
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
-from mitmproxy import connection, ctx, dns, exceptions, flow, http, tcp, tls, udp
+from mitmproxy import connection, ctx, exceptions, flow, http, tls
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
 from mitmproxy.proxy.layer import NextLayer
@@ -25,6 +22,9 @@ from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
 from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, close_server, is_open, is_tls
 
+logger = logging.getLogger(__name__)
+
+Decision = Literal["served", "allowed", "refused"]
 WEB_PORTS = ("80", "443")
 """Ports of a pattern that names none."""
 
@@ -100,11 +100,6 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(text)
     except ValueError:
         return None
-
-
-logger = logging.getLogger(__name__)
-
-Decision = Literal["served", "allowed", "refused"]
 
 
 def other_name(request: http.Request, sni: str | None) -> str:
@@ -253,28 +248,19 @@ class Egress:
             detail = f"the host has the address {address}, which is not public: allow {address}:{port}"
             self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
 
-    def tcp_start(self, flow: tcp.TCPFlow) -> None:
+    def tcp_start(self, flow: flow.Flow) -> None:
         """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
-        self._close(flow)
+        flow.kill()
+        session_id, host = self._session_of(flow.client_conn), (flow.server_conn.address or ("",))[0]
+        self._record(Event(kind="refused", session_id=session_id, host=host, detail=f"{flow.type}, not HTTP"))
 
-    def udp_start(self, flow: udp.UDPFlow) -> None:
-        """Close a connection that speaks no HTTP."""
-        self._close(flow)
-
-    def dns_request(self, flow: dns.DNSFlow) -> None:
-        """Close a connection that speaks no HTTP."""
-        self._close(flow)
+    udp_start = dns_request = tcp_start
 
     def _decide(self, flow: http.HTTPFlow) -> Decision:
         """Decide by the host that mitmproxy connects to: the harness can put anything into the Host header."""
         if flow.metadata.get(CAPTURED):
             return "served"
         return "allowed" if is_allowed(self._patterns, flow.request.host, flow.request.port) else "refused"
-
-    def _close(self, flow: flow.Flow) -> None:
-        flow.kill()
-        session_id, host = self._session_of(flow.client_conn), (flow.server_conn.address or ("",))[0]
-        self._record(Event(kind="refused", session_id=session_id, host=host, detail=f"{flow.type}, not HTTP"))
 
     def _report(self, client: connection.Client, request: http.Request | None, reason: str) -> None:
         host, method, path = (request.host, request.method, request.path) if request else ("", "", "")

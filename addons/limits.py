@@ -1,7 +1,4 @@
-"""Addon: limits of a session. All are off by default.
-
-Addon: keeps the process from running out of file descriptors.
-"""
+"""Addons that bound what sessions use: the process's file descriptors, and the limits of each session."""
 
 import asyncio
 import logging
@@ -32,6 +29,8 @@ _BURST = 124
 first one is looked at."""
 _RESERVE = 148
 """Descriptors that calls keep free, for connections and for the files of the run."""
+REMEMBERED = 100_000
+"""Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
 
 @dataclass(slots=True)
@@ -116,29 +115,22 @@ class Descriptors:
             self._rest(flow.client_conn)
 
     def error(self, flow: http.HTTPFlow) -> None:
-        """End a request that failed."""
+        """End a request that failed, or that opened a WebSocket which was closed."""
         self._rest(flow.client_conn)
 
-    def websocket_end(self, flow: http.HTTPFlow) -> None:
-        """End the request that opened a WebSocket."""
-        self._rest(flow.client_conn)
+    websocket_end = error
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
         self._servers[data.client] += 1
 
-    def server_connect_error(self, data: ServerConnectionHookData) -> None:
-        """Count a connection that was not opened."""
-        self._closed(data.client)
-
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
-        """Count a connection that was closed."""
-        self._closed(data.client)
+        """Count a connection that was closed, or not opened."""
+        self._servers[data.client] -= 1
+        if self._servers[data.client] <= 0:
+            del self._servers[data.client]
 
-    def _closed(self, client: connection.Client) -> None:
-        self._servers[client] -= 1
-        if self._servers[client] <= 0:
-            del self._servers[client]
+    server_connect_error = server_disconnected
 
     def _rest(self, client: connection.Client) -> None:
         if (state := self._clients.pop(client, None)) is not None:
@@ -162,10 +154,6 @@ class Descriptors:
 
     def _used(self) -> int:
         return self._base + len(self._clients) + _PER_SERVER * self._servers.total()
-
-
-REMEMBERED = 100_000
-"""Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
 
 @dataclass(slots=True)
@@ -234,12 +222,10 @@ class Limits:
             self._end(flow.client_conn)
 
     def error(self, flow: http.HTTPFlow) -> None:
-        """End a request that failed."""
+        """End a request that failed, or that opened a WebSocket which was closed."""
         self._end(flow.client_conn)
 
-    def websocket_end(self, flow: http.HTTPFlow) -> None:
-        """End the request that opened a WebSocket."""
-        self._end(flow.client_conn)
+    websocket_end = error
 
     def client_disconnected(self, client: connection.Client) -> None:
         """End the request of a connection that was closed."""

@@ -1,4 +1,4 @@
-"""Work of the sessions that takes time: decoding, rendering and tokenising, off the event loop."""
+"""Runs CPU-bound work of the sessions off the event loop: decoding, rendering and tokenising."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Addon: authenticates connections. Maps proxy credentials to sessions."""
+"""Addon: authenticates connections. The proxy's user is a session's id, its password an HMAC of the id."""
 
 import logging
 from collections.abc import Callable, MutableMapping

@@ -24,9 +24,8 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import cut_at_stop
-from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.records import Event, utc_now
-from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
+from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.sessions import EndedSessions, SessionIndex, nothing
 from rolltap.addons.store.tables import RunWriter, batch_rows
 

@@ -23,8 +23,7 @@ from rolltap.addons.dialects.stored import Entry, NamesStored, Stored, StoredAns
 from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.options import Images
-from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter
 

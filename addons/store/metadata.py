@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.schemas import SCHEMA_VERSION
+from rolltap.addons.store.records import SCHEMA_VERSION
 from rolltap.addons.store.staging import locked, write_atomically
 
 RUN_FILE = "run.json"

@@ -1,18 +1,22 @@
-"""The records of a run: calls, sessions and events, and the invariants of a call.
+"""The records of a run: calls, sessions and events, the Arrow schemas of their tables, and the invariants of a call.
 
-The recorder writes these rows and the trainer reads them.
+The recorder writes these rows and the trainer reads them. A field of a record is a column of its table, in this order;
+the store adds the last column, `digest`.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+import pyarrow as pa
 
+SCHEMA_VERSION = 5
+"""Incremented when a reader of the earlier version would misread a row."""
+DIGEST = "digest"
+"""Name of the digest column."""
 SENTINEL_LOGPROB = -9999.0
 """The value to which vLLM clamps log-probabilities. It stands for "unknown", not for "very unlikely"."""
 
@@ -109,12 +113,7 @@ class Call:
 
     session_id: str
     call_id: str
-    prompt_ids: Sequence[int]
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[VersionSpan] = field(default_factory=list)
     parent_id: str | None = None
-    prefix_length: int = 0
     kind: CallKind = "root"
     kind_reason: str | None = None
     status: CallStatus = "completed"
@@ -127,6 +126,11 @@ class Call:
     path: str = ""
     model: str = ""
     stream: bool = False
+    prompt_ids: Sequence[int]
+    prefix_length: int = 0
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[VersionSpan] = field(default_factory=list)
     finish_reason: str | None = None
     sampling: str = "{}"
     messages: str = "[]"
@@ -216,10 +220,10 @@ class Session:
     """
 
     session_id: str
-    status: SessionStatus
     task_id: str = ""
     group_id: str = ""
     harness: str = ""
+    status: SessionStatus
     exit_status: int | None = None
     reward: float | None = None
     parts: str = "{}"
@@ -272,18 +276,45 @@ entry's JSON; one with a `call_id` counts if that call was completed |
         call_id: The call that the event is about; None when it is about none.
     """
 
-    kind: EventKind
     session_id: str | None = None
+    call_id: str | None = None
+    kind: EventKind
     host: str = ""
     method: str = ""
     path: str = ""
     detail: str = ""
-    call_id: str | None = None
     at: datetime = field(default_factory=utc_now)
 
     def to_row(self) -> dict[str, Any]:
         """Return the event as a row of `EVENT_SCHEMA` without its digest."""
         return {name: getattr(self, name) for name in EVENT_SCHEMA.names if name != DIGEST}
+
+
+_TYPES: dict[Any, pa.DataType] = {
+    str: pa.string(),
+    bool: pa.bool_(),
+    int: pa.int32(),
+    float: pa.float64(),
+    datetime: pa.timestamp("us", tz="UTC"),
+    list[int]: pa.list_(pa.int32()),
+    list[float]: pa.list_(pa.float32()),
+    list[VersionSpan]: pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])),
+}
+"""Type of a field -> type of its column. Any column may have no value. A `Literal` is a string."""
+
+
+def _schema(record: type) -> pa.Schema:
+    columns: list[tuple[str, pa.DataType]] = []
+    for each in fields(record):
+        if each.name == "prompt_ids":
+            columns += [("prompt_length", pa.int32()), ("prompt_tail_ids", _TYPES[list[int]])]
+        elif each.name != "prefix_length":
+            kinds = [each.type, *get_args(each.type)]
+            columns.append((each.name, next((_TYPES[kind] for kind in kinds if kind in _TYPES), pa.string())))
+    return pa.schema([*columns, (DIGEST, pa.string())])
+
+
+CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = _schema(Call), _schema(Session), _schema(Event)
 
 
 def find_violation(

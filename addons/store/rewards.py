@@ -1,4 +1,4 @@
-"""Rewards from elsewhere: a further row of a session, with the reward that somebody gave. The earlier rows stay."""
+"""Rewards that a user gives: a new row of a session with the reward. The earlier rows stay."""
 
 import json
 import math
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.digest import DIGEST
-from rolltap.addons.store.records import Session, SessionStatus
+from rolltap.addons.store.records import DIGEST, SESSION_SCHEMA, Session, SessionStatus
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
-from rolltap.addons.store.schemas import SESSION_SCHEMA
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows
 

@@ -1,22 +1,18 @@
-"""Rows as batches: text is made writable here, and a row with a value that cannot be written keeps all others.
+"""Rows of a run: their batches, their digests, and text from the wire that a run can hold and a terminal can show."""
 
-Text from the wire that a run can hold and a terminal can show.
-
-The weights with which a session began.
-"""
-
+import json
 import logging
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.records import Call, Event, Session
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.dialects.model_call import well_formed
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +26,7 @@ _TYPES: dict[pa.DataType, tuple[type, ...]] = {
     pa.timestamp("us", tz="UTC"): (datetime,),
 }
 _NUMBERS: dict[pa.DataType, type] = {pa.list_(pa.int32()): np.int32, pa.list_(pa.float32()): np.float32}
+_LITTLE_ENDIAN = {pa.int32(): "<i4", pa.float32(): "<f4"}
 _NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail"}
 """The column that says which others could not be written."""
 _TRAINED = {"prompt_length", "prompt_tail_ids", "completion_ids", "logprobs", "weight_versions", "parent_id", "kind"}
@@ -62,17 +59,10 @@ def _writable(value: Any, kind: pa.DataType) -> Any:
     if (types := _TYPES.get(kind)) is not None:
         if not isinstance(value, types):
             raise TypeError(f"{type(value).__name__} instead of {kind}")
-        return well_formed(value) if type(value) is str else value
+        return well_formed(value) if type(value) is str and not value.isascii() else value
     if (number := _NUMBERS.get(kind)) is not None:
         return np.array(value, dtype=number)  # pyarrow and the digest take an array faster than a list
     return [{part.name: _writable(span[part.name], part.type) for part in kind.value_type} for span in value]
-
-
-def well_formed(text: str) -> str:
-    """Return `text` with each lone surrogate replaced by U+FFFD."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _mended(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
@@ -107,6 +97,54 @@ def _struct(schema: pa.Schema) -> pa.DataType:
 @cache
 def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
     return [(field.name, field.type) for field in schema if field.name != DIGEST]
+
+
+def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
+    """Return the hexadecimal BLAKE2b-128 digest of a row of `schema`. `rolltap verify` recomputes it.
+
+    It depends on the row's values alone, so that rows keep it when files are compacted, merged or split.
+
+    The input is, without the digest column:
+
+    1. The values of each list of numbers, in column order, as little-endian bytes of the column's type. A float is
+       therefore digested as it is stored.
+    2. A JSON list with an entry for each column: the length of a list of numbers, or the value itself. Times are ISO
+       8601 in UTC.
+    """
+    digest = blake2b(digest_size=16)
+    values: list[Any] = []
+    for name, numbers, is_float in _digested(schema):
+        value = row[name]
+        if value is None:
+            values.append(None)
+        elif numbers is not None:
+            values.append(len(value))
+            digest.update(np.ascontiguousarray(value, dtype=numbers).data)
+        else:
+            values.append(float(value) if is_float else value)
+    digest.update(_encode(values).encode())
+    return digest.hexdigest()
+
+
+@cache
+def _digested(schema: pa.Schema) -> list[tuple[str, str | None, bool]]:
+    """Return for each column: its name, the NumPy type of its lists' numbers or None, True for a float column."""
+    return [
+        (
+            field.name,
+            _LITTLE_ENDIAN.get(field.type.value_type) if pa.types.is_list(field.type) else None,
+            pa.types.is_floating(field.type),
+        )
+        for field in schema
+        if field.name != DIGEST
+    ]
+
+
+def _time(value: datetime) -> str:
+    return value.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), sort_keys=True, default=_time).encode
 
 
 LONGEST = 500

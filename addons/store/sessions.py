@@ -1,9 +1,4 @@
-"""The sessions of a run that have ended.
-
-Incremental reading of a table: each commit of each of its segments once.
-
-The rows of each session of a run, found without reading the others.
-"""
+"""Incremental reading of a run by session: an index of each session's rows, and the sessions that have ended."""
 
 from array import array
 from collections import defaultdict
@@ -22,6 +17,10 @@ from rolltap.addons.store.tables import TABLES, run_files
 
 Skip = Callable[[str], bool]
 """Name of a segment -> True to leave it for a later time."""
+
+
+OPEN_FILES = 64
+"""Segments of a table that are mapped at the same time."""
 
 
 def nothing(name: str) -> bool:
@@ -91,10 +90,6 @@ class EndedSessions:
                 for _, batch in new.batches:
                     rows = batch if table == "sessions" else batch.filter(pc.equal(batch.column("kind"), "ended"))
                     self._ids.update(rows.column("session_id").drop_null().to_pylist())
-
-
-OPEN_FILES = 64
-"""Segments of a table that are mapped at the same time."""
 
 
 class SessionIndex:

@@ -19,13 +19,10 @@ import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
-from rolltap.addons.store.compaction import compact
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call, Event, Session
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.store.rows import to_batch
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
-from rolltap.addons.store.segment import Segment, SegmentReader
-from rolltap.addons.store.staging import Trouble
+from rolltap.addons.store.segment import Segment, SegmentReader, compact
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +36,33 @@ ROOM_BYTES = 4 * 1024 * 1024
 
 MOST_LATE = 10_000
 """Number of faults that wait to be committed. Those over it are lost."""
+
+
+class WriteOutage:
+    """A time in which writes fail. Logs its begin, and its end with the number of failed writes. Thread-safe."""
+
+    def __init__(self, run: Path, what: str) -> None:
+        self._run = run
+        self._what = what
+        """The things that fail, in the plural."""
+        self._failures = 0
+        self._lock = threading.Lock()
+
+    def failed(self, error: OSError) -> None:
+        """Count a failed write."""
+        with self._lock:
+            self._failures += 1
+            if self._failures == 1:
+                logger.error("cannot write to %s, until further notice: %s", self._run, error)
+
+    def passed(self) -> None:
+        """Note a write: the outage is over."""
+        if not self._failures:
+            return
+        with self._lock:
+            failures, self._failures = self._failures, 0
+        if failures:
+            logger.warning("%s can be written again: %d %s", self._run, failures, self._what)
 
 
 class RunWriter:
@@ -63,10 +87,10 @@ class RunWriter:
         """Serialises fdatasync. A thread that waited skips segments without commits newer than the last sync."""
         self._sync_error: OSError | None = None
         """The first error of fdatasync. All later commits and syncs raise."""
-        self._no_room = Trouble(run, "calls were refused")
+        self._no_room = WriteOutage(run, "calls were refused")
         self._late: deque[Event] = deque()
         """Faults that could not be committed."""
-        self._lost_events = Trouble(run, "events were lost")
+        self._lost_events = WriteOutage(run, "events were lost")
         pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
 
     def __enter__(self) -> Self:

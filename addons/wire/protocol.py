@@ -1,15 +1,8 @@
-"""Closing connections of the proxy. mitmproxy gives addons no call for it.
+"""mitmproxy's layers for HTTP/1 and TLS with bounds, for everybody who connects: authenticated or not.
 
-A token bucket: bursts are free, what goes on is bounded by a rate.
-
-mitmproxy's layers for the first bytes of a connection, with bounds.
-
-The number of WebSocket frames that a client may send.
-
-mitmproxy's HTTP/1 layers with bounds, for everybody who connects: authenticated or not.
-
-mitmproxy has no bound for headers, for what waits behind a request, and for messages of WebSockets. It keeps bodies of
-requests that are answered here, and it answers bad requests without telling an addon.
+mitmproxy has no bound for headers, for what waits behind a request, for the first bytes of a connection, and for
+messages and frames of WebSockets. It keeps bodies of requests that are answered here, answers bad requests without
+telling an addon, and gives addons no call to close a connection.
 """
 
 import json
@@ -39,6 +32,43 @@ from mitmproxy.proxy.layers.http._events import (
 from mitmproxy.proxy.layers.http._http1 import Http1Server
 from mitmproxy.proxy.layers.websocket import WebsocketLayer
 from mitmproxy.proxy.server import ConnectionHandler
+
+HEADER_LIMIT = 64 * 1024
+"""Maximum bytes of a request line and its headers, and of what a client sends before it has the reply."""
+HEADER_COUNT = 100
+"""Maximum number of headers. aiohttp's own limit is 128."""
+MESSAGE_LIMIT = 16 * 1024 * 1024
+"""Maximum bytes of a WebSocket message. mitmproxy takes quadratic time to join its parts."""
+SMALL_CHUNKS = 1_000
+"""Number of chunks of a body that may have any size."""
+CHUNK_BYTES = 64
+"""Minimum bytes of the chunks of a body with more of them, on average."""
+
+Report = Callable[[connection.Client, http.Request | None, str], None]
+"""Takes the connection, the request if it could be read, and the reason of a refusal."""
+
+_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""RFC 9110: the characters of methods and of header names."""
+_BROKEN = re.compile(rb"[\r\n\0]")
+"""RFC 9110, 5.5: what no value has. A server may read a line break in a value as the end of the header."""
+_SILENT = 444
+"""mitmproxy's status for a connection that is closed without an answer."""
+_HANDSHAKE = b"\x16"
+"""First byte of a TLS record that begins a handshake. No request begins with it."""
+_TELLING = 3
+"""Number of bytes that tell TLS from HTTP."""
+HELLO_BYTES = 16 * 1024
+"""Maximum bytes before the end of a ClientHello. Those of browsers have less than 3 KiB."""
+HELLO_READS = 32
+"""Maximum number of reads up to the end of a ClientHello. mitmproxy parses all of it again at each."""
+BURST = 1_000
+"""Number of frames that may come at once."""
+PER_SECOND = 200.0
+"""Number of frames that may come each second after that."""
+FREE_BYTES = 1_024
+"""Bytes of data for which one more frame is free: a long message in many frames is no flood."""
+
+_MASK_LENGTH = 4
 
 
 def close_client(client: connection.Client) -> None:
@@ -81,16 +111,6 @@ class Bucket:
         return True
 
 
-_HANDSHAKE = b"\x16"
-"""First byte of a TLS record that begins a handshake. No request begins with it."""
-_TELLING = 3
-"""Number of bytes that tell TLS from HTTP."""
-HELLO_BYTES = 16 * 1024
-"""Maximum bytes before the end of a ClientHello. Those of browsers have less than 3 KiB."""
-HELLO_READS = 32
-"""Maximum number of reads up to the end of a ClientHello. mitmproxy parses all of it again at each."""
-
-
 def is_open(data: bytes) -> bool:
     """Return True when `data`, the first bytes of a connection, do not yet tell TLS from HTTP."""
     return data[:1] == _HANDSHAKE and len(data) < _TELLING
@@ -131,16 +151,6 @@ class BoundedClientTLS(ClientTLSLayer):
             yield from super().receive_data(data)
 
 
-BURST = 1_000
-"""Number of frames that may come at once."""
-PER_SECOND = 200.0
-"""Number of frames that may come each second after that."""
-FREE_BYTES = 1_024
-"""Bytes of data for which one more frame is free: a long message in many frames is no flood."""
-
-_MASK_LENGTH = 4
-
-
 class Frames:
     """Counts the frames in what a client sends. mitmproxy spends some 60 µs on each, in one go for all of a read."""
 
@@ -175,28 +185,6 @@ class Frames:
                 self._head.clear()
                 number += 1
         return number
-
-
-HEADER_LIMIT = 64 * 1024
-"""Maximum bytes of a request line and its headers, and of what a client sends before it has the reply."""
-HEADER_COUNT = 100
-"""Maximum number of headers. aiohttp's own limit is 128."""
-MESSAGE_LIMIT = 16 * 1024 * 1024
-"""Maximum bytes of a WebSocket message. mitmproxy takes quadratic time to join its parts."""
-SMALL_CHUNKS = 1_000
-"""Number of chunks of a body that may have any size."""
-CHUNK_BYTES = 64
-"""Minimum bytes of the chunks of a body with more of them, on average."""
-
-Report = Callable[[connection.Client, http.Request | None, str], None]
-"""Takes the connection, the request if it could be read, and the reason of a refusal."""
-
-_TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""RFC 9110: the characters of methods and of header names."""
-_BROKEN = re.compile(rb"[\r\n\0]")
-"""RFC 9110, 5.5: what no value has. A server may read a line break in a value as the end of the header."""
-_SILENT = 444
-"""mitmproxy's status for a connection that is closed without an answer."""
 
 
 class Http(HttpLayer):

@@ -312,29 +312,16 @@ class TestRun:
         assert f"cannot write to {run}" in caplog.text
 
 
-async def test_sampling_may_differ_from_neutral(options):
+async def test_what_differs_from_the_defaults_is_recorded(options):
     capture = Capture()
+    sampling = '{"temperature": 0.7, "max_tokens": 64}'
     with taddons.context(Proxyserver(), Startup(), capture) as context:
-        context.configure(capture, **options, rolltap_sampling='{"temperature": 0.7, "max_tokens": 64}')
+        context.configure(capture, **options, rolltap_sampling=sampling, rolltap_keep_adapter=False)
         capture.running()
         await capture.done()
-    sampling = {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
-    assert capture.endpoint.options.sampling == sampling
     (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
-    assert recorder["sampling"] == sampling
-
-
-@pytest.mark.parametrize("keep", [True, False])
-async def test_whether_sessions_keep_their_adapter_is_recorded(options, keep):
-    capture = Capture()
-    with taddons.context(Proxyserver(), Startup(), capture) as context:
-        context.configure(capture, **options, **({} if keep else {"rolltap_keep_adapter": False}))
-        capture.running()
-        await capture._starting
-        assert capture.endpoint.options.keep_adapter == keep
-        await capture.done()
-    (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
-    assert recorder["keep_adapter"] == keep
+    assert recorder["sampling"] == {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
+    assert recorder["keep_adapter"] is False
 
 
 async def test_nothing_is_captured_before_a_run_is_open():

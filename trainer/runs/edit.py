@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.digest import DIGEST
 from rolltap.addons.store.metadata import read_metadata, write_metadata
-from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.records import DIGEST, CallRole, Session
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder

@@ -21,9 +21,9 @@ import pyarrow as pa
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rolltap.addons.errors import LedgerError, RunError
-from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import (
+    DIGEST,
     UNREWARDED,
     Call,
     CallKind,
@@ -34,6 +34,7 @@ from rolltap.addons.store.records import (
     find_violation,
 )
 from rolltap.addons.store.rewards import make_session
+from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked, new_file

@@ -16,11 +16,9 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.rewards import make_session
-from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
-from rolltap.addons.store.schemas import CALL_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version, row_digest
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.tokens import Tokens

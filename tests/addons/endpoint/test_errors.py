@@ -3,8 +3,7 @@ import pytest
 
 from rolltap.addons.endpoint import errors
 from rolltap.addons.endpoint.errors import Refusals
-from rolltap.addons.store.records import Event
-from rolltap.addons.store.schemas import EVENT_SCHEMA
+from rolltap.addons.store.records import EVENT_SCHEMA, Event
 
 
 @pytest.fixture

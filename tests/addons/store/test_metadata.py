@@ -2,13 +2,7 @@ import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
-from rolltap.addons.store.schemas import SCHEMA_VERSION
-
-
-@pytest.fixture
-def run(tmp_path):
-    write_metadata(tmp_path, {"model": "tiny"})
-    return tmp_path
+from rolltap.addons.store.records import SCHEMA_VERSION
 
 
 class TestMetadata:

@@ -1,11 +1,13 @@
 import math
-from dataclasses import fields
 
-import pyarrow as pa
 import pytest
 
-from rolltap.addons.store.records import SENTINEL_LOGPROB, Call, Event, Session, VersionSpan, find_violation
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.records import (
+    SENTINEL_LOGPROB,
+    Call,
+    VersionSpan,
+    find_violation,
+)
 
 
 def whole(length):
@@ -69,41 +71,3 @@ class TestRows:
     def test_a_call_without_a_parent_stores_its_whole_prompt(self):
         row = Call(session_id="s", call_id="0", prompt_ids=[1, 2]).to_row()
         assert (row["prompt_length"], row["prompt_tail_ids"]) == (2, [1, 2])
-
-    @pytest.mark.parametrize(
-        ("record", "schema"),
-        [
-            (
-                Call(
-                    session_id="s",
-                    call_id="0",
-                    prompt_ids=[1],
-                    completion_ids=[2],
-                    logprobs=[-0.5],
-                    weight_versions=whole(1),
-                ),
-                CALL_SCHEMA,
-            ),
-            (
-                Session(
-                    session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=1.0
-                ),
-                SESSION_SCHEMA,
-            ),
-            (Event(kind="refused", host="example.com", method="GET", path="/"), EVENT_SCHEMA),
-        ],
-        ids=["call", "session", "event"],
-    )
-    def test_rows_survive_their_schema(self, record, schema):
-        row = record.to_row()
-        assert {*row, "digest"} == set(schema.names)
-        [stored] = pa.Table.from_pylist([row], schema=schema).to_pylist()
-        assert stored == {**row, "digest": None}
-
-    def test_every_field_of_a_call_has_a_column(self):
-        stored_otherwise = {"prompt_ids", "prefix_length"}
-        assert {field.name for field in fields(Call)} - stored_otherwise == set(CALL_SCHEMA.names) - {
-            "prompt_length",
-            "prompt_tail_ids",
-            "digest",
-        }

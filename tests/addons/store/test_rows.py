@@ -2,18 +2,15 @@
 
 import json
 import logging
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.store.digest import row_digest
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.rows import to_batch
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
-from rolltap.addons.store.tables import RunWriter, batch_rows, read_rows
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.rows import first_version, printable, row_digest, to_batch
+from rolltap.addons.store.tables import batch_rows
 from tests.deep import examples
 
 CALL = Call(
@@ -108,13 +105,46 @@ def test_a_call_whose_tokens_cannot_be_written_is_not_trained_on(column, value):
     assert found["violation"].startswith(f"not written: {column} (")
 
 
-def test_a_call_with_odd_text_is_committed(tmp_path):
-    write_metadata(tmp_path, {})
-    odd = Call(session_id="s", call_id="c", prompt_ids=[1], role_evidence="header x: \udcff", path="/\udcff")
-    with RunWriter(tmp_path) as writer:
-        writer.add_call(odd)
-        writer.add_event(Event(kind="rejected", detail="\udcff", path="/\udcff"))
-    (row,) = read_rows(tmp_path, "calls")
-    assert (row["role_evidence"], row["path"]) == ("header x: \ufffd", "/\ufffd")
-    (event,) = read_rows(tmp_path, "events")
-    assert event["detail"] == "\ufffd"
+@given(st.binary())
+def test_any_bytes_become_text_that_can_be_stored_and_shown(data):
+    text = printable(data.decode(errors="surrogateescape"), None)
+    text.encode()
+    assert text.isprintable()
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), max_size=500))
+def test_printable_text_stays(text):
+    assert printable(text) == text
+
+
+def test_a_long_text_is_cut_and_says_so():
+    assert printable("x" * 2000) == "x" * 500 + "... (2,000 characters)"
+
+
+def at(seconds):
+    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+
+
+def call(start, first, *spans):
+    """Return a call that started and sampled its first token at times in seconds; a span is a version and a length."""
+    position, rows = 0, []
+    for version, length in spans:
+        rows.append({"version": version, "start": position, "end": position + length})
+        position += length
+    return at(first) if first is not None else None, at(start), rows
+
+
+@pytest.mark.parametrize(
+    ("calls", "version"),
+    [
+        ([], None),
+        ([call(0, None)], None),
+        ([call(0, 1, ("a", 2), ("b", 1))], "a"),
+        ([call(0, 1, ("a", 0), ("b", 1))], "b"),  # adapter a answered nothing before it was lost
+        ([call(0, 9, ("late", 1)), call(1, 2, ("early", 1))], "early"),
+        ([call(0, None), call(1, 2, ("a", 1))], "a"),
+        ([call(3, None, ("a", 1)), call(4, 5, ("b", 1))], "a"),
+    ],
+)
+def test_the_version_of_a_session_is_that_of_its_first_sampled_token(calls, version):
+    assert first_version(calls) == first_version(calls[::-1]) == version

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +13,13 @@ from datasets import Dataset
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store import tables
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.schemas import SCHEMA_VERSION
+from rolltap.addons.store.records import SCHEMA_VERSION, Event
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+from tests import factories
+from tests.deep import cases
 
-SESSION = Session(session_id="s", task_id="task", group_id="group", harness="harness", status="completed", reward=0.5)
-
+SESSION = factories.make_session(reward=0.5)
 WRITER = """
 import os, resource, sys
 from pathlib import Path
@@ -76,22 +74,8 @@ def start_writer(run, script):
     return subprocess.Popen([sys.executable, "-c", WRITER + script, str(run)], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.fixture
-def run(tmp_path):
-    write_metadata(tmp_path, {"model": "tiny"})
-    return tmp_path
-
-
 def make_call(number):
-    return Call(
-        session_id="s",
-        call_id=str(number),
-        prompt_ids=[1, 2],
-        completion_ids=[3, number],
-        logprobs=[-0.5, -0.25],
-        weight_versions=[VersionSpan(version="1", start=0, end=2)],
-        started_at=datetime(2026, 1, 1, tzinfo=UTC),
-    )
+    return factories.make_call(number, [1, 2], [3, number])
 
 
 def write_calls(run, numbers):
@@ -151,7 +135,7 @@ class TestRunWriter:
         assert dataset["completion_ids"][:] == [[3, 0], [3, 1], [3, 2]]
         assert without_digests(dataset) == [make_call(number).to_row() for number in range(3)]
 
-    @pytest.mark.parametrize("acknowledged", [1, 50, 400])
+    @pytest.mark.parametrize("acknowledged", cases([50, 1, 400]))
     def test_kill_9_loses_no_acknowledged_commit(self, run, acknowledged):
         with start_writer(run, WRITES_UNTIL_KILLED) as child:
             seen = [child.stdout.readline().strip() for _ in range(acknowledged)]
@@ -356,36 +340,20 @@ class TestRequireRoom:
 
 
 class TestReadRows:
-    def test_a_truncated_tail_is_skipped_wherever_it_was_cut(self, run, caplog):
-        path = write_calls(run, range(2))
-        start = path.stat().st_size
-        path.unlink()
-        path = write_calls(run, range(3))
-        contents = path.read_bytes()
-        for size in range(start + 1, len(contents), 5):
-            caplog.clear()
-            path.write_bytes(contents[:size])
-            assert call_ids(run) == ["0", "1"], size
-            [warning] = caplog.records
-            assert warning.levelno == logging.WARNING
-            assert f"{path}, byte {start}: a commit cannot be read" in warning.getMessage()
-
-    def test_a_file_cut_within_its_schema_has_no_rows(self, run, caplog):
-        path = write_calls(run, [0])
-        os.truncate(path, 40)
-        assert call_ids(run) == []
-        assert f"{path}, byte 0: it has no schema" in caplog.text
-
-    def test_an_empty_file_has_no_rows(self, run, caplog):
-        os.truncate(write_calls(run, [0]), 0)
-        assert call_ids(run) == []
-        assert "byte 0: it has no schema" in caplog.text
-
-    def test_other_files_are_read_after_a_truncated_one(self, run):
+    @pytest.mark.parametrize(
+        ("left", "found", "damage"), [(0, [], "it has no schema"), (-1, ["0"], "a commit cannot be")]
+    )
+    def test_a_cut_file_is_read_up_to_its_damage_with_a_warning_and_others_after_it(
+        self, run, caplog, left, found, damage
+    ):
         path = write_calls(run, [0, 1])
         write_calls(run, [2])
-        os.truncate(path, path.stat().st_size - 1)
-        assert call_ids(run) == ["0", "2"]
+        os.truncate(path, path.stat().st_size + left if left else 0)
+        assert call_ids(run) == [*found, "2"]
+        (warning,) = caplog.records
+        assert warning.levelno == logging.WARNING
+        assert str(path) in warning.getMessage()
+        assert damage in warning.getMessage()
 
     @pytest.mark.parametrize(("change", "needed"), [(1, "a newer rolltap"), (-1, "an older rolltap")])
     def test_another_schema_is_refused(self, run, change, needed):
@@ -395,7 +363,7 @@ class TestReadRows:
             call_ids(run)
 
 
-class TestTrouble:
+class TestWriteOutage:
     @pytest.fixture
     def full(self, monkeypatch):
         """Return a list. While it is not empty, the disk is full."""

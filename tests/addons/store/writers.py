@@ -21,18 +21,20 @@ import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.store import staging, tables
-from rolltap.addons.store.digest import row_digest
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata, write_metadata
-from rolltap.addons.store.records import Call, Event, VersionSpan
-from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, Call, Event, VersionSpan
+from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.tables import RunWriter, read_rows
+from tests.deep import DEEP
 
-KILLS = 200
+KILLS = 200 if DEEP else 30
 LONGEST = 50_000
 """Most tokens of a call."""
+STRIDE = 1 if DEEP else 4
+"""A writer is killed at every step, or at every fourth one."""
 STEPPED = 4
 """Number of calls of a writer that is killed at every step. All but the last are compacted."""
-BALLAST = 40
+BALLAST = 40 if DEEP else 8
 """Number of ballast files. The disk fills up again after each one is deleted."""
 
 
@@ -158,7 +160,7 @@ def _killed_at(step: int) -> None:
 
 
 def steps(run: Path) -> list[list[str]]:
-    """Kill a writer at step 0, the next one at step 1, and so on until one completes. Returns their committed call ids.
+    """Kill a writer at step 0, the next one `STRIDE` later, until one completes. Returns their committed call ids.
 
     Writer N has the run folder `run/N`.
     """
@@ -171,7 +173,7 @@ def steps(run: Path) -> list[list[str]]:
         told: list[str] = []
 
         def work(descriptor: int, folder: Path = folder) -> None:
-            _killed_at(len(committed))
+            _killed_at(len(committed) * STRIDE)
             with RunWriter(folder) as writer:
                 for number in range(STEPPED):
                     writer.add_call(make_call(0, number, longest=2000))

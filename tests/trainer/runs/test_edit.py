@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
-from rolltap.addons.store.records import Event
-from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.cli.main import rolltap

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.compaction import BATCH_ROWS
-from rolltap.addons.store.digest import DIGEST, row_digest
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Event
-from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.records import DIGEST, Event
+from rolltap.addons.store.rows import row_digest
+from rolltap.addons.store.segment import BATCH_ROWS, SegmentReader
 from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import merge_runs

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value, disable_progress_bars
 
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.console import Advance

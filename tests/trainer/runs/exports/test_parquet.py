@@ -11,8 +11,7 @@ import pytest
 from datasets import Dataset, Features, List, Value, get_dataset_config_names, load_dataset, load_from_disk
 
 from rolltap.addons.store.metadata import add_recorder
-from rolltap.addons.store.records import Event
-from rolltap.addons.store.schemas import CALL_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.trainer.runs.exports import parquet
 from rolltap.trainer.runs.exports.card import TRACE_COLUMNS
 from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces, trace_row

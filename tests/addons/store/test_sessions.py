@@ -6,22 +6,15 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.store import sessions, tables
-from rolltap.addons.store.compaction import compact
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session
-from rolltap.addons.store.segment import SegmentReader
+from rolltap.addons.store.records import Event, Session
+from rolltap.addons.store.segment import SegmentReader, compact
 from rolltap.addons.store.sessions import EndedSessions, SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
-
-
-@pytest.fixture
-def run(tmp_path):
-    write_metadata(tmp_path, {"model": "tiny"})
-    return tmp_path
+from tests import factories
 
 
 def make_call(number, session_id):
-    return Call(session_id=session_id, call_id=str(number), prompt_ids=[1], completion_ids=[number], logprobs=[-0.5])
+    return factories.make_call(number, [1], [number], session_id=session_id)
 
 
 @pytest.fixture

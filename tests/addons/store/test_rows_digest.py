@@ -4,11 +4,17 @@ from datetime import UTC, datetime, timedelta, timezone
 import numpy as np
 import pytest
 
-from rolltap.addons.store.digest import DIGEST, row_digest
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Event, Session, VersionSpan
-from rolltap.addons.store.schemas import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA
-from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.addons.store.records import (
+    CALL_SCHEMA,
+    DIGEST,
+    EVENT_SCHEMA,
+    SESSION_SCHEMA,
+    Call,
+    Event,
+    Session,
+    VersionSpan,
+)
+from rolltap.addons.store.rows import row_digest
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CALL = Call(
@@ -111,18 +117,3 @@ def test_a_time_has_the_same_digest_in_every_time_zone():
 
 def test_the_digest_does_not_depend_on_the_order_of_a_spans_columns():
     assert digest(weight_versions=[{"end": 2, "start": 0, "version": "1"}]) == digest()
-
-
-def test_rows_come_back_with_their_own_digests(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        writer.add_call(CALL)
-        writer.add_session(
-            Session(
-                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1, started_at=NOON
-            )
-        )
-        writer.add_event(Event(kind="refused"))
-    for table, schema in (("calls", CALL_SCHEMA), ("sessions", SESSION_SCHEMA), ("events", EVENT_SCHEMA)):
-        [row] = read_rows(tmp_path, table)
-        assert row[DIGEST] == row_digest(row, schema), table
