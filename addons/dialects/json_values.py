@@ -1,9 +1,9 @@
-"""Bounds what JSON becomes when it is parsed: a few compressed bytes can be millions of values, in one call of C.
+"""Bounds of JSON before it is parsed, and the part of a request's options that a run folder may hold.
 
-The part of a request's options that a run folder may hold: numbers, flags and short words.
+A few compressed bytes can be millions of values, in one call of C.
 
 Options are free JSON. A harness may put a secret or a personal text anywhere in them, for instance the `authorization`
-of an MCP server.
+of an MCP server. Numbers, flags and short words are recorded.
 """
 
 import json
@@ -91,20 +91,17 @@ _MOST_TOOLS = 64
 _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
 """Options with a JSON schema. One that is applied is recorded with the applied parameters."""
 _URLS = frozenset({"server_url", "url"})
-_TOOL_KEYS = _URLS | {
-    # all APIs
-    *("type", "name", "enabled", "environment", "filters", "strict"),
-    # MCP
-    *("server_label", "connector_id", "mcp_server_name", "tool_configuration", "allowed_tools", "tool_names"),
-    *("read_only", "require_approval", "always", "never", "defer_loading", "allowed_callers"),
-    # search, files, computer
-    *("max_uses", "max_num_results", "max_characters", "max_content_tokens", "allowed_domains", "blocked_domains"),
-    *("search_context_size", "external_web_access", "display_width_px", "display_height_px", "display_number"),
-    # Google: kinds of tools, and their fields
-    *("googleSearch", "googleSearchRetrieval", "enterpriseWebSearch", "googleMaps", "urlContext", "codeExecution"),
-    *("computerUse", "fileSearch", "retrieval", "mcpServers", "streamableHttpTransport", "excludeDomains", "topK"),
-}
-"""Fields of hosted tools that hold no secret."""
+_HOSTED_FIELDS = """
+type name enabled environment filters strict
+server_label connector_id mcp_server_name tool_configuration allowed_tools tool_names read_only require_approval always
+never defer_loading allowed_callers
+max_uses max_num_results max_characters max_content_tokens allowed_domains blocked_domains search_context_size
+external_web_access display_width_px display_height_px display_number
+googleSearch googleSearchRetrieval enterpriseWebSearch googleMaps urlContext codeExecution computerUse fileSearch
+retrieval mcpServers streamableHttpTransport excludeDomains topK
+"""
+_TOOL_KEYS = _URLS | set(_HOSTED_FIELDS.split())
+"""Fields of hosted tools that hold no secret: of all APIs, of MCP, of search, files and computers, of Google."""
 
 
 def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:

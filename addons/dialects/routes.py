@@ -1,6 +1,6 @@
-"""Routing: method, path and headers of a request to a model API and its operation.
+"""Routing: method, path and headers of a request -> the model API and its operation.
 
-Requests that are not served and look like model calls: how they are recognised, answered, and what they need.
+A request that is not served and looks like a model call is answered with what would make it one.
 """
 
 import re
@@ -16,16 +16,22 @@ from rolltap.addons.dialects.model_call import DialectError
 
 DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
 
-KNOWN_PREFIXES = (
-    *("/openai", "/openai/deployments/*", "/models"),  # Azure OpenAI (also Groq, Bedrock), Azure AI
-    *("/v1beta/openai", "/v1*/projects/*/locations/*/endpoints/*"),  # Gemini and Vertex AI
-    *("/anthropic", "/api/anthropic", "/apps/anthropic"),  # DeepSeek, Moonshot, MiniMax, Azure AI; Zhipu; DashScope
-    *("/api", "/backend-api/codex", "/zen", "/zen/go", "/api/openrouter"),  # OpenRouter, Codex, OpenCode, Kilo
-    *("/compatible-mode", "/api/v3", "/api/coding/v3", "/coding"),  # DashScope, Ark, Kimi
-    *("/api/paas/v4", "/api/coding/paas/v4", "/v2"),  # Zhipu, Qianfan
-    *("/inference", "/v1/openai", "/v3/openai", "/beta"),  # Fireworks and GitHub, DeepInfra, Novita, DeepSeek
-    *("/compatibility", "/serving-endpoints", "/client/v4/accounts/*/ai"),  # Cohere, Databricks, Cloudflare
-)
+_PREFIXES = """
+Azure OpenAI, Groq, Bedrock:    /openai /openai/deployments/*
+Azure AI:                       /models /anthropic
+Gemini, Vertex AI:              /v1beta/openai /v1*/projects/*/locations/*/endpoints/*
+DeepSeek, Moonshot, MiniMax:    /anthropic /beta
+Zhipu:                          /api/anthropic /api/paas/v4 /api/coding/paas/v4
+DashScope:                      /apps/anthropic /compatible-mode
+Ark, Kimi:                      /api/v3 /api/coding/v3 /coding
+OpenRouter, Codex:              /api /backend-api/codex
+OpenCode, Kilo:                 /zen /zen/go /api/openrouter
+Qianfan:                        /v2
+Fireworks, GitHub:              /inference
+DeepInfra, Novita:              /v1/openai /v3/openai
+Cohere, Databricks, Cloudflare: /compatibility /serving-endpoints /client/v4/accounts/*/ai
+"""
+KNOWN_PREFIXES = tuple(dict.fromkeys(re.findall(r"/\S+", _PREFIXES)))
 """Patterns of what the base URLs of well-known providers have before the paths of an API, `*` for any text."""
 
 ANY_PREFIX = ("*",)

@@ -3,9 +3,8 @@
 A stored object (a conversation, a cached content, the mark of a deleted response) is a list of entries that only grows.
 Its path names it. An object of another session is unknown.
 
-The part of a conversation that a session stores: what the model sees of it, and what names it.
-
-Items and contents are free JSON. A program may put a secret into any field, as it may into options: see `recordable`.
+Items and contents are free JSON. A program may put a secret into any field, as it may into options (see `recordable`):
+of each, only that is stored which the model sees or which names it.
 """
 
 import json

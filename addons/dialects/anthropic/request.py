@@ -1,6 +1,4 @@
-"""Requests of the Messages API.
-
-The conversation of a request to the Anthropic Messages API: system prompt, messages and their content blocks.
+"""Requests of the Messages API: options, tools, system prompt, messages and their content blocks.
 
 A conversation must decode to the same messages in each request. These differences between the requests of a Claude
 Code session are therefore removed:

@@ -1,9 +1,7 @@
-"""Cached contents of the Gemini API: what comes first in the requests that name it.
+"""Cached contents of the Gemini API: the content that comes first in the requests that name it, and its storage.
 
 A cached content lasts as long as its session: an engine may be slower than the time to live that a program chose for
 Google's. Errors are in the words of the API.
-
-The part of a cached content that a session stores.
 """
 
 import re
@@ -35,13 +33,18 @@ from rolltap.addons.dialects.stored import (
 _CALL: Shape = {"id": identifier, "name": text, "args": fields_of_a_tool}
 _RESPONSE: Shape = {"id": identifier, "name": text, "response": fields_of_a_tool, "parts": {"text": text}}
 _PARTS: Shape = {
-    **{"text": text, "thought": flag, "thoughtSignature": own_signature},
-    **{"functionCall": _CALL, "functionResponse": _RESPONSE},
+    "text": text,
+    "thought": flag,
+    "thoughtSignature": own_signature,
+    "functionCall": _CALL,
+    "functionResponse": _RESPONSE,
 }
 _CONTENT: Shape = {"role": word, "parts": _PARTS}
 _FUNCTION: Shape = {
-    **{"name": label, "description": text},
-    **{"parameters": fields_of_a_tool, "parametersJsonSchema": fields_of_a_tool},
+    "name": label,
+    "description": text,
+    "parameters": fields_of_a_tool,
+    "parametersJsonSchema": fields_of_a_tool,
 }
 
 
@@ -63,20 +66,17 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 _CACHED: Shape = {
-    **{"model": label, "displayName": label, "systemInstruction": _CONTENT, "contents": _CONTENT},
-    **{"tools": _tools, "toolConfig": {"functionCallingConfig": {"mode": word, "allowedFunctionNames": _names}}},
+    "model": label,
+    "displayName": label,
+    "systemInstruction": _CONTENT,
+    "contents": _CONTENT,
+    "tools": _tools,
+    "toolConfig": {"functionCallingConfig": {"mode": word, "allowedFunctionNames": _names}},
 }
-
-
-def kept_content(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what is stored of a cached content that can be decoded and has no images, audio and files."""
-    stored: dict[str, Any] = kept(content, _CACHED, camel_case_fields)
-    return stored
 
 
 _PATH = re.compile(r"/(?:v1|v1beta|v1beta1)/(?P<name>(?:projects/[^/]+/locations/[^/]+/)?cachedContents(?:/[^/:]+)?)")
 _SECONDS = re.compile(r"\d{1,9}(\.\d{1,9})?s", re.ASCII)
-_CONTENT_FIELDS = ("model", "displayName", "systemInstruction", "tools", "toolConfig", "contents")
 _LIFETIME = 3600
 """Seconds, unless the request has a `ttl` or an `expireTime`."""
 
@@ -120,8 +120,8 @@ def _given_content(body: Fields) -> tuple[dict[str, Any], int]:
     """
     for key in ("model", "displayName"):
         body.optional(key, Fields.label)
-    model_call = decode_content(body.replaced(body.chosen(_CONTENT_FIELDS)))
-    return kept_content(body.chosen(_CONTENT_FIELDS)), model_call.hidden
+    model_call = decode_content(body.replaced(body.chosen(_CACHED)))
+    return kept(body.chosen(_CACHED), _CACHED, camel_case_fields), model_call.hidden
 
 
 def _body(request: StoredRequest) -> dict[str, Any]:

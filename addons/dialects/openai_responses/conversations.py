@@ -1,4 +1,6 @@
-"""Conversations of the Responses API: lists of items that requests are added to, and the replies to them.
+"""Conversations of the Responses API, the ids in its requests, and requests about what is stored.
+
+A conversation is a list of items to which requests and their replies are added.
 
 The entries of a conversation:
 
@@ -22,8 +24,6 @@ The ids in a request of the Responses API: earlier responses, their items, and c
 | `conversation` | the items of a conversation, to which the request and its reply are added |
 
 All replies can be named, those to requests with `store: false` too. Errors are in the words of OpenAI's API.
-
-Routing of requests about what is stored: `/v1/conversations`, and earlier responses.
 """
 
 import re

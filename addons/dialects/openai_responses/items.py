@@ -229,8 +229,12 @@ _CALL: Shape = {**_COMMON, "call_id": identifier, "name": text, "namespace": lab
 _RESULT: Shape = {**_COMMON, "call_id": identifier, "output": _PARTS}
 _FORMAT: Shape = {"type": word, "syntax": word, "definition": text}
 _TOOL: Shape = {
-    **{"type": word, "name": label, "description": text},
-    **{"parameters": fields_of_a_tool, "strict": flag, "format": _FORMAT},
+    "type": word,
+    "name": label,
+    "description": text,
+    "parameters": fields_of_a_tool,
+    "strict": flag,
+    "format": _FORMAT,
 }
 _NAMESPACE: Shape = {**_TOOL, "tools": _TOOL}
 

@@ -40,7 +40,7 @@ def encode_token_count(num_tokens: int) -> bytes:
 
 def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
     """Return the body of a reply to Codex's request for its catalogue of models."""
-    return dump_json(catalogue(models))
+    return dump_json({"models": [_entry(model, priority) for priority, model in enumerate(models)]})
 
 
 def response(
@@ -156,11 +156,10 @@ def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, A
     }
 
 
-_HINT, _TRIGGER = "compaction", "trigger"
 _COMPACTION = "compaction"
 """Key of the recorded options: True when the reply is a compaction item."""
 _MARK = "rolltap-summary:"
-_REQUEST = (
+_SUMMARY_REQUEST = (
     "The conversation is about to be replaced by a summary of it. Write that summary now, and nothing else: the task, "
     "the user's wishes, what was done and found, what is left to do, and every name, path and value that is needed to "
     "go on with the work."
@@ -170,8 +169,8 @@ _HEADING = "Summary of the conversation so far:\n\n"
 
 def ask_for_summary(model_call: ModelCall) -> None:
     """Append the request for a summary to the messages, and mark the call as a compaction, whose reply is a text."""
-    model_call.messages.append({"role": "user", "content": _REQUEST})
-    model_call.client_metadata[_HINT] = _TRIGGER
+    model_call.messages.append({"role": "user", "content": _SUMMARY_REQUEST})
+    model_call.client_metadata["compaction"] = "trigger"
     model_call.requested_sampling[_COMPACTION] = True
     model_call.may_call = False
 
@@ -197,7 +196,7 @@ def unseal(sealed: str | None) -> str | None:
 
 _LONGEST_TOOL_OUTPUT = 10_000
 """Tokens, as in Codex's own catalogue."""
-_INSTRUCTIONS = (
+_CODEX_PROMPT = (
     "You are Codex, a coding agent in the user's terminal. Work in the current directory with the tools that you have. "
     "Look before you change anything, edit files with shell commands, check what you did, and go on until the task is "
     "done. End with a short account of what you changed."
@@ -205,12 +204,13 @@ _INSTRUCTIONS = (
 """The system prompt. Codex takes it from the catalogue and adds its own text about skills and the environment."""
 
 
-def catalogue(models: list[ServedModel]) -> dict[str, Any]:
-    """Return the catalogue of `models`. Codex uses the first as its default."""
-    return {"models": [_entry(model, priority) for priority, model in enumerate(models)]}
-
-
 def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
+    """Return the entry of a model in Codex's catalogue. Codex uses the first model as its default.
+
+    Codex requests it from chatgpt.com when it has an API key, and takes its default model, its tools and the size of
+    the context window from it. OpenAI does not document the format. The fields are those that Codex 0.169 requires, and
+    those that choose its tools.
+    """
     return {
         "slug": model.name,
         "display_name": model.name,
@@ -223,7 +223,7 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         # Codex counts four bytes as one token, but one byte can be a token: an eighth may really be half the window.
         "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context_window // 8)},
         "input_modalities": ["text"],
-        "base_instructions": _INSTRUCTIONS,
+        "base_instructions": _CODEX_PROMPT,
         # Function tools only: a shell; no freeform apply_patch, which would need `apply_patch_tool_type`; no
         # namespaces of sub-agents.
         "shell_type": "unified_exec",

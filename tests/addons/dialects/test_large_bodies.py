@@ -1,4 +1,4 @@
-"""Bodies of megabytes that once cost quadratic time. A quadratic way takes minutes for each."""
+"""Bodies of megabytes that once cost quadratic time. A quadratic way takes minutes for each in the deep suite."""
 
 import json
 
@@ -6,7 +6,9 @@ import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_responses
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
+from tests.deep import DEEP
 
+MANY = 20_000 if DEEP else 2_000
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -24,7 +26,7 @@ def contents(*turns):
 
 
 def test_many_tools_have_their_own_names():
-    names = [f"n{i}" for i in range(30_000)]
+    names = [f"n{i}" for i in range(MANY)]
     call = responses([{"type": "function", "name": name} for name in names])
     assert [tool["function"]["name"] for tool in call.tools] == names
 
@@ -44,7 +46,7 @@ def test_many_tools_that_would_have_the_same_name_have_different_ones():
 
 @pytest.mark.parametrize("ids", [True, False], ids=["by id", "by name"])
 def test_many_function_responses_find_their_calls(ids):
-    numbers = range(20_000)
+    numbers = range(MANY)
     calls = [{"functionCall": {"name": "look"} | ({"id": f"c{i}"} if ids else {})} for i in numbers]
     answers = [
         {"functionResponse": {"name": "look"} | ({"id": f"c{i}"} if ids else {})}
@@ -53,17 +55,17 @@ def test_many_function_responses_find_their_calls(ids):
     asked, *results = contents(("model", calls), ("user", answers))
     answered = [result["tool_call_id"] for result in results]
     assert sorted(answered) == sorted(call["id"] for call in asked["tool_calls"])
-    assert answered[0] == ("c19999" if ids else "call_1")
+    assert answered[0] == (f"c{MANY - 1}" if ids else "call_1")
 
 
 def test_many_pieces_of_one_turn_are_one_text():
-    parts = [{"text": "a"}, {"text": "b", "thought": True}] * 20_000
+    parts = [{"text": "a"}, {"text": "b", "thought": True}] * MANY
     (whole, _), (split, _) = (
         contents(("model", parts), ("user", [{"text": "Hi"}])),
         contents(*(("model", [part]) for part in parts), ("user", [{"text": "Hi"}])),
     )
     assert whole == split
-    assert (len(whole["content"]), len(whole["reasoning_content"])) == (20_000, 20_000)
+    assert (len(whole["content"]), len(whole["reasoning_content"])) == (MANY, MANY)
 
 
 def test_many_references_to_a_tool_define_it_once():
@@ -90,7 +92,7 @@ def test_a_long_command_has_its_normal_form(command, normal):
 
 
 def test_a_tool_of_many_defaults_costs_a_call_the_arguments_that_it_has():
-    properties = {f"p{i}": {"default": "x" * 100} for i in range(20_000)}
+    properties = {f"p{i}": {"default": "x" * 100} for i in range(MANY)}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}
-    for i in range(20_000):
+    for i in range(MANY):
         assert normal_arguments({f"p{i}": "x" * 100, "q": "y"}, tool) == {"q": "y"}
