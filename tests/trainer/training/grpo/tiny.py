@@ -153,7 +153,7 @@ def make_trainer(
         groups_per_step=groups_per_step,
         before_batch=before_batch,
         processing_class=tokenizer(),
-        peft_config=peft_config,
+        peft_config=copy.deepcopy(peft_config),  # PEFT writes the names of the modules into it
         callbacks=[spy] if spy else None,
     )
 
