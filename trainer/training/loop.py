@@ -118,17 +118,16 @@ def first_on_main(function: Callable[[], T]) -> T:
     return together(lambda: results[0] if results else function())
 
 
-def require_machine(machine: Machine | None, urls: int | None = None) -> None:
+def require_machine(machine: Machine | None, processes: int, urls: int | None = None) -> None:
     """Raise `InputError` for other numbers of processes and engine URLs than a recipe's table [machine] gives.
 
     `urls` None is a training without engines.
     """
     given = {} if machine is None else machine.model_dump(exclude_unset=True)
-    started = processes_started()
-    if (processes := given.get("processes", started)) != started:
+    if (declared := given.get("processes", processes)) != processes:
         raise InputError(
-            f"machine.processes is {processes}, but the number of training processes is {started}: start them with "
-            f"`torchrun --nproc-per-node {processes} -m rolltap train ...`, or change the recipe"
+            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
+            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
         )
     if urls is not None and (engines := given.get("engines", urls)) != urls:
         raise InputError(
@@ -168,7 +167,7 @@ def train(
     engines = only_on_main(lambda: Engines(engine))
 
     def check() -> tuple[list[Task], Harness]:
-        require_machine(recipe.machine, len(engines.admins))
+        require_machine(recipe.machine, processes_started(), len(engines.admins))
         check_arguments(recipe)
         tasks, harness = _rollouts(recipe)
         tasks = _worker(recipe, harness, engine, run).fit(tasks)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.launcher import processes_started
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -113,7 +114,7 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
 
 def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
     """Return the groups to train, after the checks of recipe and runs."""
-    require_machine(recipe.machine)
+    require_machine(recipe.machine, processes_started())
     check_arguments(recipe)
     temperature = recipe.grpo.get("temperature", 1.0)
     for run in runs:

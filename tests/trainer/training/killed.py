@@ -1,6 +1,6 @@
-"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER [N]`.
+"""Trainings that are killed and started again: `python -m tests.trainer.training.killed FOLDER [short]`.
 
-All points of `POINTS` are tried, or with N every Nth of each list.
+All points of `POINTS` are tried, or the `SHORT` ones.
 
 One process imports everything and has no threads. It forks a process for each training. The loop, the trainer, the
 publisher, the checkpoints and the run folder are the real ones. In place of the engine there is a folder with the
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from rolltap.trainer.engine import engines, publish
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.training import attempt, loop, online
+from rolltap.trainer.training import attempt, loop, online, report
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
@@ -114,6 +114,17 @@ POINTS = {
 training is killed, one after the other. The file before `training_args.bin` is the model. The sessions from the fifth
 on are those of a further group."""
 
+SHORT = {
+    "checkpoint": [
+        ["0: after writing training.json 1"],
+        ["3: after the engine has loaded the weights 1", "0: after the engine has loaded the weights 1"],
+        ["4: after a session was recorded 5"],
+        ["3: half of scheduler.pt 1"],
+    ],
+    "lora": [["4: before save_finished 1"]],
+}
+"""A point of each kind: at the start, while weights are published, in a rollout, in a checkpoint, at the end."""
+
 
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
@@ -168,6 +179,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
         worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
+        report.plot_run = lambda run, title: None  # which takes longer than such a training
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:
@@ -278,8 +290,8 @@ def recipe_of(kind: str) -> str:
     return recipe + (LORA if kind == "lora" else "")
 
 
-def main(folder: Path, every: int) -> None:
-    """Write the recipe, train without a kill, and then once for every so many-th point."""
+def main(folder: Path, points: dict[str, list[list[str]]]) -> None:
+    """Write the recipes, train without a kill, and then once for each list of points."""
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads before the forks
     tiny_folder(folder / "model")
@@ -289,17 +301,17 @@ def main(folder: Path, every: int) -> None:
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
     reports = []
-    for kind in POINTS:
+    for kind in points:
         place = folder / kind
         place.mkdir()
         (place / "recipe.toml").write_text(recipe_of(kind))
         (place / "plain").mkdir()
         assert train(place / "plain") == 0
-        for number, kills in enumerate(POINTS[kind][::every]):
+        for number, kills in enumerate(points[kind]):
             (place / str(number)).mkdir()
             reports.append({"publish": kind, **report_of(place / "plain", place / str(number), kills)})
     print(json.dumps(reports))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    main(Path(sys.argv[1]), SHORT if "short" in sys.argv else POINTS)

@@ -18,9 +18,13 @@ def training(tmp_path):
     return Training(tmp_path)
 
 
-def test_two_processes_train_what_one_does(training, monkeypatch):
+def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch):
+    died = training.in_two(fault="second_dies")
+    assert not died.startswith("0\n")
+    assert training.owners() == []
     printed = training.in_two()
     assert printed.startswith("0\n"), printed
+    assert "resuming from" in printed
     assert printed.count("step 2/2  4 sessions in") == 1
     run, again = training.folder / "run", training.folder / "again"
     shutil.copytree(run, again, ignore=shutil.ignore_patterns("checkpoints", FINISHED, METRICS))
@@ -37,6 +41,33 @@ def test_two_processes_train_what_one_does(training, monkeypatch):
     assert training.owners() == []
 
 
+def test_an_error_of_the_main_process_ends_all_and_is_printed_once(training):
+    printed = training.in_two(fault="publish_is_refused")
+    assert not printed.startswith("0\n")
+    message = "the engine at http://127.0.0.1:10 refuses policy-"
+    lines = [line for line in printed.splitlines() if message in line]
+    assert [line.partition(": ")[0] for line in lines] == ["error"]
+    assert training.owners() == []
+
+
+@pytest.mark.deep  # the short suite has an error and the end of the other process, above
+def test_processes_end_when_the_first_is_stopped_and_a_new_start_goes_on(training):
+    assert not training.in_two(fault="first_is_stopped").startswith("0\n")
+    assert training.owners() == []
+    ended = training.in_two()
+    assert ended.startswith("0\n"), ended
+    assert "resuming from" in ended
+
+
+@pytest.mark.deep  # as an error in the middle, above
+def test_a_wrong_recipe_is_refused_once(training):
+    training.recipe(RECIPE.replace("steps = 2", "steps = 0"))
+    printed = training.in_two()
+    assert printed.count("error: ") == 1, printed
+    assert "'steps' is 0" in printed
+
+
+@pytest.mark.deep  # grpo/test_replicated.py trains an adapter on two ranks, test_offline.py recorded runs on one
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_trained_on_recorded_runs_by_two_processes_as_by_one(training, monkeypatch):
     training.recipe('publish = "lora"\n' + RECIPE + LORA)
@@ -47,28 +78,6 @@ def test_an_adapter_is_trained_on_recorded_runs_by_two_processes_as_by_one(train
     assert largest_difference(training.weights("one"), training.weights("two")) < 1e-5
 
 
-def test_a_wrong_recipe_is_said_once(training):
-    training.recipe(RECIPE.replace("steps = 2", "steps = 0"))
-    printed = training.in_two()
-    assert printed.count("error: ") == 1, printed
-    assert "'steps' is 0" in printed
-
-
-def test_processes_end_when_one_fails_or_is_stopped_and_a_new_start_goes_on(training):
-    printed = {}
-    for fault in ("publish_is_refused", "first_is_stopped", "second_dies"):
-        printed[fault] = training.in_two(fault=fault)
-        assert not printed[fault].startswith("0\n")
-        assert training.owners() == []
-    message = "the engine at http://127.0.0.1:10 refuses policy-"
-    said = [line for line in printed["publish_is_refused"].splitlines() if message in line]
-    assert [line.partition(": ")[0] for line in said] == ["error"]
-    assert "resuming from" in printed["second_dies"]
-    ended = training.in_two()
-    assert ended.startswith("0\n"), ended
-    assert "resuming from" in ended
-
-
 class TestMachine:
     @pytest.mark.parametrize(
         ("machine", "message"),
@@ -77,15 +86,13 @@ class TestMachine:
             (Machine(engines=4), r"machine\.engines is 4, but the number of engine URLs is 1: give --engine as many"),
         ],
     )
-    def test_other_numbers_than_the_recipes_are_refused(self, monkeypatch, machine, message):
-        monkeypatch.setenv("WORLD_SIZE", "2")
+    def test_other_numbers_than_the_recipes_are_refused(self, machine, message):
         with pytest.raises(InputError, match=message):
-            require_machine(machine, 1)
+            require_machine(machine, 2, 1)
 
     @pytest.mark.parametrize("machine", [None, Machine(), Machine(processes=2, engines=3), Machine(gpu_gib=80.0)])
-    def test_numbers_that_the_recipe_does_not_give_are_free(self, monkeypatch, machine):
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        require_machine(machine, 3)
+    def test_numbers_that_the_recipe_does_not_give_are_free(self, machine):
+        require_machine(machine, 2, 3)
 
     def test_recorded_runs_need_no_engines(self):
-        require_machine(Machine(engines=2))
+        require_machine(Machine(engines=2), 1)

@@ -6,16 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.deep import DEEP
+from tests.trainer.training.killed import POINTS, SHORT
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_training_that_was_killed_ends_with_the_batches_and_weights_of_one_that_was_not(tmp_path):
-    command = [sys.executable, "-m", "tests.trainer.training.killed", str(tmp_path), "6"]
+    command = [sys.executable, "-m", "tests.trainer.training.killed", str(tmp_path), *([] if DEEP else ["short"])]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     reports = json.loads(process.stdout)
-    assert len(reports) == 8
+    assert len(reports) == sum(map(len, (POINTS if DEEP else SHORT).values()))
     as_it_should = dict.fromkeys(
         ("killed", "unfinished", "ended", "batches", "weights", "sessions", "metrics", "tidy"), True
     )
@@ -24,4 +27,4 @@ def test_a_training_that_was_killed_ends_with_the_batches_and_weights_of_one_tha
     resumed = {"; ".join(report["points"]): report["resumed"] for report in reports}
     assert resumed["0: after writing training.json 1"] == [0, 1, 2, 3, 4]
     assert resumed["3: half of scheduler.pt 1"] == [2, 3, 4]
-    assert resumed["4: before renaming run 1"] == []
+    assert resumed["4: before save_finished 1"] == []

@@ -65,7 +65,6 @@ class Training:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=150,
         )
         assert _running(mark) == []
         return f"{process.returncode}\n{process.stderr}"

@@ -1,9 +1,7 @@
-"""Findings of a plan about a recipe: what cannot work, what may go wrong, and what is not there yet.
-
-The machine that a recipe is planned for.
-"""
+"""Findings of a plan: what a start refuses or cannot work, what may go wrong, and what is not there yet."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,25 @@ from rolltap.trainer.models.loading import INSTALL, Dtype, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
-from rolltap.trainer.training.dry_run.memory import GIB
+from rolltap.trainer.training.dry_run.memory import GIB, SLACK, Memory, Rows, session_bytes
 from rolltap.trainer.training.dry_run.model import ModelNumbers
+from rolltap.trainer.training.loop import require_machine
 from rolltap.trainer.training.recipe import Recipe
 
 FIRST_PORT = 8000
 """Port of the first engine, if no URL is given."""
+SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about a recipe, and what to do about it."""
+
+    level: Literal["error", "warning", "note"]
+    """error: a start would be refused or would fail. warning: it starts, and is slow or may fail. note: is missing
+    here, and the plan does without."""
+    text: str
+    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +55,8 @@ class Machine:
 def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, online: bool = True) -> Machine:
     """Return the machine that a recipe's table [machine] names, and otherwise this one.
 
-    `engine` is the value of `--engine`: URLs, separated by commas. `processes` is the number of processes that are
-    started. Without `online` there are no engines.
-
-    The type of the weights is the one that a start on this machine chooses: the recipe's, or bfloat16 with a GPU and
-    float32 without one.
+    `engine` is the value of `--engine`, and `processes` the number of processes that are started. Without `online`
+    there are no engines. The type of the weights is the one that a start on this machine chooses.
     """
     declared = recipe.machine
     cuda = torch.cuda.is_available()
@@ -70,101 +78,123 @@ def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, onl
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing about a recipe, and what to do about it."""
-
-    level: Literal["error", "warning", "note"]
-    """error: a start would be refused or would fail. warning: it starts, and is slow or may fail. note: is missing
-    here, and the plan does without."""
-    text: str
-    fix: str
-
-
-def error(text: str, fix: str) -> Finding:
-    """Return a finding of a recipe that cannot run."""
-    return Finding("error", text, fix)
-
-
-def warning(text: str, fix: str) -> Finding:
-    """Return a finding of a recipe that may go wrong."""
-    return Finding("warning", text, fix)
-
-
 def refused(refusal: RolltapError) -> Finding:
     """Return the finding of what a start refuses. Its remedy comes after the last colon of the message."""
     what, _, fix = str(refusal).rpartition(": ")
-    return error(what or fix, fix if what else "correct the recipe")
+    return Finding("error", what or fix, fix if what else "correct the recipe")
 
 
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model: those of a start's own checks first."""
-    yield from _refused(recipe, online=bool(machine.engines))
+    yield from _refused(recipe, machine)
     if machine.engines:
         yield from _rollouts(recipe)
+        if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
+            fix = 'install it, or publish = "checkpoint"'
+            yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
+        if recipe.publish == "nccl" and machine.shared_gpu:
+            fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
+            yield Finding("error", "NCCL does not join two processes on one GPU", fix)
+        if recipe.publish == "lora" and len(machine.engines) > 1:
+            text = f"{len(machine.engines)} engines, one a GPU: vLLM with --data-parallel-size cannot load adapters"
+            yield Finding("note", text, "start each as written")
     if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
         yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
-    if machine.engines:
-        yield from _publishing(recipe, machine)
-    if machine.dtype == "float16" and not recipe.lora:
-        yield error("float16 has too small a range to update full weights", 'dtype = "bfloat16", or add a [lora] table')
-    yield from _processes(recipe, machine)
+    sessions = recipe.groups_per_step * recipe.sessions
+    parts = machine.processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
+    if machine.processes > sessions:
+        text = f"{machine.processes} processes have only {sessions} sessions a step to train on"
+        yield Finding("error", text, f"at most {sessions} processes, or more groups or sessions")
+    elif parts > sessions:
+        text = f"a step has {sessions} sessions for {parts} micro-batches of all processes: some are empty"
+        yield Finding("warning", text, "a smaller grpo.gradient_accumulation_steps")
+    if machine.processes > machine.gpus:
+        text = f"{machine.processes} processes on a machine with {machine.gpus} GPUs"
+        yield Finding("error", text, "one process for each GPU that trains")
+    if machine.shared_gpu and machine.gpu is None:
+        yield Finding("warning", "the memory of the shared GPU is not known", "give machine.gpu_gib")
     if machine.cuda and machine.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
-        yield error("this GPU does not compute in bfloat16", 'dtype = "float16" with [lora], or dtype = "float32"')
+        fix = 'dtype = "float16" with [lora], or dtype = "float32"'
+        yield Finding("error", "this GPU does not compute in bfloat16", fix)
     if recipe.grpo.get("forward") == "padded":
-        yield warning(
-            'the memory of forward = "padded" is an estimate: rows are padded to the longest', 'forward = "segments"'
-        )
+        text = 'the memory of forward = "padded" is an estimate: rows are padded to the longest'
+        yield Finding("warning", text, 'forward = "segments"')
 
 
 def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterator[Finding]:
     """Yield the findings that need the model's numbers, but no memory."""
+    context = f"the model's context of {numbers.context:,} tokens"
     if recipe.max_tokens is None:
-        yield warning(
-            f"max_tokens is not set: traces are planned with the model's context of {numbers.context:,} tokens",
-            "set max_tokens to the longest trace that is worth its memory",
-        )
+        text = f"max_tokens is not set: traces are planned with {context}"
+        yield Finding("warning", text, "set max_tokens to the longest trace that is worth its memory")
     elif recipe.max_tokens > numbers.context:
-        yield error(
-            f"max_tokens = {recipe.max_tokens:,} is more than the model's context of {numbers.context:,} tokens",
-            f"max_tokens = {numbers.context} or less",
-        )
+        text = f"max_tokens = {recipe.max_tokens:,} is more than {context}"
+        yield Finding("error", text, f"max_tokens = {numbers.context} or less")
     if missing := [name for name, there in kernels(numbers.model_type).items() if not there]:
         where = "" if machine.cuda else " (here; look again on the machine that trains)"
-        yield warning(
-            f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)}{where}",
-            f"{INSTALL} on the machine with the GPU",
-        )
+        text = f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)}{where}"
+        yield Finding("warning", text, f"{INSTALL} on the machine with the GPU")
     if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
-        yield error(
-            "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned",
-            "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings",
+        text = "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned"
+        fix = "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings"
+        yield Finding("error", text, fix)
+
+
+def of_memory(
+    recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: Rows, memory: Memory
+) -> Iterator[Finding]:
+    """Yield a finding for each way in which the memory is too small."""
+    if machine.gpu is None:
+        yield Finding("note", "the memory of a GPU is not known: nothing is said about what fits", "machine.gpu_gib")
+        return
+    gpu, always, engine = machine.gpu, memory.always.total, memory.engine
+    planned = memory.planned_traces or 0
+    if always > SLACK * gpu:
+        text = f"weights, gradients and optimizer take {_gib(always)} of a GPU's {_gib(gpu)}"
+        fix = "more machine.processes, which share the optimizer's state, or a "
+        yield Finding("error", text, fix + ("larger GPU" if recipe.lora else "[lora] table"))
+        return
+    if memory.traces.total > planned:
+        text = f"a trace of {traces.longest:,} tokens takes {_gib(memory.traces.total)}, and {_gib(planned)} are left"
+        fix = "a smaller max_tokens" + ("" if recipe.grpo.get("offload_states") else ", or offload_states = true")
+        yield Finding("error", text, fix + (", or a machine with a GPU for each" if machine.shared_gpu else ""))
+    elif always + planned + (engine.total if engine and machine.shared_gpu else 0) > gpu:
+        text = f"grpo.memory_gib = {recipe.grpo['memory_gib']} is more than the GPU has besides {_gib(always)}"
+        yield Finding("error", text, "a smaller grpo.memory_gib, or none")
+    if engine is None:
+        return
+    if engine.sessions < 1:
+        one = _gib(session_bytes(numbers, traces.longest))
+        text = (
+            f"the engine's cache of {_gib(engine.cache)} does not hold a session of {traces.longest:,} tokens ({one})"
         )
+        fix = "a smaller max_tokens" + (", or another GPU for the engine" if machine.shared_gpu else "")
+        yield Finding("error", text, fix)
+    elif (held := engine.sessions * len(machine.engines)) < recipe.concurrency:
+        text = f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the longest: vLLM would "
+        fix = "a smaller concurrency, unless most sessions are much shorter"
+        yield Finding("warning", f"{text}compute some of them again", fix)
+    folder, needed = recipe.publish_folder, memory.disk.published
+    if folder and folder.is_relative_to(SHM) and SHM.is_dir() and (free := shutil.disk_usage(SHM).free) < needed:
+        text = f"{folder} needs {_gib(needed)} of memory, and {_gib(free)} are free here"
+        yield Finding("note", text, "a larger /dev/shm (docker run --shm-size)")
 
 
-def adapter_rank(recipe: Recipe) -> int:
-    """Return the largest rank of the adapter's layers. A value of another type is refused elsewhere."""
-    pattern = recipe.lora.get("rank_pattern") or {}
-    ranks = [recipe.lora.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else [])]
-    return max([rank for rank in ranks if isinstance(rank, int)], default=8)
-
-
-def _refused(recipe: Recipe, *, online: bool) -> Iterator[Finding]:
-    """Yield what a start refuses first, with the same checks. Without `online` there are no rollouts."""
+def _refused(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
+    """Yield the first thing that a start refuses, found by its own checks."""
+    online = bool(machine.engines)
     tasks = recipe.tasks if online and recipe.tasks and recipe.tasks.is_file() else None
-    rows: list[object] = []
-
-    def read_tasks() -> None:
-        rows.extend(load_tasks(tasks) if tasks else range(recipe.groups_per_step))
 
     def arguments() -> None:
+        rows = load_tasks(tasks) if tasks else range(recipe.groups_per_step)
         training_arguments(recipe, Path("run"), 0, rows)
 
     checks: list[Callable[[], object]] = [
+        lambda: require_machine(recipe.machine, machine.processes, len(machine.engines) if online else None),
         lambda: check_arguments(recipe),
-        read_tasks,
         arguments,
         lambda: sampling(recipe) if online else None,
+        lambda: Harness.load(recipe.harness) if online and recipe.harness else None,
     ]
     for check in checks:
         try:
@@ -177,68 +207,12 @@ def _refused(recipe: Recipe, *, online: bool) -> Iterator[Finding]:
 def _rollouts(recipe: Recipe) -> Iterator[Finding]:
     if recipe.recorder and importlib.util.find_spec("mitmproxy") is None:
         yield Finding("note", "values of [recorder] are not checked: mitmproxy is not here", "install rolltap[record]")
-    if recipe.tasks is None or recipe.harness is None:
-        missing = "tasks" if recipe.tasks is None else "harness"
-        yield warning(f"there is no key {missing!r}: only recorded runs can be trained on", f"add {missing}")
-    elif not recipe.tasks.is_file():
+    if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
+        text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
+        yield Finding("warning", text, f"add {missing[0]}")
+    elif recipe.tasks is not None and not recipe.tasks.is_file():
         yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
-    if recipe.harness is not None:
-        try:
-            Harness.load(recipe.harness)
-        except RolltapError as refusal:
-            yield error(str(refusal), f"one of {', '.join(Harness.names())}, or a .toml file")
 
 
-def _publishing(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    if recipe.publish == "lora" and not recipe.lora:
-        yield error('publish = "lora" has no adapter', 'add a [lora] table, or publish = "checkpoint"')
-    if recipe.publish == "nccl":
-        yield from _transfer(recipe, machine)
-
-
-def _transfer(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    if importlib.util.find_spec("vllm") is None:
-        yield error(
-            'publish = "nccl" needs vLLM in the trainer\'s environment', 'install it, or publish = "checkpoint"'
-        )
-    if machine.shared_gpu:
-        yield error("NCCL does not join two processes on one GPU", 'publish = "checkpoint" into /dev/shm, or "lora"')
-
-
-def _processes(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    sessions = recipe.groups_per_step * recipe.sessions
-    parts = machine.processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
-    if machine.processes > sessions:
-        yield error(
-            f"{machine.processes} processes have only {sessions} sessions a step to train on",
-            f"at most {sessions} processes, or more groups or sessions",
-        )
-    elif parts > sessions:
-        yield warning(
-            f"a step has {sessions} sessions for {parts} micro-batches of all processes: some are empty",
-            "a smaller grpo.gradient_accumulation_steps",
-        )
-    if machine.processes > machine.gpus:
-        yield error(
-            f"{machine.processes} processes on a machine with {machine.gpus} GPUs",
-            "one process for each GPU that trains",
-        )
-    declared = recipe.machine
-    if declared and declared.processes != machine.processes:
-        yield error(
-            f"the recipe is for {declared.processes} processes, but {machine.processes} are given",
-            "correct machine.processes, or start that many",
-        )
-    if declared and machine.engines and declared.engines != len(machine.engines):
-        yield error(
-            f"the recipe is for {declared.engines} engines, but --engine names {len(machine.engines)}",
-            "correct machine.engines, or give as many URLs",
-        )
-    if machine.shared_gpu and machine.gpu is None:
-        yield warning("the memory of the shared GPU is not known", "give machine.gpu_gib")
-    if len(machine.engines) > 1 and recipe.publish == "lora":
-        yield Finding(
-            "note",
-            f"{len(machine.engines)} engines, one a GPU: vLLM with --data-parallel-size cannot load adapters",
-            "start each as written",
-        )
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

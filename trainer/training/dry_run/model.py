@@ -1,11 +1,8 @@
-"""The costs of a deep model, measured on a few of its layers: they are linear in the layers of each kind.
+"""A model's numbers for a plan, taken from its configuration: no weights are loaded, and none are made."""
 
-A model's numbers for a plan, taken from its configuration: nothing is loaded, and no memory is taken.
-"""
-
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -23,79 +20,6 @@ from rolltap.trainer.training.arguments import lora_config, model_arguments, wit
 from rolltap.trainer.training.forward.sizes import Costs, measure
 from rolltap.trainer.training.recipe import Recipe
 
-
-def of_all_layers(model: Any, measure: Callable[[], Costs]) -> Costs:
-    """Return what `measure` returns of the whole `model`.
-
-    It measures one layer of each kind, and once more for each kind with two of them: the difference is what a further
-    layer costs. A model without a list of layers, or with few of each kind, is measured as it is.
-    """
-    body = model.get_decoder()
-    layers = getattr(body, "layers", None)
-    if not isinstance(layers, ModuleList) or len(layers) != body.config.num_hidden_layers or _share_states(body.config):
-        return measure()
-    places: dict[Hashable, list[int]] = {}
-    for i, layer in enumerate(layers):
-        places.setdefault(_kind(body.config, i, layer), []).append(i)
-    repeated = [places_of for places_of in places.values() if len(places_of) > 1]
-    first = [places_of[0] for places_of in places.values()]
-    if len(first) * (len(repeated) + 1) + len(repeated) >= len(layers):
-        return measure()
-    with _only(body, first):
-        one = measure()
-    total = one
-    for places_of in repeated:
-        with _only(body, sorted([*first, places_of[1]])):
-            total = _sum(total, len(places_of) - 1, measure(), one)
-    return total
-
-
-def _sum(total: Costs, number: int, more: Costs, less: Costs) -> Costs:
-    """Return `total` and `number` times the difference of two costs."""
-    values = {
-        field.name: getattr(total, field.name) + number * (getattr(more, field.name) - getattr(less, field.name))
-        for field in fields(Costs)
-    }
-    return Costs(**values)
-
-
-def _kind(config: Any, i: int, layer: Any) -> Hashable:
-    """Return what layers with the same costs have in common."""
-    named = getattr(config, "layer_types", None)
-    modules = tuple((name, type(module)) for name, module in layer.named_modules())
-    weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-    return named[i] if named else None, modules, weights
-
-
-def _share_states(config: Any) -> bool:
-    """Return True if layers read the keys and values of other layers."""
-    return bool(getattr(config, "num_kv_shared_layers", 0))
-
-
-@contextmanager
-def _only(body: Any, places: Sequence[int]) -> Iterator[None]:
-    """Leave only these layers in a decoder."""
-    config, layers = body.config, body.layers
-    named = getattr(config, "layer_types", None)
-    indices = {module: module.layer_idx for module in layers.modules() if hasattr(module, "layer_idx")}
-    body.layers = ModuleList([layers[i] for i in places])
-    config.num_hidden_layers = len(places)
-    if named:
-        config.layer_types = [named[i] for i in places]
-    for new, layer in enumerate(body.layers):
-        for module in layer.modules():
-            if module in indices:
-                module.layer_idx = new
-    try:
-        yield
-    finally:
-        body.layers, config.num_hidden_layers = layers, len(layers)
-        if named:
-            config.layer_types = named
-        for module, index in indices.items():
-            module.layer_idx = index
-
-
 FLOAT32 = 4
 """Bytes of a value in float32."""
 
@@ -110,13 +34,11 @@ class ModelNumbers:
     parameters: int
     """Number of parameters, without an adapter's."""
     weights: int
-    """Weights and buffers of the trained model, without an adapter's."""
+    """Weights and buffers of the text part, which the trainer and the engine load, without an adapter's."""
     adapter: int
-    """Weights of the adapter."""
+    """Weights of the adapter, in float32."""
     sizes: tuple[int, ...] = field(repr=False)
     """Number of values of each trained parameter."""
-    served: int
-    """Weights that the engine loads: the text part, if it is told to leave other towers out."""
     other_towers: int
     """Weights of towers that are not trained, such as vision. 0 for a model of text alone."""
     item: int
@@ -125,7 +47,6 @@ class ModelNumbers:
     """Longest input, in tokens."""
     tied: bool
     """True if the embeddings are the head too."""
-    linear_attention: bool
     costs: Costs
 
     @property
@@ -144,64 +65,102 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     for name in frozen_modules(model):
         model.get_submodule(name).requires_grad_(False)
     config = model.config.get_text_config(decoder=True)
-    own = list(model.parameters())
+    parameters, item = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     weights = _bytes(model)
-    counts = {"parameters": sum(p.numel() for p in own), "weights": weights, "served": weights}
-    adapter = lora_config(recipe)
-    costs, sizes, adapter_bytes = _measured(model, dtype, adapter)
+    if adapter := lora_config(recipe):
+        _add_adapter(model, adapter)
     return ModelNumbers(
         architecture=type(model).__name__,
         model_type=config.model_type,
-        adapter=adapter_bytes,
-        sizes=sizes,
+        parameters=parameters,
+        weights=weights,
+        adapter=_bytes(model) - weights,
+        sizes=tuple(p.numel() for p in model.parameters() if p.requires_grad),
         other_towers=_other_towers(recipe, dtype, weights),
-        item=own[0].element_size(),
+        item=item,
         context=int(config.max_position_embeddings),
         tied=bool(model.config.tie_word_embeddings),
-        linear_attention=costs.state_per_segment > 0,
-        costs=costs,
-        **counts,
+        costs=_costs(model, dtype),
     )
 
 
-def _measured(model: Any, dtype: Dtype, adapter: LoraConfig | None) -> tuple[Costs, tuple[int, ...], int]:
-    """Return the costs of the model with its adapter, the sizes of the trained parameters, and the adapter's bytes.
+def of_all_layers(model: Any, measure: Callable[[], Costs]) -> Costs:
+    """Return what `measure` returns of the whole `model`.
 
-    The tensors are fake ones on the CPU, so that torch chooses kernels that keep no attention weights, as on a GPU.
-    Linear attention is torch's own, which keeps more than the fast kernels do: these run on GPUs alone.
+    Costs are linear in the layers. Where these repeat, such as three of linear attention and one of full attention,
+    the first repetition is measured, and the first two: the difference is what each further one costs.
     """
-    base = _bytes(model)
-    if adapter is not None:
-        adapter.init_lora_weights = False  # there are none to begin from
-        try:
-            inject_adapter_in_model(without_frozen(adapter, model), model, low_cpu_mem_usage=True)
-        except ValueError as error:
-            raise InputError(f"the [lora] table does not fit the model: {error}") from error
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    sizes = tuple(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    added = _bytes(model) - base
-    with _kernels_of_torch(), FakeTensorMode(allow_non_fake_inputs=True):
+    body = model.get_decoder()
+    layers, config = getattr(body, "layers", None), body.config
+    number = config.num_hidden_layers
+    shared_states = bool(getattr(config, "num_kv_shared_layers", 0))  # layers that read other layers' keys and values
+    if not isinstance(layers, ModuleList) or len(layers) != number or shared_states:
+        return measure()
+    kinds = [_kind(config, i, layer) for i, layer in enumerate(layers)]
+    period = next(n for n in range(1, number + 1) if kinds == (kinds[:n] * number)[:number])
+    if number % period or number <= 3 * period:
+        return measure()
+    with _first_layers(body, period):
+        one = measure()
+    with _first_layers(body, 2 * period):
+        two = measure()
+    more = number // period - 1
+    return Costs(*(a + more * (b - a) for a, b in zip(astuple(one), astuple(two), strict=True)))
+
+
+def _kind(config: Any, i: int, layer: Any) -> tuple[Any, ...]:
+    """Return what layers with the same costs have in common."""
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    weights = [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
+    return (config.layer_types[i] if getattr(config, "layer_types", None) else None, modules, weights)
+
+
+@contextmanager
+def _first_layers(body: Any, number: int) -> Iterator[None]:
+    """Leave only the first layers in a decoder."""
+    config, layers, types = body.config, body.layers, getattr(body.config, "layer_types", None)
+    body.layers, config.num_hidden_layers = layers[:number], number
+    if types:
+        config.layer_types = types[:number]
+    try:
+        yield
+    finally:
+        body.layers, config.num_hidden_layers = layers, len(layers)
+        if types:
+            config.layer_types = types
+
+
+def _add_adapter(model: Any, adapter: LoraConfig) -> None:
+    """Add an adapter in float32 to a model on the meta device."""
+    adapter.init_lora_weights = False  # there are none to begin from
+    try:
+        inject_adapter_in_model(without_frozen(adapter, model), model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise InputError(f"the [lora] table does not fit the model: {error}") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _costs(model: Any, dtype: Dtype) -> Costs:
+    """Return the costs of the model, which gets fake tensors on the CPU.
+
+    There torch chooses kernels that keep no attention weights, as on a GPU. Linear attention is torch's own, which
+    keeps more than the fast kernels do: these run on GPUs alone.
+    """
+    exporting = partial(patch.object, hub_kernels, new=lambda: True)  # the functions that transformers exports, quietly
+    with (
+        exporting(attribute="is_torchdynamo_exporting"),
+        exporting(attribute="is_torchdynamo_compiling"),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         model = model.to_empty(device="cpu").train()
         model.tie_weights()
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = torch.float32
-        mixed = getattr(torch, dtype)
-        context = partial(torch.autocast, "cpu", mixed, enabled=dtype != "float32")
-        costs = of_all_layers(model, lambda: measure(model, context))
-    return costs, sizes, added
-
-
-@contextmanager
-def _kernels_of_torch() -> Iterator[None]:
-    """Let transformers take the functions that it exports models with, and not warn that they are slow."""
-    with (
-        patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True),
-        patch.object(hub_kernels, "is_torchdynamo_compiling", lambda: True),
-    ):
-        yield
+        autocast = partial(torch.autocast, "cpu", getattr(torch, dtype), enabled=dtype != "float32")
+        return of_all_layers(model, lambda: measure(model, autocast))
 
 
 def _other_towers(recipe: Recipe, dtype: Dtype, text: int) -> int:

@@ -27,7 +27,7 @@ def deep(family, layers):
 @pytest.mark.parametrize("lora", [{}, {"r": 2}], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_costs_of_few_layers_are_those_of_all(family, lora):
-    model = deep(family, 12)
+    model = deep(family, 16)
     if lora:
         inject_adapter_in_model(LoraConfig(**lora, target_modules="all-linear"), model)
     measured = []
@@ -37,8 +37,8 @@ def test_the_costs_of_few_layers_are_those_of_all(family, lora):
         return measure(model, nullcontext)
 
     found = of_all_layers(model, measured_here)
-    assert sum(measured) < 12
-    assert len(model.get_decoder().layers) == model.config.num_hidden_layers == 12
+    assert sum(measured) < 16
+    assert len(model.get_decoder().layers) == model.config.num_hidden_layers == 16
     whole = asdict(measure(model, nullcontext))
     assert asdict(found) == pytest.approx(whole, rel=1e-6)
 
