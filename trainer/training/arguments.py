@@ -30,7 +30,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler, integrations
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import Machine, Recipe
 
 LARGEST_RANK = 512
 """Of an adapter that vLLM loads."""
@@ -208,6 +208,24 @@ def check_arguments(recipe: Recipe) -> None:
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     if config:
         _check_adapter(recipe, config, model)
+
+
+def require_machine(machine: Machine | None, processes: int, urls: int | None = None) -> None:
+    """Raise `InputError` for other numbers of processes and engine URLs than a recipe's table [machine] gives.
+
+    `urls` None is a training without engines.
+    """
+    given = {} if machine is None else machine.model_dump(exclude_unset=True)
+    if (declared := given.get("processes", processes)) != processes:
+        raise InputError(
+            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
+            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
+        )
+    if urls is not None and (engines := given.get("engines", urls)) != urls:
+        raise InputError(
+            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
+            "by commas, or change the recipe"
+        )
 
 
 def dtype_of(recipe: Recipe) -> Dtype:

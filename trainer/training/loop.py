@@ -1,28 +1,20 @@
 """The online loop: publish the weights, roll out, train on the recorded traces, and again.
 
-TRL's trainer drives it. Before each batch it calls `OnlineTraces.before_batch`, which publishes the current weights,
-and then `OnlineTraces`, which runs the sessions and reads their calls from the run folder. Sessions are not run in a
-data loader, because data loaders fetch ahead: the traces would be off policy.
+TRL's trainer drives it, and asks `OnlineTraces` for the batch of each step. A stopped training resumes from its last
+checkpoint. All steps after it are taken again, with the sessions that are in the run folder. Nothing else decides on a
+step: its tasks are a function of the seed and the step, and the checkpoint holds the weights, the optimizer and the
+scheduler. Settings that decide on a step are refused to change (`require_same`).
 
-Of several processes the main one alone has recorder, engines and run folder. The others compute with it, and end when
-it ends (`processes`).
-
-A stopped training goes on from its last checkpoint. All steps after it are taken again, with the sessions that are in
-the run folder. Nothing else decides on a step: its tasks are a function of the seed and the step, and the checkpoint
-holds the weights, the optimizer and the scheduler. What else decides is refused to change (`begun`).
-
-The processes of a training, as `torchrun` and `accelerate launch` start them.
-
-The main process alone rolls out, publishes, writes and prints. The others wait for it, for hours, on the CPU.
+With several processes, as `torchrun` and `accelerate launch` start them, the main one alone has recorder, engines and
+run folder: it rolls out, publishes, writes and prints. The others compute with it, wait for it on the CPU, for hours,
+and end when it ends.
 """
 
 import atexit
-import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,43 +28,32 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.staging import new_folder
-from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.console import processes_started, progress_bar
-from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.publish_transfer import require_transfer
+from rolltap.trainer.console import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
-from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.tasks.sources import load_tasks
-from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.arguments import (
-    check_arguments,
     checkpoint_step,
     dtype_of,
     last_checkpoint,
     lora_config,
     model_arguments,
     remove_incomplete,
-    sampling,
     training_arguments,
     without_frozen,
 )
-from rolltap.trainer.training.attempt import begun_online, claimed_attempt
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.grpo.ranks import initialise, is_main, on_main, together
+from rolltap.trainer.training.grpo.ranks import connect, initialise, is_main, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.online import OnlineTraces
-from rolltap.trainer.training.recipe import FINISHED, Machine, Recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.report import run_reports
-from rolltap.trainer.training.serving import Serving, published_folder
 
 T = TypeVar("T")
+
+ADAPTER = "adapter"
+"""Folder in the trained model with the adapter, if one was trained."""
 
 _LEFT = "rolltap: the main process has ended"
 LEAVE_SECONDS = 25.0
@@ -86,6 +67,28 @@ ends the others.
 """
 
 
+def train(
+    recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, console: Console, steal: bool = False
+) -> None:
+    """Run a recipe from its start, or from the last checkpoint in `run`, to its end. Every process calls it.
+
+    `engine` is the URL of a vLLM server that serves the recipe's model, or several separated by commas. `steal` takes
+    engines from another training. `title` is that of the plots. Raises `InputError`, `EngineError`, `RecorderError`,
+    `RunError` and, on processes of which another one failed, `RankError`.
+    """
+    online = OnlineTraces(recipe, run, engine=engine, seed=seed, console=console, steal=steal)
+    tasks = on_main(online.check)
+    args = first_on_main(partial(training_arguments, recipe, run, seed, tasks))
+    initialise(args)
+    with online:
+        rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
+        trainer = make_trainer(recipe, args, rows, online, run_reports(run, title, console), online.before_batch)
+        on_main(partial(online.begin, trainer))
+        steps = train_to_end(trainer, console)
+        on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
+        on_main(partial(online.finish, steps))
+
+
 def join_processes() -> None:
     """Join the other processes that the launcher started, if any. Call it before anything can fail on one of them."""
     if processes_started() == 1 or dist.is_initialized():
@@ -94,18 +97,8 @@ def join_processes() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
+    connect()
     atexit.register(_leave)
-
-
-def only_on_main(function: Callable[[], T]) -> T:
-    """Call `function` on the main process, and return its result. Its error is raised on every process. Collective.
-
-    Elsewhere the result is None: use it only in a function that the main process alone calls.
-    """
-    results: list[Any] = [None]
-    on_main(lambda: results.append(function()))
-    result: T = results[-1]
-    return result
 
 
 def first_on_main(function: Callable[[], T]) -> T:
@@ -116,128 +109,6 @@ def first_on_main(function: Callable[[], T]) -> T:
     results: list[T] = []
     on_main(lambda: results.append(function()))
     return together(lambda: results[0] if results else function())
-
-
-def require_machine(machine: Machine | None, processes: int, urls: int | None = None) -> None:
-    """Raise `InputError` for other numbers of processes and engine URLs than a recipe's table [machine] gives.
-
-    `urls` None is a training without engines.
-    """
-    given = {} if machine is None else machine.model_dump(exclude_unset=True)
-    if (declared := given.get("processes", processes)) != processes:
-        raise InputError(
-            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
-            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
-        )
-    if urls is not None and (engines := given.get("engines", urls)) != urls:
-        raise InputError(
-            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
-            "by commas, or change the recipe"
-        )
-
-
-def _leave() -> None:
-    """Leave the other processes, the main one first: a launcher stops it as soon as another one has ended.
-
-    So it can say why the training ends, stop the recorder and give the engines back.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
-        if is_main():
-            store.set(_LEFT, "")
-        until = time.monotonic() + LEAVE_SECONDS
-        while not store.check([_LEFT]) and time.monotonic() < until:
-            time.sleep(0.05)
-        dist.destroy_process_group()
-
-
-ADAPTER = "adapter"
-"""Folder in the trained model with the adapter, if one was trained."""
-
-
-def train(
-    recipe: Recipe, *, engine: str, run: Path, title: str, seed: int, console: Console, steal: bool = False
-) -> None:
-    """Run a recipe from its start, or from the last checkpoint in `run`, to its end. Every process calls it.
-
-    `engine` is the URL of a vLLM server that serves the recipe's model, or several separated by commas. `steal` takes
-    engines from another training. `title` is that of the plots. Raises `InputError`, `EngineError`, `RecorderError`,
-    `RunError` and, on processes of which another one failed, `RankError`.
-    """
-    engines = only_on_main(lambda: Engines(engine))
-
-    def check() -> tuple[list[Task], Harness]:
-        require_machine(recipe.machine, processes_started(), len(engines.admins))
-        check_arguments(recipe)
-        tasks, harness = _rollouts(recipe)
-        tasks = _worker(recipe, harness, engine, run).fit(tasks)
-        if recipe.publish == "nccl":
-            require_transfer()
-        engines.require_endpoints()
-        return tasks, harness
-
-    tasks, harness = on_main(check)
-    args = first_on_main(lambda: training_arguments(recipe, run, seed, tasks))
-    initialise(args)
-    with ExitStack() as stack:
-        online = only_on_main(
-            lambda: stack.enter_context(_online(recipe, engines, tasks, harness, run, seed, console, steal))
-        )
-        rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
-        reports = run_reports(run, title, console)
-        trainer = make_trainer(recipe, args, rows, lambda rows: online(rows), reports, lambda: online.before_batch())
-        on_main(lambda: online.begin(trainer))
-        steps = train_to_end(trainer, console)
-        on_main(lambda: save_finished(trainer, recipe, run))  # whether or not the engines take it
-        on_main(lambda: online.finish(steps))
-
-
-@contextmanager
-def _online(
-    recipe: Recipe,
-    engines: Engines,
-    tasks: Sequence[Task],
-    harness: Harness,
-    run: Path,
-    seed: int,
-    console: Console,
-    steal: bool,
-) -> Iterator[OnlineTraces]:
-    """Claim the run folder and the engines, start the recorder, and yield the trace source. On the main process."""
-
-    def run_sessions(groups: Sequence[Group], version: str) -> list[Session]:
-        with progress_bar(console) as advance:
-            return run_blocking(worker.run(groups, policy_version=version, advance=advance))
-
-    with (
-        claimed_attempt(run, begun_online(recipe, tasks, harness, seed)) as attempt,
-        published_folder(recipe, run, attempt.run) as folder,
-        engines.claimed(attempt.run, _about(run), steal=steal),
-        _worker(recipe, harness, ",".join(engine.url for engine in engines.admins), run) as worker,
-    ):
-        serving = Serving(recipe, engines, folder, run)
-        yield OnlineTraces(recipe, tasks, run, attempt, serving, run_sessions, console)
-
-
-def _worker(recipe: Recipe, harness: Harness, engine: str, run: Path) -> Worker:
-    options = {**recipe.recorder, "rolltap_sampling": json.dumps(sampling(recipe))}
-    config = recipe.model_copy(update={"recorder": options})
-    return Worker(config, harness=harness, engine=engine, model=recipe.model, out=run)
-
-
-def _about(run: Path) -> str:
-    """Return who the owner of an engine is, for people."""
-    return (
-        f"the training {run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since {utc_now():%F %T} UTC"
-    )
-
-
-def _rollouts(recipe: Recipe) -> tuple[list[Task], Harness]:
-    """Return the tasks and the harness of a recipe. Raises `InputError`, also when it has none."""
-    if recipe.tasks is None or recipe.harness is None:
-        missing = "tasks" if recipe.tasks is None else "harness"
-        raise InputError(f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs")
-    return load_tasks(recipe.tasks, repositories=recipe.repositories), Harness.load(recipe.harness)
 
 
 def make_trainer(
@@ -305,3 +176,17 @@ def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
         save_whole(model, folder, recipe.model)
         if isinstance(model, PeftModel):
             save_adapter(model, folder / ADAPTER, recipe.model)
+
+
+def _leave() -> None:
+    """Wait until the main process has left: a launcher stops it as soon as another one has ended.
+
+    So it can say why the training ends, stop the recorder and give the engines back.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
+        if is_main():
+            store.set(_LEFT, "")
+        until = time.monotonic() + LEAVE_SECONDS
+        while not store.check([_LEFT]) and time.monotonic() < until:
+            time.sleep(0.05)

@@ -5,9 +5,10 @@ The runs may hold sessions of other policies than the model: the loss corrects b
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
+from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
-from rolltap.trainer.launcher import processes_started
+from rolltap.trainer.console import processes_started
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -30,15 +32,13 @@ from rolltap.trainer.traces.sessions import (
     make_batch,
     trace_session,
 )
-from rolltap.trainer.training.arguments import check_arguments, training_arguments
+from rolltap.trainer.training.arguments import check_arguments, require_machine, training_arguments
 from rolltap.trainer.training.attempt import begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.grpo.ranks import initialise, on_main
 from rolltap.trainer.training.loop import (
     first_on_main,
     make_trainer,
-    only_on_main,
-    require_machine,
     save_finished,
     train_to_end,
 )
@@ -100,16 +100,24 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
     Every process calls it; the main one alone reads the runs. Raises `InputError` for runs that the recipe's model
     cannot be trained on, `RunError` and, on processes of which another one failed, `RankError`.
     """
-    groups = on_main(lambda: _groups(recipe, runs))
-    args = first_on_main(lambda: training_arguments(recipe, out, seed, groups))
+    groups = on_main(partial(_groups, recipe, runs))
+    args = first_on_main(partial(training_arguments, recipe, out, seed, groups))
     initialise(args)
+    source = RecordedTraces(runs, groups, recipe.trace_options())
+
+    def claim() -> None:
+        stack.enter_context(claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)))
+        sessions = sum(len(group.session_ids) for group in groups)
+        console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
+        if (skipped := source.skipped()).groups:
+            console.print(f"not trained: {skipped}", highlight=False)
+
     with ExitStack() as stack:
-        source = only_on_main(lambda: stack.enter_context(_recorded(recipe, runs, groups, out, seed, console)))
-        tasks = [group.task_id for group in groups]
-        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": tasks})
-        trainer = make_trainer(recipe, args, rows, lambda rows: source(rows), run_reports(out, title, console))
+        on_main(claim)
+        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": [group.task_id for group in groups]})
+        trainer = make_trainer(recipe, args, rows, source, run_reports(out, title, console))
         train_to_end(trainer, console)
-        on_main(lambda: save_finished(trainer, recipe, out))
+        on_main(partial(save_finished, trainer, recipe, out))
 
 
 def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
@@ -131,28 +139,24 @@ def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
     return groups
 
 
-@contextmanager
-def _recorded(
-    recipe: Recipe, runs: Sequence[Path], groups: Sequence[RecordedGroup], out: Path, seed: int, console: Console
-) -> Iterator["RecordedTraces"]:
-    """Claim the folder, and yield the trace source. On the main process."""
-    with claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)):
-        sessions = sum(len(group.session_ids) for group in groups)
-        console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
-        source = RecordedTraces(runs, groups, recipe.trace_options())
-        if (skipped := source.skipped()).groups:
-            console.print(f"not trained: {skipped}", highlight=False)
-        yield source
-
-
 class RecordedTraces:
-    """Trace source of an offline training."""
+    """Trace source of an offline training. It reads the runs on first use: every process has one, the main one uses it.
+
+    Raises `RunError` for a folder that is not a run.
+    """
 
     def __init__(self, runs: Sequence[Path], groups: Sequence[RecordedGroup], options: TraceOptions) -> None:
+        self._runs = runs
         self._groups = groups
         self._options = options
-        self._sessions = [load_sessions(run) for run in runs]
-        self._calls = [RecordedCalls(run) for run in runs]
+
+    @cached_property
+    def _sessions(self) -> list[dict[str, Session]]:
+        return [load_sessions(run) for run in self._runs]
+
+    @cached_property
+    def _calls(self) -> list[RecordedCalls]:
+        return [RecordedCalls(run) for run in self._runs]
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the groups that the rows name (`group`: index of a group)."""

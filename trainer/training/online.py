@@ -1,143 +1,57 @@
-"""The steps of an online run on its main process: publishes the weights, runs the sessions, and reads their traces.
+"""The main process's part of an online training: it publishes the weights, runs the sessions, and reads their traces.
+
+Before each batch TRL's trainer calls `OnlineTraces.before_batch`, which publishes the current weights, and then
+`OnlineTraces`, which runs the sessions and reads their calls from the run folder. Sessions are not run in a data
+loader, because data loaders fetch ahead: the traces would be off policy.
 
 A step that an earlier attempt trained has the same batch again. Another step of a resumed run takes the sessions that
 it finds in the run folder, and runs only those that are missing or were faults.
-
-`batches.jsonl` in the run folder: the sessions of each step that was trained, one JSON object a line.
-
-A session is `[id, revision]`. A step that is taken again takes these sessions with the rewards of these revisions, and
-no attempt at one that was a fault.
-
-The sessions of a step: their ids, those that are on the disk already, and the tasks of its further groups.
 """
 
 import json
 import os
-import random
-import re
+import socket
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rich.console import Console
 
-from rolltap.addons.errors import EngineError, RecorderError, RolltapError, RunError
-from rolltap.addons.store.records import Session
+from rolltap.addons.errors import EngineError, InputError, RecorderError, RolltapError, RunError
+from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
+from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.console import processes_started, progress_bar
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.names import Version
-from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
+from rolltap.trainer.rollouts.resume import Group, place_of
+from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.check import check_sessions
+from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions, load_sessions
-from rolltap.trainer.traces.sessions import RewardRules, label_session, load_batch
-from rolltap.trainer.training.attempt import Attempt
-from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.traces.sessions import label_session, load_batch
+from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling
+from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
+from rolltap.trainer.training.grpo.ranks import on_main
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
-from rolltap.trainer.training.serving import Serving
-
-BATCHES = "batches.jsonl"
-"""Name of the file in the run folder."""
-
-
-class TrainedBatches:
-    """The file of a run. Only the training that claimed the folder writes it.
-
-    The constructor removes a last line that was not written to its end. It raises `RunError` for another line that is
-    not a batch, and `OSError`.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._path = run / BATCHES
-        self._steps: dict[int, list[tuple[str, int]]] = {}
-        text = self._path.read_bytes() if self._path.exists() else b""
-        *lines, torn = text.split(b"\n")
-        if torn:
-            os.truncate(self._path, len(text) - len(torn))
-        for number, line in enumerate(lines, 1):
-            try:
-                batch = json.loads(line)
-                self._steps[int(batch["step"])] = [(str(name), int(number)) for name, number in batch["sessions"]]
-            except (ValueError, TypeError, LookupError) as error:
-                raise RunError(f"{self._path}, line {number} is damaged ({error}): train into a new folder") from error
-
-    def get(self, step: int) -> list[tuple[str, int]] | None:
-        """Return id and revision of a step's sessions in their order; None when its batch was not trained before."""
-        return self._steps.get(step)
-
-    def add(self, step: int, sessions: Sequence[tuple[str, int]]) -> None:
-        """Write the batch of a step, id and revision of each. It is on the disk after the return. Raises `OSError`."""
-        self._steps[step] = list(sessions)
-        with self._path.open("ab") as file:
-            file.write(json.dumps({"step": step, "sessions": self._steps[step]}).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-_PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
-"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group;
-and the training's attempt. The group of its row may be another one since somebody changed it."""
-
-
-def step_group(version: Version, position: int, task: Task, sessions: int) -> Group:
-    """Return a group of a step, with the ids that its sessions get in the version's attempt.
-
-    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts; `position` is its place in the step.
-    A session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
-    """
-    group_id = f"{task.id}-{version.run}.{version.step}.{position}"
-    return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
-
-
-class FinishedSessions:
-    """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
-    sampled the first token of each."""
-
-    def __init__(self, sessions: Iterable[Session]) -> None:
-        self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
-        for session in sessions:
-            found = _PLACE.fullmatch(place_of(session.session_id))
-            if found and session.status not in RERUN and _sampled_by(session, found[2]):
-                index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
-                group = self._groups[found[1]]
-                group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
-
-    def of(self, group: Group) -> dict[str, Session]:
-        """Return the sessions of a group: id in `group` -> session of the first attempt that need not be tried again.
-
-        Those of `RERUN` and sessions of other weights are not among them: they are run again.
-        """
-        finished = self._groups[group.group_id]
-        return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
-
-
-def _sampled_by(session: Session, weights: str) -> bool:
-    return (session.policy_version or "").rpartition(".")[0] == weights
-
-
-def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
-    """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
-    labels = [label_session(session, rules) for session in sessions]
-    return rewards_differ([label.reward for label in labels if label.reward is not None])
-
-
-def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:
-    """Return the tasks of up to `number` further groups of a step, drawn by (`seed`, `step`).
-
-    Tasks that the step has not `used` come first. When all have come, they are drawn again.
-    """
-    drawn: list[Task] = []
-    rng = random.Random(f"{seed}/{step}/further")
-    while len(drawn) < number:
-        order = rng.sample(tasks, len(tasks))
-        drawn += sorted(order, key=lambda task: task in used) if not drawn else order
-    return drawn[:number]
-
+from rolltap.trainer.training.serving import Serving, published_folder
+from rolltap.trainer.training.steps import (
+    BATCHES,
+    FinishedSessions,
+    TrainedBatches,
+    further_tasks,
+    has_signal,
+    step_group,
+)
 
 RunSessions = Callable[[Sequence[Group], str], list[Session]]
 """Runs and records the sessions of groups, and returns all tries in the order in which they ended. The second argument
@@ -157,36 +71,94 @@ class _Counts:
 
 
 class OnlineTraces:
-    """Trace source of an online run, and what comes before each batch and after the last. On the main process only.
+    """Trace source of an online training: the recorded sessions of each step.
 
-    `run` is the run folder. `run_sessions` records into it. Call `begin` before the first batch.
+    Every process has one; the main process alone rolls out, publishes and reads. It calls `start` before a trainer is
+    made. As a context manager, which is collective, it claims run folder and engines and starts the recorder.
+
+    `engine` is the URL of a vLLM server, or several separated by commas. `steal` takes them from another training.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        tasks: Sequence[Task],
-        run: Path,
-        attempt: Attempt,
-        serving: Serving,
-        run_sessions: RunSessions,
-        console: Console,
+        self, recipe: Recipe, run: Path, *, engine: str, seed: int, console: Console, steal: bool = False
     ) -> None:
         self.trainer: TraceGRPOTrainer
         self._recipe = recipe
-        self._tasks = {task.id: task for task in tasks}
         self._run = run
-        self._trace_options = recipe.trace_options()
-        self._attempt = attempt
-        self._serving = serving
-        self._run_sessions = run_sessions
+        self._engine = engine
+        self._seed = seed
         self._console = console
-        self._recorded = load_sessions(run)
-        self._finished = FinishedSessions(self._recorded.values())
-        self._trained = TrainedBatches(run)
+        self._steal = steal
+        self._trace_options = recipe.trace_options()
+        self._cleanup = ExitStack()
         self._publish_seconds = 0.0
         self._to_check: list[str] = []
         self._checked = False
+
+    def check(self) -> list[Task]:
+        """Check what the rollouts need, and return the tasks as they will be run. Nothing is started.
+
+        Raises `InputError` and `EngineError`.
+        """
+        recipe = self._recipe
+        self._engines = Engines(self._engine)
+        require_machine(recipe.machine, processes_started(), len(self._engines.admins))
+        check_arguments(recipe)
+        if recipe.tasks is None or recipe.harness is None:
+            missing = "tasks" if recipe.tasks is None else "harness"
+            raise InputError(
+                f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs"
+            )
+        self._worker = Worker(
+            recipe.model_copy(
+                update={"recorder": recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}}
+            ),
+            harness=recipe.harness,
+            engine=",".join(engine.url for engine in self._engines.admins),
+            model=recipe.model,
+            out=self._run,
+        )
+        tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories))
+        if recipe.publish == "nccl":
+            require_transfer()
+        self._engines.require_endpoints()
+        self._tasks = {task.id: task for task in tasks}
+        return tasks
+
+    def __enter__(self) -> Self:
+        on_main(self._claim)
+        return self
+
+    def _claim(self) -> None:
+        begun = begun_online(self._recipe, list(self._tasks.values()), self._worker.harness, self._seed)
+        with ExitStack() as stack:
+            attempt = stack.enter_context(claimed_attempt(self._run, begun))
+            folder = stack.enter_context(published_folder(self._recipe, self._run, attempt.run))
+            about = f"the training {self._run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since "
+            stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
+            stack.enter_context(self._worker)
+            self.take(
+                self._tasks.values(), attempt, Serving(self._recipe, self._engines, folder, self._run), self._roll_out
+            )
+            self._cleanup = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.__exit__(kind, value, traceback)
+
+    def _roll_out(self, groups: Sequence[Group], version: str) -> list[Session]:
+        with progress_bar(self._console) as advance:
+            return run_blocking(self._worker.run(groups, policy_version=version, advance=advance))
+
+    def take(self, tasks: Iterable[Task], attempt: Attempt, serving: Serving, run_sessions: RunSessions) -> None:
+        """Take what the claims gave, and read what the run folder has already. On the main process."""
+        self._tasks = {task.id: task for task in tasks}
+        self._attempt, self._serving = attempt, serving
+        self._run_sessions = run_sessions
+        self._recorded = load_sessions(self._run)
+        self._finished = FinishedSessions(self._recorded.values())
+        self._trained = TrainedBatches(self._run)
 
     def begin(self, trainer: TraceGRPOTrainer) -> None:
         """Take the trainer, which still has the weights that it began with, and verify that the engines serve them.
@@ -261,7 +233,7 @@ class OnlineTraces:
             list(self._tasks.values()),
             tasks,
             self._recipe.replace_zero_variance,
-            seed=self.trainer.args.seed,
+            seed=self._seed,
             step=version.step,
         )
         while further and (

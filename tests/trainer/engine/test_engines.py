@@ -1,4 +1,4 @@
-"""Two engines as one: their owner, their base weights, and new weights for all or none."""
+"""Two engines as one: their owner, their base weights, new weights for all or none, and the versions they serve."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import admin
-from rolltap.trainer.engine.engines import Engines, Weights
+from rolltap.trainer.engine.engines import Engines, Weights, served_weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
 from rolltap.trainer.engine.weights import Owner, claim
 from tests.trainer.engine.acting import BASE, IDS, acting
@@ -443,3 +443,33 @@ class TestAdapters:
         pair[0].adapters |= {"policy-a": "", "other": ""}
         engines.unload(lambda name: name.startswith("policy-"))
         assert [set(each.adapters) for each in pair] == [{"other"}, set()]
+
+
+ADAPTER = "1a2b3c4d.2.0"
+
+
+@pytest.fixture
+def engine(tmp_path):
+    with acting(tmp_path) as engine:
+        engine.adapters |= {f"policy-{ADAPTER}": "", "judge": ""}
+        yield engine
+
+
+@pytest.fixture
+def served(engine, tmp_path):
+    def served(version):
+        engine.version = version
+        (tmp_path / "policy.json").write_text(json.dumps({"model": "judge", "version": "mine"}))
+        return served_weights(Engines(engine.url), tmp_path, [str(tmp_path)]).names
+
+    return served
+
+
+@pytest.mark.parametrize("base", ["default", "ffffffff.0.3"])
+def test_adapters_are_served_on_the_base_weights_that_they_were_made_for(served, base):
+    assert served(base) == {ADAPTER: f"policy-{ADAPTER}", "mine": "judge", base: None}
+
+
+@pytest.mark.parametrize("base", ["ffffffff.3.0", "1a2b3c4d.1.0"])
+def test_adapters_on_published_weights_are_other_policies(served, base):
+    assert served(base) == {base: None}

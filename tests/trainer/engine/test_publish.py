@@ -1,318 +1,282 @@
-"""Publishing to a real vLLM: it must then sample with the log-probabilities that transformers computes."""
+"""Publishers with two servers that act as engines: what is saved, loaded, kept, named and undone."""
 
-import copy
 import json
-import threading
+import shutil
 from pathlib import Path
 
-import httpx
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3ForCausalLM
 
-from rolltap.addons.errors import EngineError
-from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.addons.errors import EngineError, InputError, RunError
+from rolltap.trainer.engine import publish
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.engine.weights import LIMITS, fixed_ids
-from tests.trainer.engine.acting import agreed
+from tests.trainer.engine.acting import acting, agreed
+from tests.trainer.training.grpo.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.engine,
-    # peft 0.21 uses a name that transformers 5.23 deprecates
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+# peft 0.21 uses a name that transformers 5.23 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-PROMPT = [5 + i % 100 for i in range(300)]
-"""Token ids, more than a block of vLLM's prefix cache."""
-RUN = "1a2b3c4d"
+OTHER = "policy-ffffffff.7.0"
+"""The adapter of another training."""
 
 
-@pytest.fixture
-def base(engine) -> Qwen3ForCausalLM:
-    """Return the model that the engine was started with."""
-    return Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32).eval()
+def version(step, attempt=0):
+    return f"1a2b3c4d.{step}.{attempt}"
+
+
+def name(step, attempt=0):
+    return f"policy-{version(step, attempt)}"
 
 
 @pytest.fixture
-def restored(engine):
-    """Restore the base weights and unload all adapters after the test."""
-    yield
-    restore(engine)
-
-
-def restore(engine) -> None:
-    for served in engine.http.get("/v1/models").json()["data"]:
-        if served["parent"]:
-            post(engine, "/v1/unload_lora_adapter", {"lora_name": served["id"]})
-    EngineAdmin(engine.url).serve(engine.model_dir, "default")
+def base(tmp_path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
 
 
 @pytest.fixture
-def publisher(engine, tmp_path):
-    """Return a function that returns a publisher to some engines, by default to one."""
+def pair(base):
+    with acting(base) as one, acting(base) as two:
+        yield one, two
 
-    def publisher(kind, *urls, adapters=2):
-        engines = Engines(urls or engine.url)
+
+@pytest.fixture
+def start(pair, base, tmp_path):
+    """Return a function that returns a publisher, as a start of the training makes it."""
+
+    def start(kind, adapters=2, run="run"):
+        (tmp_path / run).mkdir(exist_ok=True)
+        engines = Engines([each.url for each in pair])
         folder = tmp_path / "published"
-        return make_publisher(kind, engines, folder=folder, run=tmp_path, base=engine.model_dir, adapters=adapters)
+        return make_publisher(kind, engines, folder=folder, run=tmp_path / run, base=base, adapters=adapters)
 
-    return publisher
-
-
-def post(engine, path: str, body: dict) -> httpx.Response:
-    response = engine.http.post(path, json=body, timeout=120)
-    response.raise_for_status()
-    return response
+    return start
 
 
-def generate(engine, model: str | None = None) -> dict:
-    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and weight versions."""
-    sampling = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "ignore_eos": True}
-    body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"model": model} if model else {})
-    return post(engine, "/inference/v1/generate", body).json()["choices"][0]
+@pytest.fixture
+def published(tmp_path):
+    """Return a function that lists what is on the disk for the engines."""
+    return lambda: sorted(path.name for path in (tmp_path / "published").iterdir())
 
 
-@torch.no_grad()
-def assert_samples_like(model, choice: dict) -> None:
-    """Assert that the log-probabilities in `choice` are those of `model`."""
-    ids = choice["token_ids"]
-    logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    reported = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
-    torch.testing.assert_close(reported, expected, atol=1e-4, rtol=0)
+@pytest.fixture
+def policy(tmp_path):
+    return lambda: json.loads((tmp_path / "run" / "policy.json").read_text())
 
 
-def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
-    """Return a copy with other weights."""
-    torch.manual_seed(seed)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.02)
-    return other
-
-
-def with_adapter(model: Qwen3ForCausalLM, rank: int = 4, seed: int = 0):
-    """Return a copy with an adapter that changes its outputs."""
-    torch.manual_seed(seed)
-    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(copy.deepcopy(model), config).eval()
-
-
-@torch.no_grad()
-def score(model, ids: list[int]) -> list[float]:
-    """Return the log-probability of each token of `ids` but the first."""
-    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-
-
-def adapters(engine) -> set[str]:
-    return {served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]}
-
-
-def version_of(engine) -> str:
-    return engine.http.get("/weight_info").json()["weight_version"]
-
-
-def policy(run: Path) -> dict:
-    return json.loads((run / "policy.json").read_text())
-
-
-def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, restored, publisher, tmp_path):
-    assert_samples_like(base, generate(engine))
-    publishes = publisher("checkpoint")
-    for version in (f"{RUN}.0.0", f"{RUN}.1.0"):
-        model = perturbed(base, seed=len(version))
-        publishes.publish(model, version, agreed)
-        choice = generate(engine)
-        assert_samples_like(model, choice)
-        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
-        assert policy(tmp_path) == {"model": None, "version": version}
-
-
-def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_training(engine, base, restored, publisher):
-    model = with_adapter(base)
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    publisher("checkpoint").publish(model, f"{RUN}.1.0", agreed)
-    assert_samples_like(model, generate(engine))
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
-
-
-def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, publisher):
-    sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
-    with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
-        lines = response.iter_lines()
-        events = [next(lines)]
-        reader = threading.Thread(target=lambda: events.extend(lines))
-        reader.start()
-        publisher("checkpoint").publish(perturbed(base), f"{RUN}.1.0", agreed)
-        reader.join()
-    events = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    versions = [
-        choice["weight_versions"] for event in events for choice in event["choices"] if choice["weight_versions"]
-    ]
-    assert versions == [[{"version": "default", "start": 0, "end": 1000}]]
-
-
-def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
-    engine, base, restored, publisher, tmp_path, monkeypatch
-):
-    publishes, model = publisher("checkpoint"), perturbed(base, seed=1)
-    publishes.publish(model, f"{RUN}.1.0", agreed)
-    install = EngineAdmin.install
-
-    def truncated(admin, checkpoint, version):
-        if checkpoint.name == f"policy-{RUN}.2.0":  # as on a disk that another machine does not see whole
-            weights = checkpoint / "model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:5000])
-        install(admin, checkpoint, version)
-
-    monkeypatch.setattr(EngineAdmin, "install", truncated)
-    with pytest.raises(EngineError, match=rf"/collective_rpc: 500 .*all engines serve the weights {RUN}\.1\.0"):
-        publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
-    choice = generate(engine)
-    assert_samples_like(model, choice)
-    assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
-    assert policy(tmp_path)["version"] == f"{RUN}.1.0"
-
-
-def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine, base, restored, tmp_path, tokenizer):
-    ids = fixed_ids(tokenizer)
-    engines, own, said = Engines(engine.url), score(base, ids), []
-
-    def verify():
-        engines.verify_base(engine.model_dir, f"{RUN}.0.3", ids, own, LIMITS["float32"], said.append)
-
-    verify()
-    assert said == []
-    assert max(engines.differences(None, ids, own)) < 1e-4
-    (tmp_path / "half").mkdir()
-    perturbed(base).save_pretrained(tmp_path / "half")
-    admin = EngineAdmin(engine.url)
-    admin.pause()
-    admin.reload_weights(tmp_path / "half")
-    verify()
-    assert "is paused, as a killed training leaves it" in said[0]
-    assert (admin.is_paused(), version_of(engine)) == (False, f"{RUN}.0.3")
-    assert_samples_like(base, generate(engine))
-
-
-def test_weights_of_another_training_are_found_and_replaced(engine, base, restored, tmp_path, tokenizer):
-    ids, said = fixed_ids(tokenizer), []
-    perturbed(base).save_pretrained(tmp_path / "other")
-    for version in ("ffffffff.7.0", "default"):
-        EngineAdmin(engine.url).serve(tmp_path / "other", version)
-        Engines(engine.url).verify_base(
-            engine.model_dir, f"{RUN}.0.0", ids, score(base, ids), LIMITS["float32"], said.append
-        )
-        assert version in said[-1]
-        assert_samples_like(base, generate(engine))
-
-
-def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine, base, restored, publisher, tmp_path):
-    model = with_adapter(base)
-    name = publisher("lora").publish(model, f"{RUN}.1.0", agreed)
-    assert policy(tmp_path) == {"model": name, "version": f"{RUN}.1.0"}
-    assert_samples_like(model, generate(engine, name))
-    assert_samples_like(base, generate(engine))
-    ids = PROMPT[:200]
-    assert max(Engines(engine.url).differences(name, ids, score(model, ids))) < 1e-4
-    assert max(Engines(engine.url).differences(None, ids, score(model, ids))) > 1e-2
-
-
-def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
-    publishes = publisher("lora", adapters=3)
-    models = {f"{RUN}.{step}.0": with_adapter(base, seed=step) for step in range(5)}
-    names = {version: publishes.publish(model, version, agreed) for version, model in models.items()}
-    kept = [f"{RUN}.{step}.0" for step in (2, 3, 4)]
-    assert adapters(engine) == {names[version] for version in kept}
-    for version in kept:
-        assert_samples_like(models[version], generate(engine, names[version]))
-
-
-def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, publisher, tmp_path):
-    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*rolltap serve --lora-rank"):
-        publisher("lora").publish(with_adapter(base, rank=64), f"{RUN}.1.0", agreed)
-    assert not (tmp_path / "policy.json").exists()
-    assert adapters(engine) == set()
-
-
-class TestTwoEngines:
+class TestAdapters:
     @pytest.fixture
-    def urls(self, engine, second_engine, restored):
-        yield engine.url, second_engine.url
-        restore(second_engine)
+    def model(self):
+        return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
 
-    @pytest.fixture
-    def refuses(self, second_engine, monkeypatch):
-        """Return a function that lets a step of the second engine fail, as often as is said."""
+    def loaded(self, pair):
+        return [sorted(each.adapters) for each in pair]
 
-        def refuses(step, times=1):
-            real, left = getattr(EngineAdmin, step), [times]
-
-            def maybe(admin, *args):
-                if admin.url == second_engine.url and left[0]:
-                    left[0] -= 1
-                    raise EngineError(f"{admin.url} refuses")
-                return real(admin, *args)
-
-            monkeypatch.setattr(EngineAdmin, step, maybe)
-
-        return refuses
-
-    def test_both_serve_a_published_checkpoint_or_both_the_previous_one(
-        self, engine, second_engine, urls, base, publisher, refuses
+    def test_the_newest_stay_loaded_and_on_the_disk_and_those_of_others_are_left_alone(
+        self, pair, start, model, published, policy
     ):
-        publishes, model = publisher("checkpoint", *urls), perturbed(base, seed=1)
-        publishes.publish(model, f"{RUN}.1.0", agreed)
-        for each in (engine, second_engine):
-            assert_samples_like(model, generate(each))
-        refuses("reload_weights")
-        with pytest.raises(EngineError, match=rf"{second_engine.url} refuses; all engines serve the weights {RUN}.1.0"):
-            publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
-        for each in (engine, second_engine):
-            choice = generate(each)
-            assert_samples_like(model, choice)
-            assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
+        for each in pair:
+            each.adapters[OTHER] = "/other"
+        publisher = start("lora", adapters=3)
+        for step in range(5):
+            assert publisher.publish(model, version(step), agreed) == name(step)
+        kept = [name(2), name(3), name(4)]
+        assert self.loaded(pair) == [[*kept, OTHER]] * 2
+        assert published() == kept
+        assert policy() == {"model": name(4), "version": version(4)}
 
-    def test_both_serve_a_published_adapter_or_none(self, engine, second_engine, urls, base, publisher, refuses):
-        publishes, model = publisher("lora", *urls), with_adapter(base)
-        name = publishes.publish(model, f"{RUN}.1.0", agreed)
-        refuses("load_adapter")
-        with pytest.raises(EngineError, match="refuses"):
-            publishes.publish(with_adapter(base, seed=2), f"{RUN}.2.0", agreed)
-        assert [adapters(engine), adapters(second_engine)] == [{name}, {name}]
-        assert max(Engines(urls).differences(name, PROMPT[:99], score(model, PROMPT[:99]))) < 1e-4
+    def test_two_trainings_share_a_folder(self, pair, start, model, published):
+        start("lora", run="one").publish(model, "ffffffff.7.0", agreed)
+        publisher = start("lora", run="two")
+        for step in range(4):
+            publisher.publish(model, version(step), agreed)
+        assert published() == [name(2), name(3), OTHER]
+        assert self.loaded(pair) == [[name(2), name(3), OTHER]] * 2
 
-    def test_an_engine_that_cannot_go_back_is_paused_and_the_next_start_restores_it(
-        self, engine, second_engine, urls, base, publisher, refuses, tokenizer
+    def test_when_one_engine_refuses_none_serves_it_and_the_policy_is_the_previous_one(
+        self, pair, start, model, policy
     ):
-        refuses("reload_weights", times=2)
-        with pytest.raises(EngineError, match=rf"could not go back .*{second_engine.url} refuses.*stays paused"):
-            publisher("checkpoint", *urls).publish(perturbed(base), f"{RUN}.1.0", agreed)
-        assert [EngineAdmin(url).is_paused() for url in urls] == [False, True]
-        ids, said = fixed_ids(tokenizer), []
-        Engines(urls).verify_base(engine.model_dir, f"{RUN}.0.1", ids, score(base, ids), 1e-3, said.append)
-        assert [second_engine.url in line for line in said] == [True]
-        for each in (engine, second_engine):
-            assert_samples_like(base, generate(each))
+        publisher = start("lora")
+        publisher.publish(model, version(0), agreed)
+        pair[1].refuses["/v1/load_lora_adapter"] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
+            publisher.publish(model, version(1), agreed)
+        assert self.loaded(pair) == [[name(0)]] * 2
+        assert policy() == {"model": name(0), "version": version(0)}
+
+    def test_engines_that_do_not_agree_unload_it_and_the_policy_was_never_another_one(self, pair, start, model, policy):
+        def disagree(served):
+            assert self.loaded(pair) == [[name(0), served]] * 2
+            assert policy() == {"model": name(0), "version": version(0)}
+            raise EngineError("no agreement")
+
+        publisher = start("lora")
+        publisher.publish(model, version(0), agreed)
+        with pytest.raises(EngineError, match="no agreement"):
+            publisher.publish(model, version(1), disagree)
+        assert self.loaded(pair) == [[name(0)]] * 2
+        assert policy() == {"model": name(0), "version": version(0)}
+
+    def test_an_old_adapter_that_cannot_be_unloaded_is_unloaded_at_the_next_publication(
+        self, pair, start, model, policy, caplog
+    ):
+        publisher = start("lora")
+        for step in range(4):
+            pair[1].refuses["/v1/unload_lora_adapter"] = int(step == 2)
+            publisher.publish(model, version(step), agreed)
+            assert policy()["model"] == name(step)
+        assert self.loaded(pair) == [[name(2), name(3)]] * 2
+        assert f"stay loaded: POST {pair[1].url}/v1/unload_lora_adapter: 500" in caplog.text
+
+    def test_an_engine_that_was_started_again_gets_the_adapters_that_sessions_keep(self, pair, start, model):
+        publisher = start("lora", adapters=3)
+        publisher.publish(model, version(0), agreed)
+        publisher.publish(model, version(1), agreed)
+        pair[0].start()
+        publisher.publish(model, version(2), agreed)
+        assert self.loaded(pair) == [[name(0), name(1), name(2)]] * 2
+
+    def test_a_start_after_a_kill_replaces_what_the_earlier_start_left(self, pair, start, model, tmp_path, published):
+        start("lora").publish(model, version(3), agreed)
+        (tmp_path / "published" / f".{name(4)}.partial").mkdir()
+        start("lora").publish(model, version(3, attempt=1), agreed)
+        assert self.loaded(pair) == [[name(3, attempt=1)]] * 2
+        assert published() == [name(3, attempt=1)]
+
+    def test_an_engine_that_was_stolen_is_not_published_to(self, pair, base, model, tmp_path):
+        engines = Engines([each.url for each in pair])
+        publisher = make_publisher("lora", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+        with (
+            engines.claimed("1a2b3c4d", "here"),
+            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
+            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
+        ):
+            publisher.publish(model, version(0), agreed)
+        assert self.loaded(pair) == [[], []]
+
+    def test_a_model_without_an_adapter_is_refused(self, pair, start):
+        with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
+            start("lora").publish(tiny_model(), version(0), agreed)
+        assert pair[0].requests == []
 
 
-def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, tmp_path):
-    # /v1/pause is a 404 of vLLM, as /pause is without its development mode
-    with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
-        EngineAdmin(f"{engine.url}/v1").pause()
-    with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
-        EngineAdmin(f"{engine.url}/v1").load_adapter("policy-1", tmp_path)
+class TestCheckpoints:
+    def served(self, pair):
+        return [(each.weights, each.version, each.paused) for each in pair]
+
+    def test_the_published_checkpoint_and_no_other_is_on_the_disk(self, pair, start, published, policy):
+        publisher = start("checkpoint")
+        for step in range(3):
+            assert publisher.publish(tiny_model(), version(step), agreed) is None
+            assert self.served(pair) == [(name(step), version(step), False)] * 2
+            assert published() == [name(step)]
+            assert policy() == {"model": None, "version": version(step)}
+
+    @pytest.mark.parametrize("step", ["/pause", "/collective_rpc", "/update_weight_version", "/resume"])
+    def test_when_one_engine_refuses_all_serve_the_previous_checkpoint(self, pair, start, policy, step, monkeypatch):
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        publisher = start("checkpoint")
+        publisher.publish(tiny_model(), version(0), agreed)
+        pair[1].refuses[step] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}{step}\S*: 500 .*all engines serve .*{version(0)}"):
+            publisher.publish(tiny_model(), version(1), agreed)
+        assert self.served(pair) == [(name(0), version(0), False)] * 2
+        assert policy() == {"model": None, "version": version(0)}
+        publisher.publish(tiny_model(), version(1), agreed)  # nothing is left of the failure
+        assert self.served(pair) == [(name(1), version(1), False)] * 2
+
+    def test_engines_that_do_not_agree_go_back_and_the_policy_was_never_another_one(self, pair, start, policy):
+        def disagree(served):
+            assert (served, self.served(pair)) == (None, [(name(1), version(1), False)] * 2)
+            assert policy()["version"] == version(0)
+            raise EngineError("no agreement")
+
+        publisher = start("checkpoint")
+        publisher.publish(tiny_model(), version(0), agreed)
+        with pytest.raises(EngineError, match=f"no agreement; all engines serve the weights {version(0)}"):
+            publisher.publish(tiny_model(), version(1), disagree)
+        assert self.served(pair) == [(name(0), version(0), False)] * 2
+        assert policy()["version"] == version(0)
+
+    def test_a_policy_file_that_cannot_be_written_goes_back_too(self, pair, start, tmp_path):
+        publisher = start("checkpoint")
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunError, match=r"run/policy\.json could not be written"):
+            publisher.publish(tiny_model(), version(1), agreed)
+        assert self.served(pair) == [("base", version(0), False)] * 2
+
+    def test_adapters_are_unloaded_and_named_because_their_base_is_gone(self, pair, start, caplog):
+        pair[0].adapters |= {OTHER: "/other", "judge": "/judge"}
+        start("checkpoint").publish(tiny_model(), version(1), agreed)
+        assert [each.adapters for each in pair] == [{}, {}]
+        assert f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights" in caplog.text
+
+    def test_when_the_first_publication_is_refused_all_serve_the_base_model(self, pair, start, tmp_path, monkeypatch):
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        pair[0].refuses["/collective_rpc"] = 1
+        with pytest.raises(EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"):
+            start("checkpoint").publish(tiny_model(), version(9, attempt=4), agreed)
+        assert self.served(pair) == [("base", version(0, attempt=4), False)] * 2
+        assert not (tmp_path / "run" / "policy.json").exists()
+
+    def test_checkpoints_of_a_killed_start_are_removed_before_one_is_saved(
+        self, pair, start, tmp_path, published, monkeypatch
+    ):
+        for left in (name(3), f".{name(4)}.partial", OTHER):
+            (tmp_path / "published" / left).mkdir(parents=True)
+        save, before = publish.save_weights, []
+        monkeypatch.setattr(publish, "save_weights", lambda *args: (before.extend(published()), save(*args)))
+        start("checkpoint").publish(tiny_model(), version(3, attempt=1), agreed)
+        assert before == [f".{name(3, attempt=1)}.partial", OTHER]
+        assert published() == [name(3, attempt=1), OTHER]
+
+    def test_an_engine_that_was_stolen_keeps_its_weights(self, pair, base, tmp_path):
+        engines = Engines([each.url for each in pair])
+        publisher = make_publisher("checkpoint", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+        with (
+            engines.claimed("1a2b3c4d", "here"),
+            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
+            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
+        ):
+            publisher.publish(tiny_model(), version(0), agreed)
+        assert self.served(pair) == [("base", "default", False)] * 2
+
+    @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+    def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
+        save = publish.save_weights
+
+        def save_in_part(model, folder, base):
+            save(model, folder, base)
+            (folder / missing).unlink()
+
+        monkeypatch.setattr(publish, "save_weights", save_in_part)
+        with pytest.raises(InputError, match=r"needs config.json and \*.safetensors; the engines are unchanged"):
+            start("checkpoint").publish(tiny_model(), version(1), agreed)
+        assert self.served(pair) == [("base", "default", False)] * 2
+        assert "/pause" not in pair[0].paths
+
+    def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(self, pair, start, monkeypatch):
+        model = tiny_model()
+        model.config.tie_word_embeddings = True
+        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: True)
+        with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
+            start("checkpoint").publish(model, version(1), agreed)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "lora"])
-def test_an_engine_that_is_not_there_is_an_error_that_says_so(kind, base, publisher, tmp_path):
-    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/.*no engine answers .*start it with `rolltap serve`"):
-        publisher(kind, "http://127.0.0.1:9").publish(with_adapter(base), f"{RUN}.1.0", agreed)
-    assert not (tmp_path / "policy.json").exists()
+def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(kind, pair, start, tmp_path):
+    (tmp_path / "published").write_text("a file")
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
+        start(kind).publish(model, version(1), agreed)
+    assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
+
+
+def test_adapters_are_saved_by_the_names_of_the_base(pair, start, base, monkeypatch):
+    saved = []
+    monkeypatch.setattr(publish, "save_adapter", lambda model, folder, base: saved.append(base))
+    start("lora").publish(
+        get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1), agreed
+    )
+    assert saved == [base]

@@ -1,14 +1,23 @@
-"""A recipe's arguments for TRL, PEFT and the recorder."""
+"""Arguments of a recipe for TRL, PEFT and the recorder; its adapter, checkpoints and reporters."""
+
+import tomllib
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from transformers import integrations
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.training import arguments
 from rolltap.trainer.training.arguments import (
     CHECKPOINTS,
     check_arguments,
+    check_report_to,
     dtype_of,
+    last_checkpoint,
+    remove_incomplete,
+    require_servable,
     sampling,
     training_arguments,
     without_frozen,
@@ -113,9 +122,9 @@ class TestSampling:
 
     @pytest.mark.parametrize("value", ["'[]'", "'null'", "'1'", '["{}"]', "'{'"])
     def test_sampling_that_is_not_one_json_object_is_refused(self, tmp_path, value):
-        recipe = load_recipe(write_recipe(tmp_path, f"[recorder]\nrolltap_sampling = {value}\n"))
-        with pytest.raises(InputError, match=r"recorder\.rolltap_sampling (= .*: give one JSON object|is not JSON)"):
-            sampling(recipe)
+        path = write_recipe(tmp_path, f"[recorder]\nrolltap_sampling = {value}\n")
+        with pytest.raises(InputError, match=r"recorder\.rolltap_sampling"):
+            sampling(load_recipe(path))
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +210,128 @@ class TestChecks:
             check_arguments(load_recipe(write_recipe(tmp_path, model="/nope")))
         with pytest.raises(InputError, match=r"model: the folder .* has no config\.json"):
             check_arguments(load_recipe(write_recipe(tmp_path, model=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [3]},
+        {"layer_replication": [[0, 1]]},
+        {"alora_invocation_tokens": [3]},
+        {"use_bdlora": {"target_modules_bd_a": []}},
+        {"use_qalora": True},
+        {"r": 513},
+        {"rank_pattern": {"q_proj": 513}},
+        *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "PiSSA")),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_vllm_does_not_serve_is_named_with_its_key(lora):
+    (key,) = lora
+    with pytest.raises(
+        InputError, match=rf'^vLLM does not serve .* lora\.{key} = .*: .*, or set publish = "checkpoint"$'
+    ):
+        require_servable(lora)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"r": 512, "rank_pattern": {"q_proj": 512}, "bias": "none", "use_dora": False, "use_rslora": True},
+        {"modules_to_save": None, "layer_replication": None, "target_modules": "all-linear", "exclude_modules": ["x"]},
+        *({"init_lora_weights": init} for init in (True, False, "gaussian", "eva", "orthogonal")),
+    ],
+    ids=str,
+)
+def test_other_adapters_are_served(lora):
+    require_servable(lora)
+
+
+def test_a_start_refuses_it_only_where_adapters_are_published(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    text = '[lora]\nr = 2\ntarget_modules = ["q_proj"]\nuse_dora = true\n'
+    check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(tmp_path / "model"))))
+    with pytest.raises(InputError, match=r"vLLM does not serve an adapter with lora\.use_dora = True: remove it"):
+        check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(tmp_path / "model"), publish="lora")))
+
+
+def write_checkpoints(folder):
+    for step, state in [(2, "{}"), (9, "{}"), (10, '{"global'), (11, None), (12, "")]:
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        if state is not None:
+            (checkpoint / "trainer_state.json").write_text(state)
+
+
+def test_an_incomplete_checkpoint_is_skipped(tmp_path):
+    write_checkpoints(tmp_path)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+
+
+def test_incomplete_checkpoints_are_removed_and_whole_ones_stay(tmp_path):
+    write_checkpoints(tmp_path)
+    remove_incomplete(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-9"}
+
+
+def test_without_a_checkpoint_there_is_none(tmp_path):
+    remove_incomplete(tmp_path / "nowhere")
+    assert last_checkpoint(tmp_path / "nowhere") is None
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A function that says which of the extras are installed."""
+
+    def install(*names):
+        monkeypatch.setattr(arguments, "_EXTRAS", {name: lambda name=name: name in names for name in arguments._EXTRAS})
+
+    return install
+
+
+@pytest.mark.parametrize("names", ["none", "all", [], ["none"], "tensorboard", ["tensorboard", "wandb"]])
+def test_what_is_installed_is_accepted(installed, names):
+    installed("tensorboard", "wandb")
+    check_report_to(names)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_an_extra_that_is_missing_is_named_with_the_command_that_installs_it(installed, name):
+    installed()
+    with pytest.raises(InputError, match=rf"grpo\.report_to = '{name}': .*pip install 'rolltap\[{name}\]'"):
+        check_report_to([name])
+
+
+@pytest.mark.parametrize("value", ["tensorbord", ["tensorboard", "tensorbord"], ["none", "tensorboard"], ""])
+def test_a_reporter_that_does_not_exist_is_refused_with_the_choices(installed, value):
+    installed("tensorboard")
+    with pytest.raises(InputError, match=r"there is no reporter .*; choose from tensorboard, trackio, wandb"):
+        check_report_to(value)
+
+
+@pytest.mark.parametrize("value", [5, True, [5], {"tensorboard": True}, [["tensorboard"]]])
+def test_what_is_no_name_is_refused(value):
+    with pytest.raises(InputError, match=r"grpo\.report_to = .*: give a name or a list of names"):
+        check_report_to(value)
+
+
+def test_other_reporters_of_transformers_are_accepted_where_they_work(monkeypatch):
+    monkeypatch.setattr(integrations, "get_available_reporting_integrations", lambda: ["mlflow"])
+    check_report_to("mlflow")
+    with pytest.raises(InputError, match="'neptune': it is not installed or not configured"):
+        check_report_to("neptune")
+
+
+def test_every_extra_is_one_of_transformers_reporters_and_of_the_distribution():
+    assert arguments._EXTRAS.keys() <= integrations.INTEGRATION_TO_CALLBACK.keys()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert arguments._EXTRAS.keys() <= extras.keys()

@@ -1,6 +1,7 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempt import Attempt
-from rolltap.trainer.training.online import BATCHES, OnlineTraces, TrainedBatches
+from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.steps import BATCHES, TrainedBatches
 from tests.factories import make_call
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
@@ -26,7 +28,7 @@ TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 def sampled(session_id, version):
     """Return a call with two tokens that these weights sampled."""
     spans = [VersionSpan(version=version, start=0, end=2)]
-    return make_call("c", [1], [2, 3], session_id=session_id, weight_versions=spans)
+    return replace(make_call(session_id, "c", [1], [2, 3]), weight_versions=spans)
 
 
 class Loop:
@@ -88,11 +90,10 @@ class Loop:
 
     def source(self, number, attempt=0):
         """Return a source before a step."""
-        source = OnlineTraces(
-            self.recipe, TASKS, self.folder, Attempt("1a2b3c4d", attempt), self, self.run_sessions, self.console
-        )
+        source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
+        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions)
         source.trainer = SimpleNamespace(
-            state=SimpleNamespace(global_step=number), args=SimpleNamespace(seed=7, max_steps=9), model=None
+            state=SimpleNamespace(global_step=number), args=SimpleNamespace(max_steps=9), model=None
         )
         return source
 

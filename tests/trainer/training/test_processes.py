@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.loop import require_machine
+from rolltap.trainer.training.arguments import require_machine
 from rolltap.trainer.training.recipe import FINISHED, Machine
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests.trainer.training.grpo.tiny import largest_difference
@@ -25,7 +25,7 @@ def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, mo
     printed = training.in_two()
     assert printed.startswith("0\n"), printed
     assert "resuming from" in printed
-    assert printed.count("step 2/2  4 sessions in") == 1
+    assert printed.count("step 2/2  4 sessions ") == 1
     run, again = training.folder / "run", training.folder / "again"
     shutil.copytree(run, again, ignore=shutil.ignore_patterns("checkpoints", FINISHED, METRICS))
     # the engines' weights differ in rounding, but batches.jsonl says which sessions each step trains

@@ -13,10 +13,9 @@ from rolltap.addons.errors import RolltapError
 from rolltap.trainer.models.loading import INSTALL, Dtype, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
-from rolltap.trainer.training.arguments import check_arguments, sampling, training_arguments
+from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling, training_arguments
 from rolltap.trainer.training.dry_run.memory import GIB, SLACK, Memory, Rows, session_bytes
 from rolltap.trainer.training.dry_run.model import ModelNumbers
-from rolltap.trainer.training.loop import require_machine
 from rolltap.trainer.training.recipe import Recipe
 
 FIRST_PORT = 8000

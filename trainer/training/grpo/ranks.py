@@ -4,6 +4,7 @@ Objects travel over a gloo group of their own. The main process may roll out for
 no kernel of their device then, and are notified at once when it ends. Tensors travel over the default group.
 """
 
+import atexit
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
@@ -31,6 +32,11 @@ def initialise(args: TrainingArguments) -> None:
     With one process, or when they have found each other, nothing happens. Collective.
     """
     _ = args.device  # reading it makes the default group
+    connect()
+
+
+def connect() -> None:
+    """Make the group over which objects travel, if there is a default group. Collective."""
     if several():
         _objects()
 
@@ -171,7 +177,19 @@ def average_gradients(parameters: Iterable[Parameter]) -> None:
 def _objects() -> dist.ProcessGroup:
     """Return the group over which objects travel."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    atexit.register(_disconnect)
     return group
+
+
+def _disconnect() -> None:
+    """End all groups and join their threads.
+
+    One of gloo's threads that drops the last reference to a tensor asks for the interpreter's lock. In an interpreter
+    that is ending it is killed for that, and the process aborts ("terminate called without an active exception").
+    """
+    _objects.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _message(error: Exception) -> str:

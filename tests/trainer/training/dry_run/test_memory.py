@@ -1,7 +1,8 @@
-"""The planner's bytes against what torch reports of the same models."""
+"""The planner's bytes against what torch reports of the same models, and costs of deep models from a few layers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.profiler import ProfilerActivity, profile
 
 from rolltap.trainer.training.dry_run.memory import Rows, fixed, rows, variable
-from rolltap.trainer.training.dry_run.model import model_numbers
+from rolltap.trainer.training.dry_run.model import model_numbers, of_all_layers
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.forward.sizes import measure
 from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
+from tests.deep import cases
 from tests.trainer.training.grpo.tiny_models import FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -35,20 +37,21 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{'lora' if case[1] else 'full'}-{case[2]}")
-def case(request, tmp_path):
-    """A recipe of a tiny model, the model's type, and the model with real weights, as it is trained."""
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'lora' if case[1] else 'full'}-{case[2]}")
+def case(request, tmp_path_factory):
+    """A recipe of a tiny model, the model's type, its numbers, and the model with real weights, as it is trained."""
     family, lora, dtype = request.param
     kind, config = FAMILIES[family]
-    config.save_pretrained(tmp_path)
-    recipe = Recipe(model=tmp_path, steps=1, max_tokens=4096, lora=lora)
+    folder = tmp_path_factory.mktemp("model")
+    config.save_pretrained(folder)
+    recipe = Recipe(model=folder, steps=1, max_tokens=4096, lora=lora)
     model = kind._from_config(config, dtype=getattr(torch, dtype))
     if lora:
         model = get_peft_model(model, LoraConfig(**lora))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
-    return recipe, dtype, model.train()
+    return recipe, dtype, model.train(), model_numbers(recipe, dtype)
 
 
 def autocast(dtype):
@@ -73,8 +76,7 @@ def peak(act: Callable[[], None]) -> int:
 
 
 def test_weights_gradients_and_optimizer_are_planned_to_the_byte(case):
-    recipe, dtype, model = case
-    numbers = model_numbers(recipe, dtype)
+    recipe, dtype, model, numbers = case
     planned = fixed(recipe, numbers, 1, cuda=False)
     assert planned.weights == sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     step(model, dtype, 128)
@@ -91,15 +93,14 @@ def test_weights_gradients_and_optimizer_are_planned_to_the_byte(case):
 
 
 def test_costs_without_weights_are_those_that_are_measured_with_them(case):
-    recipe, dtype, model = case
-    planned = asdict(model_numbers(recipe, dtype).costs)
+    _, dtype, model, numbers = case
+    planned = asdict(numbers.costs)
     assert planned == pytest.approx(asdict(measure(model, autocast(dtype))), rel=0.01)
 
 
-@pytest.mark.parametrize("size", ROWS)
+@pytest.mark.parametrize("size", cases(ROWS))
 def test_the_peak_of_a_step_is_planned_within_a_tenth(case, size):
-    recipe, dtype, model = case
-    numbers = model_numbers(recipe, dtype)
+    recipe, dtype, model, numbers = case
     given = recipe.model_copy(update={"grpo": {"tokens_per_segment": size}})
     planned = variable(given, numbers, Rows(1, ROWS[size]), None)
     step(model, dtype, size)  # with gradients in place, as the plan counts them elsewhere
@@ -163,3 +164,39 @@ def test_a_folder_is_only_read(tmp_path):
     before = {path: path.read_bytes() for path in Path(tmp_path).iterdir()}
     model_numbers(Recipe(model=tmp_path, steps=1), "bfloat16")
     assert {path: path.read_bytes() for path in Path(tmp_path).iterdir()} == before
+
+
+def deep(family, layers):
+    """A tiny model of a family with more layers."""
+    kind, config = FAMILIES[family]
+    config = deepcopy(config)
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = layers
+    if types:
+        config.layer_types = (types * layers)[:layers]
+    return kind(config).float().train()
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning:peft")  # experts are parameters, which all-linear leaves out
+@pytest.mark.parametrize("lora", [{}, {"r": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_costs_of_few_layers_are_those_of_all(family, lora):
+    model = deep(family, 16)
+    if lora:
+        inject_adapter_in_model(LoraConfig(**lora, target_modules="all-linear"), model)
+    measured = []
+
+    def measured_here():
+        measured.append(len(model.get_decoder().layers))
+        return measure(model, nullcontext)
+
+    found = of_all_layers(model, measured_here)
+    assert sum(measured) < 16
+    assert len(model.get_decoder().layers) == model.config.num_hidden_layers == 16
+    whole = asdict(measure(model, nullcontext))
+    assert asdict(found) == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_model_of_few_layers_is_measured_as_it_is():
+    model = deep("qwen3", 2)
+    assert of_all_layers(model, lambda: len(model.get_decoder().layers)) == 2

@@ -1,16 +1,34 @@
+"""Reports of a training: the file of metrics, the plots, and the lines on the console."""
+
 import io
+import json
+import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.training import report
-from rolltap.trainer.training.report import METRICS, Plots, plot_run, read_metrics, run_reports, step_line
+from rolltap.trainer.training.report import (
+    METRICS,
+    MOST_LABELLED,
+    Plots,
+    append_metrics,
+    cut_metrics,
+    plot_run,
+    plot_training,
+    read_metrics,
+    run_reports,
+    step_line,
+)
 
 PNG = b"\x89PNG"
 
@@ -192,3 +210,147 @@ def test_a_step_without_tokens_says_so_and_no_more():
         "tokens_in_rows": 0.0,
     }
     assert step_line(1, 2, logs) == "step 1/2  0 tokens trained"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_line_is_one_object_with_its_step_and_null_for_what_json_lacks(path):
+    values = {"loss": math.nan, "ratio/max": math.inf, "kl": None, "entropy": np.float32(0.5), "lr": torch.tensor(2.0)}
+    append_metrics(path, 3, values)
+    append_metrics(path, 4, {"tokens": 7, "note": "late"})
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert first == {"step": 3, "loss": None, "ratio/max": None, "kl": None, "entropy": 0.5, "lr": 2.0}
+    assert second == {"step": 4, "tokens": 7, "note": "late"}
+    assert read_metrics(path) == [first, second]
+
+
+def test_a_run_without_metrics_has_no_lines(path):
+    cut_metrics(path, 0)
+    assert read_metrics(path) == []
+    assert not path.exists()
+
+
+def test_a_line_that_is_being_written_is_not_read(path):
+    append_metrics(path, 1, {})
+    with path.open("a") as file:
+        file.write('{"step": 2, "re')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 4', b'{"step": 4, "note": "\xc3'])
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (9, [1, 2, 3])])
+def test_lines_after_the_checkpoint_and_half_a_line_are_cut(path, step, kept, torn):
+    for taken in (1, 2, 3):
+        append_metrics(path, taken, {"reward": taken / 3})
+    with path.open("ab") as file:
+        file.write(torn)
+    cut_metrics(path, step)
+    append_metrics(path, step + 1, {})
+    assert [line["step"] for line in read_metrics(path)] == [*kept, step + 1]
+
+
+@pytest.mark.parametrize("line", ["step 2", '{"loss": 1}', '[{"step": 1}]', '{"step": "2"}', "null"])
+def test_a_line_that_is_no_steps_is_named(path, line):
+    append_metrics(path, 1, {})
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    for read in (read_metrics, lambda path: cut_metrics(path, 1)):
+        with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a step's metrics"):
+            read(path)
+
+
+STEP = {
+    "reward": 0.5,
+    "reward/harness/codex": 0.25,
+    "reward/harness/my%20own": 0.75,
+    "reward/task/only": 0.5,
+    "sessions": 16,
+    "sessions_infrastructure": 3,
+    "sessions_failed": 0,
+    "sessions_no_reward": 0,
+    "groups": 4,
+    "groups_without_signal": 1,
+    "groups_without_reward": 0,
+    "off_policy/bridged": 0.25,
+    "difference/bridged": 0.0,
+    "difference/rendered": 1e-3,
+    "ratio/mean": 1.0,
+    "ratio/min": 0.9,
+    "ratio/max": math.inf,
+    "clip_ratio/low_mean": 0.0,
+    "clip_ratio/high_mean": 0.1,
+    "masked/low": 0.0,
+    "masked/high": 0.2,
+    "entropy": 0.5,
+    "tokens_trained": 100,
+    "tokens_computed": 90,
+    "left_out/aborted": 7,
+    "left_out/no_reward": 0,
+    "tokens_in_rows": 1000,
+    "tokens_forwarded": 400,
+    "tokens_per_second": 50.0,
+    "peak_memory_gib": 1.5,
+}
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """A function that draws metrics of steps and returns the lines of each panel: title -> label -> points."""
+
+    def draw(*steps):
+        for number, metrics in enumerate(steps, 1):
+            append_metrics(tmp_path / "metrics.jsonl", number, metrics)
+        figures, save = [], Figure.savefig
+
+        def savefig(figure, *args, **options):
+            figures.append(figure)
+            save(figure, *args, **options)
+
+        monkeypatch.setattr(Figure, "savefig", savefig)
+        plot_training(tmp_path / "metrics.jsonl", tmp_path / "training.png", "title")
+        assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+        return {
+            axes.get_title(): {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()}
+            for axes in figures[0].get_axes()
+        }
+
+    return draw
+
+
+def test_every_metric_has_its_panel(drawn):
+    panels = drawn(STEP, STEP | {"reward": 0.75})
+    assert panels["reward"]["reward"] == [(1, 0.5), (2, 0.75)]
+    assert panels["reward"].keys() == {"reward", "reward/harness/codex", "reward/harness/my own"}
+    differences = panels["sampler and trainer: mean difference of log-probabilities"]
+    assert differences == {"difference/bridged": [(1, 0), (2, 0)], "difference/rendered": [(1, 1e-3), (2, 1e-3)]}
+    assert panels["sampled tokens"].keys() == {"tokens_trained", "tokens_computed", "left_out/aborted"}
+    assert panels["tokens forwarded / tokens in rows"] == {"forwarded_share": [(1, 0.4), (2, 0.4)]}
+    assert panels["share of tokens"].keys() == {
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "masked/low",
+        "masked/high",
+    }
+    assert panels["sessions"].keys() == {"sessions", "sessions_infrastructure"}  # others never occurred
+    assert panels["groups of sessions"].keys() == {"groups", "groups_without_signal", "groups_without_reward"}
+    assert panels["off policy: mean difference of log-probabilities"].keys() == {"off_policy/bridged"}
+    assert panels["importance ratio"].keys() == {"ratio/mean", "ratio/min"}
+    assert all(panels.values())
+
+
+def test_a_metric_that_a_step_lacks_has_no_point_there(drawn):
+    assert drawn(STEP, {"tokens_trained": 0}, STEP)["entropy, KL"] == {"entropy": [(1, 0.5), (3, 0.5)]}
+
+
+def test_many_tasks_are_lines_without_a_label(drawn):
+    tasks = {f"reward/task/{i}": i / 10 for i in range(1, MOST_LABELLED + 2)}
+    panel = drawn(STEP | tasks)["reward"]
+    assert len(panel) == 3 + 10
+    assert sum(not label.startswith("_") for label in panel) == 3
+
+
+def test_a_training_without_metrics_yet_has_an_empty_picture(drawn):
+    assert not any(drawn().values())

@@ -1,7 +1,8 @@
-"""The register of an engine's owner, and its client."""
+"""The register of an engine's owner, and the agreement of the weights of trainer and engine."""
 
 import asyncio
 import json
+import math
 from threading import Event
 
 import pytest
@@ -10,7 +11,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
-from rolltap.trainer.engine.weights import Owner, claim, release
+from rolltap.trainer.engine.weights import FIXED_TEXT, LIMITS, Owner, claim, fixed_ids, mean_difference, release
 
 ONE, TWO = Owner("11111111", "host one, /runs/one"), Owner("22222222", "host two, /runs/two")
 
@@ -131,3 +132,31 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
     release(client, TWO)
     # the note of the verified base stays: it ends with the engine
     assert engine.http.get(PATH).json().items() >= {"owner": None, "about": None}.items()
+
+
+def test_the_difference_is_the_mean_over_the_tokens_whatever_its_sign():
+    assert mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -2.5]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_never_agreement(bad):
+    assert mean_difference([-1.0, bad], [-1.0, -2.0]) == math.inf
+    assert mean_difference([-1.0, -2.0], [bad, -2.0]) == math.inf
+    assert mean_difference([bad], [bad]) == math.inf
+
+
+@pytest.mark.parametrize("rows", [([], []), ([-1.0], [-1.0, -2.0])])
+def test_rows_that_do_not_belong_together_are_refused(rows):
+    with pytest.raises(ValueError, match=r"nothing to compare|shorter|longer"):
+        mean_difference(*rows)
+
+
+def test_the_text_is_encoded_without_special_tokens(tokenizer):
+    ids = fixed_ids(tokenizer)
+    assert tokenizer.decode(ids) == FIXED_TEXT
+    assert len(ids) >= 150
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_every_type_of_a_recipe_has_a_limit():
+    assert set(LIMITS) == {"bfloat16", "float16", "float32"}

@@ -1,0 +1,318 @@
+"""Publishing to a real vLLM: it must then sample with the log-probabilities that transformers computes."""
+
+import copy
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3ForCausalLM
+
+from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.publish import make_publisher
+from rolltap.trainer.engine.weights import LIMITS, fixed_ids
+from tests.trainer.engine.acting import agreed
+
+pytestmark = [
+    pytest.mark.engine,
+    # peft 0.21 uses a name that transformers 5.23 deprecates
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+PROMPT = [5 + i % 100 for i in range(300)]
+"""Token ids, more than a block of vLLM's prefix cache."""
+RUN = "1a2b3c4d"
+
+
+@pytest.fixture
+def base(engine) -> Qwen3ForCausalLM:
+    """Return the model that the engine was started with."""
+    return Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def restored(engine):
+    """Restore the base weights and unload all adapters after the test."""
+    yield
+    restore(engine)
+
+
+def restore(engine) -> None:
+    for served in engine.http.get("/v1/models").json()["data"]:
+        if served["parent"]:
+            post(engine, "/v1/unload_lora_adapter", {"lora_name": served["id"]})
+    EngineAdmin(engine.url).serve(engine.model_dir, "default")
+
+
+@pytest.fixture
+def publisher(engine, tmp_path):
+    """Return a function that returns a publisher to some engines, by default to one."""
+
+    def publisher(kind, *urls, adapters=2):
+        engines = Engines(urls or engine.url)
+        folder = tmp_path / "published"
+        return make_publisher(kind, engines, folder=folder, run=tmp_path, base=engine.model_dir, adapters=adapters)
+
+    return publisher
+
+
+def post(engine, path: str, body: dict) -> httpx.Response:
+    response = engine.http.post(path, json=body, timeout=120)
+    response.raise_for_status()
+    return response
+
+
+def generate(engine, model: str | None = None) -> dict:
+    """Return 16 tokens that the engine samples after `PROMPT`, with their log-probabilities and weight versions."""
+    sampling = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"model": model} if model else {})
+    return post(engine, "/inference/v1/generate", body).json()["choices"][0]
+
+
+@torch.no_grad()
+def assert_samples_like(model, choice: dict) -> None:
+    """Assert that the log-probabilities in `choice` are those of `model`."""
+    ids = choice["token_ids"]
+    logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    reported = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
+    torch.testing.assert_close(reported, expected, atol=1e-4, rtol=0)
+
+
+def perturbed(model: Qwen3ForCausalLM, seed: int = 0) -> Qwen3ForCausalLM:
+    """Return a copy with other weights."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.02)
+    return other
+
+
+def with_adapter(model: Qwen3ForCausalLM, rank: int = 4, seed: int = 0):
+    """Return a copy with an adapter that changes its outputs."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(copy.deepcopy(model), config).eval()
+
+
+@torch.no_grad()
+def score(model, ids: list[int]) -> list[float]:
+    """Return the log-probability of each token of `ids` but the first."""
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+def adapters(engine) -> set[str]:
+    return {served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]}
+
+
+def version_of(engine) -> str:
+    return engine.http.get("/weight_info").json()["weight_version"]
+
+
+def policy(run: Path) -> dict:
+    return json.loads((run / "policy.json").read_text())
+
+
+def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, restored, publisher, tmp_path):
+    assert_samples_like(base, generate(engine))
+    publishes = publisher("checkpoint")
+    for version in (f"{RUN}.0.0", f"{RUN}.1.0"):
+        model = perturbed(base, seed=len(version))
+        publishes.publish(model, version, agreed)
+        choice = generate(engine)
+        assert_samples_like(model, choice)
+        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
+        assert policy(tmp_path) == {"model": None, "version": version}
+
+
+def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_training(engine, base, restored, publisher):
+    model = with_adapter(base)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    publisher("checkpoint").publish(model, f"{RUN}.1.0", agreed)
+    assert_samples_like(model, generate(engine))
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, publisher):
+    sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
+        lines = response.iter_lines()
+        events = [next(lines)]
+        reader = threading.Thread(target=lambda: events.extend(lines))
+        reader.start()
+        publisher("checkpoint").publish(perturbed(base), f"{RUN}.1.0", agreed)
+        reader.join()
+    events = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+    versions = [
+        choice["weight_versions"] for event in events for choice in event["choices"] if choice["weight_versions"]
+    ]
+    assert versions == [[{"version": "default", "start": 0, "end": 1000}]]
+
+
+def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
+    engine, base, restored, publisher, tmp_path, monkeypatch
+):
+    publishes, model = publisher("checkpoint"), perturbed(base, seed=1)
+    publishes.publish(model, f"{RUN}.1.0", agreed)
+    install = EngineAdmin.install
+
+    def truncated(admin, checkpoint, version):
+        if checkpoint.name == f"policy-{RUN}.2.0":  # as on a disk that another machine does not see whole
+            weights = checkpoint / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:5000])
+        install(admin, checkpoint, version)
+
+    monkeypatch.setattr(EngineAdmin, "install", truncated)
+    with pytest.raises(EngineError, match=rf"/collective_rpc: 500 .*all engines serve the weights {RUN}\.1\.0"):
+        publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
+    choice = generate(engine)
+    assert_samples_like(model, choice)
+    assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
+    assert policy(tmp_path)["version"] == f"{RUN}.1.0"
+
+
+def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine, base, restored, tmp_path, tokenizer):
+    ids = fixed_ids(tokenizer)
+    engines, own, said = Engines(engine.url), score(base, ids), []
+
+    def verify():
+        engines.verify_base(engine.model_dir, f"{RUN}.0.3", ids, own, LIMITS["float32"], said.append)
+
+    verify()
+    assert said == []
+    assert max(engines.differences(None, ids, own)) < 1e-4
+    (tmp_path / "half").mkdir()
+    perturbed(base).save_pretrained(tmp_path / "half")
+    admin = EngineAdmin(engine.url)
+    admin.pause()
+    admin.reload_weights(tmp_path / "half")
+    verify()
+    assert "is paused, as a killed training leaves it" in said[0]
+    assert (admin.is_paused(), version_of(engine)) == (False, f"{RUN}.0.3")
+    assert_samples_like(base, generate(engine))
+
+
+def test_weights_of_another_training_are_found_and_replaced(engine, base, restored, tmp_path, tokenizer):
+    ids, said = fixed_ids(tokenizer), []
+    perturbed(base).save_pretrained(tmp_path / "other")
+    for version in ("ffffffff.7.0", "default"):
+        EngineAdmin(engine.url).serve(tmp_path / "other", version)
+        Engines(engine.url).verify_base(
+            engine.model_dir, f"{RUN}.0.0", ids, score(base, ids), LIMITS["float32"], said.append
+        )
+        assert version in said[-1]
+        assert_samples_like(base, generate(engine))
+
+
+def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine, base, restored, publisher, tmp_path):
+    model = with_adapter(base)
+    name = publisher("lora").publish(model, f"{RUN}.1.0", agreed)
+    assert policy(tmp_path) == {"model": name, "version": f"{RUN}.1.0"}
+    assert_samples_like(model, generate(engine, name))
+    assert_samples_like(base, generate(engine))
+    ids = PROMPT[:200]
+    assert max(Engines(engine.url).differences(name, ids, score(model, ids))) < 1e-4
+    assert max(Engines(engine.url).differences(None, ids, score(model, ids))) > 1e-2
+
+
+def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
+    publishes = publisher("lora", adapters=3)
+    models = {f"{RUN}.{step}.0": with_adapter(base, seed=step) for step in range(5)}
+    names = {version: publishes.publish(model, version, agreed) for version, model in models.items()}
+    kept = [f"{RUN}.{step}.0" for step in (2, 3, 4)]
+    assert adapters(engine) == {names[version] for version in kept}
+    for version in kept:
+        assert_samples_like(models[version], generate(engine, names[version]))
+
+
+def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, restored, publisher, tmp_path):
+    with pytest.raises(EngineError, match=r"load_lora_adapter: \d+ .*LoRA rank 64 .*rolltap serve --lora-rank"):
+        publisher("lora").publish(with_adapter(base, rank=64), f"{RUN}.1.0", agreed)
+    assert not (tmp_path / "policy.json").exists()
+    assert adapters(engine) == set()
+
+
+class TestTwoEngines:
+    @pytest.fixture
+    def urls(self, engine, second_engine, restored):
+        yield engine.url, second_engine.url
+        restore(second_engine)
+
+    @pytest.fixture
+    def refuses(self, second_engine, monkeypatch):
+        """Return a function that lets a step of the second engine fail, as often as is said."""
+
+        def refuses(step, times=1):
+            real, left = getattr(EngineAdmin, step), [times]
+
+            def maybe(admin, *args):
+                if admin.url == second_engine.url and left[0]:
+                    left[0] -= 1
+                    raise EngineError(f"{admin.url} refuses")
+                return real(admin, *args)
+
+            monkeypatch.setattr(EngineAdmin, step, maybe)
+
+        return refuses
+
+    def test_both_serve_a_published_checkpoint_or_both_the_previous_one(
+        self, engine, second_engine, urls, base, publisher, refuses
+    ):
+        publishes, model = publisher("checkpoint", *urls), perturbed(base, seed=1)
+        publishes.publish(model, f"{RUN}.1.0", agreed)
+        for each in (engine, second_engine):
+            assert_samples_like(model, generate(each))
+        refuses("reload_weights")
+        with pytest.raises(EngineError, match=rf"{second_engine.url} refuses; all engines serve the weights {RUN}.1.0"):
+            publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
+        for each in (engine, second_engine):
+            choice = generate(each)
+            assert_samples_like(model, choice)
+            assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
+
+    def test_both_serve_a_published_adapter_or_none(self, engine, second_engine, urls, base, publisher, refuses):
+        publishes, model = publisher("lora", *urls), with_adapter(base)
+        name = publishes.publish(model, f"{RUN}.1.0", agreed)
+        refuses("load_adapter")
+        with pytest.raises(EngineError, match="refuses"):
+            publishes.publish(with_adapter(base, seed=2), f"{RUN}.2.0", agreed)
+        assert [adapters(engine), adapters(second_engine)] == [{name}, {name}]
+        assert max(Engines(urls).differences(name, PROMPT[:99], score(model, PROMPT[:99]))) < 1e-4
+
+    def test_an_engine_that_cannot_go_back_is_paused_and_the_next_start_restores_it(
+        self, engine, second_engine, urls, base, publisher, refuses, tokenizer
+    ):
+        refuses("reload_weights", times=2)
+        with pytest.raises(EngineError, match=rf"could not go back .*{second_engine.url} refuses.*stays paused"):
+            publisher("checkpoint", *urls).publish(perturbed(base), f"{RUN}.1.0", agreed)
+        assert [EngineAdmin(url).is_paused() for url in urls] == [False, True]
+        ids, said = fixed_ids(tokenizer), []
+        Engines(urls).verify_base(engine.model_dir, f"{RUN}.0.1", ids, score(base, ids), 1e-3, said.append)
+        assert [second_engine.url in line for line in said] == [True]
+        for each in (engine, second_engine):
+            assert_samples_like(base, generate(each))
+
+
+def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, tmp_path):
+    # /v1/pause is a 404 of vLLM, as /pause is without its development mode
+    with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
+        EngineAdmin(f"{engine.url}/v1").pause()
+    with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+        EngineAdmin(f"{engine.url}/v1").load_adapter("policy-1", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
+def test_an_engine_that_is_not_there_is_an_error_that_says_so(kind, base, publisher, tmp_path):
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/.*no engine answers .*start it with `rolltap serve`"):
+        publisher(kind, "http://127.0.0.1:9").publish(with_adapter(base), f"{RUN}.1.0", agreed)
+    assert not (tmp_path / "policy.json").exists()

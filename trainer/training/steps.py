@@ -1,0 +1,120 @@
+"""The sessions of a step: their ids, those that are on the disk already, and the tasks of its further groups.
+
+`batches.jsonl` in the run folder has the sessions of each step that was trained, one JSON object a line. A session is
+`[id, revision]`: a step that is taken again takes these sessions with the rewards of these revisions, and no attempt at
+one that was a fault.
+"""
+
+import json
+import os
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from pathlib import Path
+
+from rolltap.addons.errors import RunError
+from rolltap.addons.store.records import Session
+from rolltap.trainer.names import Version
+from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.sessions import RewardRules, label_session
+from rolltap.trainer.training.grpo.advantages import rewards_differ
+
+BATCHES = "batches.jsonl"
+"""Name of the file in the run folder."""
+
+
+class TrainedBatches:
+    """The file of a run. Only the training that claimed the folder writes it.
+
+    The constructor removes a last line that was not written to its end. It raises `RunError` for another line that is
+    not a batch, and `OSError`.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / BATCHES
+        self._steps: dict[int, list[tuple[str, int]]] = {}
+        text = self._path.read_bytes() if self._path.exists() else b""
+        *lines, torn = text.split(b"\n")
+        if torn:
+            os.truncate(self._path, len(text) - len(torn))
+        for number, line in enumerate(lines, 1):
+            try:
+                batch = json.loads(line)
+                self._steps[int(batch["step"])] = [(str(name), int(number)) for name, number in batch["sessions"]]
+            except (ValueError, TypeError, LookupError) as error:
+                raise RunError(f"{self._path}, line {number} is damaged ({error}): train into a new folder") from error
+
+    def get(self, step: int) -> list[tuple[str, int]] | None:
+        """Return id and revision of a step's sessions in their order; None when its batch was not trained before."""
+        return self._steps.get(step)
+
+    def add(self, step: int, sessions: Sequence[tuple[str, int]]) -> None:
+        """Write the batch of a step, id and revision of each. It is on the disk after the return. Raises `OSError`."""
+        self._steps[step] = list(sessions)
+        with self._path.open("ab") as file:
+            file.write(json.dumps({"step": step, "sessions": self._steps[step]}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+_PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
+"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group;
+and the training's attempt. The group of its row may be another one since somebody changed it."""
+
+
+def step_group(version: Version, position: int, task: Task, sessions: int) -> Group:
+    """Return a group of a step, with the ids that its sessions get in the version's attempt.
+
+    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts; `position` is its place in the step.
+    A session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
+    """
+    group_id = f"{task.id}-{version.run}.{version.step}.{position}"
+    return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
+
+
+class FinishedSessions:
+    """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
+    sampled the first token of each."""
+
+    def __init__(self, sessions: Iterable[Session]) -> None:
+        self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
+        for session in sessions:
+            found = _PLACE.fullmatch(place_of(session.session_id))
+            if found and session.status not in RERUN and _sampled_by(session, found[2]):
+                index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
+                group = self._groups[found[1]]
+                group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
+
+    def of(self, group: Group) -> dict[str, Session]:
+        """Return the sessions of a group: id in `group` -> session of the first attempt that need not be tried again.
+
+        Those of `RERUN` and sessions of other weights are not among them: they are run again.
+        """
+        finished = self._groups[group.group_id]
+        return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
+
+
+def _sampled_by(session: Session, weights: str) -> bool:
+    return (session.policy_version or "").rpartition(".")[0] == weights
+
+
+def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
+    """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
+    labels = [label_session(session, rules) for session in sessions]
+    return rewards_differ([label.reward for label in labels if label.reward is not None])
+
+
+def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:
+    """Return the tasks of up to `number` further groups of a step, drawn by (`seed`, `step`).
+
+    Tasks that the step has not `used` come first. When all have come, they are drawn again.
+    """
+    drawn: list[Task] = []
+    rng = random.Random(f"{seed}/{step}/further")
+    while len(drawn) < number:
+        order = rng.sample(tasks, len(tasks))
+        drawn += sorted(order, key=lambda task: task in used) if not drawn else order
+    return drawn[:number]
