@@ -56,8 +56,8 @@ ADAPTER = "adapter"
 """Folder in the trained model with the adapter, if one was trained."""
 
 _LEFT = "rolltap: the main process has ended"
-LEAVE_SECONDS = 25.0
-"""Longest that an ending process waits for the main one to end. `torchrun` kills after 30 seconds."""
+LEAVE_SECONDS = 120.0
+"""Longest that an ending process waits for the main one to end: it stops the recorder and gives the engines back."""
 TENSOR_SECONDS = 1800
 """Longest that a process waits for another one's tensors, for example while that one computes a longer trace.
 

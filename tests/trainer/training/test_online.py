@@ -1,7 +1,6 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import json
-from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 def sampled(session_id, version):
     """Return a call with two tokens that these weights sampled."""
     spans = [VersionSpan(version=version, start=0, end=2)]
-    return replace(make_call(session_id, "c", [1], [2, 3]), weight_versions=spans)
+    return make_call("c", [1], [2, 3], session_id=session_id, weight_versions=spans)
 
 
 class Loop:
