@@ -16,8 +16,7 @@ import pytest
 import rolltap
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.recorder import group_keys, interrupted_sessions
-from rolltap.trainer.rollouts.resume import Recorded
+from rolltap.trainer.rollouts.resume import Recorded, group_keys, interrupted_sessions
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training.attempt import begun_online, require_same
 from rolltap.trainer.training.recipe import load_recipe
@@ -32,7 +31,7 @@ model = "/models/Qwen3-4B"
 tasks = "tasks.jsonl"
 harness = "harness.toml"
 steps = 5
-sessions_per_group = 4
+sessions = 4
 
 [budget]
 calls = 9

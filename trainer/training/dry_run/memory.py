@@ -40,7 +40,7 @@ PUBLISHED = 2
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What a training process always holds, whatever the length of its traces.
+    """Memory that a training process always holds, whatever the length of its traces.
 
     Gradients are float32. The optimizer's state has float32 copies of the weights; with full weights it is the share of
     the process that has the largest. The reference model comes with `grpo.beta` and full weights.
@@ -73,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What the traces of one forward pass take, and how it is cut.
+    """Memory of the traces of one forward pass, and how they are cut.
 
     Attributes:
         tokens_in_memory: None if the states of all rows are kept at once.
@@ -98,7 +98,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What an engine takes of its GPU.
+    """Memory that an engine takes of its GPU.
 
     Attributes:
         cache: Keys and values, and states of linear attention.
