@@ -15,7 +15,7 @@ from typing import Any
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import locked, write_atomically
 from rolltap.trainer.names import Version
-from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED
+from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED, RENAMED
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
@@ -78,6 +78,7 @@ def begun_offline(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int)
 
 def require_same(where: object, known: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
     """Raise `InputError`, which names the keys, unless a training is begun with the values that are `known`."""
+    known = {RENAMED.get(key, key): value for key, value in known.items()}
     differ = [key for key in known.keys() | begun.keys() if _json(known.get(key)) != _json(begun.get(key))]
     if "kind" in differ:
         differ = ["kind"]
