@@ -15,7 +15,7 @@ from typing import Any
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import locked, write_atomically
 from rolltap.trainer.names import Version
-from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED, RENAMED
+from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
@@ -178,8 +178,7 @@ def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
         attempt = Attempt(known["run"], known["starts"])
         if Version.parse(str(attempt.version(0))) != attempt.version(0):
             raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
-        begun_before: dict[str, Any] = known["begun"]
-        before = {RENAMED.get(key, key): value for key, value in dict(begun_before).items()}
+        before: dict[str, Any] = dict(known["begun"])
     except FileNotFoundError as error:
         if checkpoint := last_checkpoint(path.parent / CHECKPOINTS):
             raise RunError(f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere") from error
