@@ -48,7 +48,6 @@ def test_a_program_that_ignores_the_proxy_is_told_so():
     assert "did not use the proxy" in problem
 
 
-@pytest.mark.deep  # what the model says is tested in test_scripted_model.py
 def test_a_program_gets_a_reply_when_the_script_has_none_for_its_prompt(monkeypatch):
     monkeypatch.setattr("rolltap.trainer.doctor.examine.next_reply", lambda *_: 1 / 0)
     diagnosis = tried()
