@@ -53,7 +53,7 @@ def open_run(settings: OptManager) -> Endpoint:
         **rendering.digests,
     }
     recorder = {
-        "engines": options.engine,
+        "engines": [*options.engine],  # as JSON reads it back: an equal entry is not added again
         "sampling": options.sampling,
         "limits": {name: value for name, value in vars(options).items() if name.startswith("max_")},
         "keep_adapter": options.keep_adapter,

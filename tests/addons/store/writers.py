@@ -34,8 +34,8 @@ STRIDE = 1 if DEEP else 4
 """A writer is killed at every step, or at every fourth one."""
 STEPPED = 4
 """Number of calls of a writer that is killed at every step. All but the last are compacted."""
-BALLAST = 40 if DEEP else 8
-"""Number of ballast files. The disk fills up again after each one is deleted."""
+BALLAST = 40 if DEEP else 10
+"""Number of ballast files, a multiple of five. The disk fills up again after each one is deleted."""
 
 
 def make_call(writer: int, number: int, longest: int = LONGEST) -> Call:
