@@ -53,7 +53,8 @@ def planned(name: str, folder: Path) -> TrainingPlan:
 def printed(name: str) -> str:
     """Return a recipe's plan as the dry run prints it."""
     with tempfile.TemporaryDirectory() as folder:
-        console = Console(file=io.StringIO(), width=110, highlight=False)
+        # CI may ask every program for colours, with FORCE_COLOR
+        console = Console(file=io.StringIO(), width=110, highlight=False, color_system=None)
         console.print(planned(name, Path(folder)))
         text = console.file.getvalue()
     return "\n".join(line.rstrip() for line in text.splitlines())
