@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.bench.engine import FIRST_PACED
+from tests.bench.engines import FIRST_PACED
 from tests.bench.processes import Mitmdump, cpu_seconds
 
 HOST = "https://api.openai.com"
@@ -33,8 +33,7 @@ class Target:
 
     @classmethod
     def of(cls, proxy: Mitmdump) -> "Target":
-        """Return a running proxy as a target."""
-        return cls(proxy.name, HOST + CHAT, proxy.proxy, proxy.ca, proxy.pid)
+        return cls(proxy.name, HOST + CHAT, proxy.url, proxy.ca, proxy.process.pid)
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the proxy has used, summed over its threads; 0 without a proxy."""
@@ -96,7 +95,6 @@ class Client:
         assert received.endswith(b"data: [DONE]\n\n"), received[-500:]
 
     def post(self, body: dict):
-        """Return the exchange of a request, a context manager."""
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer x"}
         return self._session.post(self._target.url, data=data, headers=headers, **self._options)

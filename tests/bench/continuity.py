@@ -8,7 +8,6 @@ assistant messages among the new ones.
 """
 
 import asyncio
-import json
 import random
 import re
 import shutil
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
@@ -32,7 +29,8 @@ from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
-from tests.bench.recorder import ROOT
+from tests.bench.frame import Rows, command, model_option
+from tests.bench.verdict import first_words
 from tests.bench.vocabulary import VOCABULARIES
 
 CONCURRENCY = 2
@@ -66,7 +64,6 @@ def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
 
 
 def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
-    """Record `sessions` sessions into `run`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     groups = [Group(_task(number), f"g{number}", [f"g{number}-0"]) for number in range(sessions)]
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
@@ -78,7 +75,6 @@ def play(harness: Harness, sessions: int, run: Path, model: Path) -> None:
 
 
 def count(harness: str, run: Path) -> dict[str, Any]:
-    """Return a row of the table."""
     calls = [call for session in RecordedCalls(run).values() for call in session]
     kinds = Counter(call.kind for call in calls)
     return {
@@ -89,7 +85,7 @@ def count(harness: str, run: Path) -> dict[str, Any]:
         **{kind: kinds[kind] for kind in ("root", "bridged", "rendered")},
         "with context": sum(call.kind == "bridged" and _has_context(call) for call in calls),
         "roles": dict(Counter(call.role for call in calls)),
-        "why": dict(Counter(_first_words(call) for call in calls if call.kind == "rendered")),
+        "why": dict(Counter(first_words(call) for call in calls if call.kind == "rendered")),
     }
 
 
@@ -98,35 +94,13 @@ def _has_context(call: Call) -> bool:
     return any(message["role"] == "assistant" for message in call.parsed_messages)
 
 
-def _first_words(call: Call) -> str:
-    """Return a reason without the numbers and names of its session."""
-    return re.sub(r"call \S+|\d+", "…", (call.kind_reason or "").split(": ")[0])
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Calls of real harnesses that sample awkward replies")
-    numbers = [column for column, value in rows[0].items() if not isinstance(value, dict)]
-    for column in numbers:
-        table.add_column(column, justify="left" if column == "harness" else "right")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in numbers))
-    console = Console()
-    console.print(table)
-    for row in rows:
-        console.print(f"{row['harness']}:", ", ".join(f"{number} {role}" for role, number in row["roles"].items()))
-        for reason, number in row["why"].items():
-            console.print(f"    {number} rendered: {reason}")
-
-
-@click.command(help="Count the calls of every installed harness that are continued token for token.")
+@command
 @click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
 @click.option("--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these.")
-@click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
+@model_option
 @click.option("--out", type=click.Path(path_type=Path), help="A folder to keep the runs in, one for each harness.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None, as_json: bool) -> None:
-    if not model.is_dir():
-        raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
+def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None) -> dict[str, Rows]:
+    """Count the calls of every installed harness that are continued token for token."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names or Harness.names():
@@ -139,10 +113,7 @@ def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None, a
             rows.append(count(name, run))
     if not rows:
         raise click.ClickException("no harness is installed")
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        _print(rows)
+    return {"awkward replies": rows}
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from torch import nn
 
 from rolltap.trainer.training.forward.forest import Row
+from tests.bench.networks import layers
 
-Again = Literal["nothing", "layers", "segments"]
 ATTENTION_BACKWARD = 2.5
 """Backward over forward, of attention."""
 _CHUNK = 64
@@ -28,8 +28,6 @@ _CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Operations of one model."""
-
     forward: float
     """Of a token, without attention and head."""
     backward: float
@@ -60,28 +58,20 @@ def costs(model: Any) -> Costs:
     head = model.get_output_embeddings()
     forward = backward = last = 0.0
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            once = 2.0 * module.in_features * module.out_features
+        if isinstance(module, nn.Linear | nn.Conv1d) and module is not head:
+            # a convolution runs over one channel at a time, so both take each weight once for a token
+            once = 2.0 * module.weight.numel()
             forward += once
             backward += once * (2 if module.weight.requires_grad else 1)
             # with an adapter it is not the last one
             last += once if name.endswith("down_proj") else 0.0
-        elif isinstance(module, nn.Conv1d):
-            once = 2.0 * module.weight.numel()
-            forward += once
-            backward += once * (2 if module.weight.requires_grad else 1)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if linear := kinds.count("linear_attention"):
-        delta = linear * config.linear_num_value_heads * _delta_rule(config)
+    if linear := layers(config, "linear_attention"):
+        k, v = config.linear_key_head_dim, config.linear_value_head_dim
+        # for a token and value head: products in its chunk, and with the state
+        delta = linear * config.linear_num_value_heads * (2.0 * _CHUNK * (3 * k + 2 * v) + 6.0 * k * v)
         forward, backward = forward + delta, backward + 2 * delta
-    pair = 4.0 * kinds.count("full_attention") * config.num_attention_heads * config.head_dim
-    return Costs(forward, backward, pair, 2.0 * head.in_features * head.out_features, last)
-
-
-def _delta_rule(config: Any) -> float:
-    """Return the operations of a token and value head: products in its chunk, and with the state."""
-    k, v = config.linear_key_head_dim, config.linear_value_head_dim
-    return 2.0 * _CHUNK * (3 * k + 2 * v) + 6.0 * k * v
+    pair = 4.0 * layers(config, "full_attention") * config.num_attention_heads * config.head_dim
+    return Costs(forward, backward, pair, 2.0 * head.weight.numel(), last)
 
 
 def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
@@ -102,13 +92,12 @@ def of_pieces(pieces: Iterable[tuple[int, int]], scored: int) -> Work:
     return total
 
 
-def step_flops(model: Costs, work: Work, again: Again) -> float:
+def step_flops(model: Costs, work: Work, again: Literal["layers", "segments"]) -> float:
     """Return the operations of forward and backward.
 
-    `again` is what runs forward a second time: nothing, each layer (`layers`, checkpointing), or each segment
-    (`segments`).
+    `again` is what runs forward a second time: each layer (`layers`, checkpointing), or each segment (`segments`).
     """
     forward = work.tokens * model.forward + work.pairs * model.pair
     backward = work.tokens * model.backward + work.pairs * model.pair * ATTENTION_BACKWARD
-    second = {"nothing": 0.0, "layers": forward - work.tokens * model.last, "segments": forward}[again]
+    second = forward - (work.tokens * model.last if again == "layers" else 0.0)
     return forward + second + backward + 4 * work.scored * model.head

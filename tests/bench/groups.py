@@ -5,7 +5,6 @@ same seed.
 """
 
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
@@ -13,12 +12,12 @@ from rolltap.addons.store.records import Call, CallRole, VersionSpan
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.forward.forest import Row, trace_row
+from tests.factories import make_call
 
 SAMPLED, RESULT = (40, 200), (40, 520)
 """Least and largest number of tokens that a turn samples, and of the result that follows."""
 SUMMARY, TASK = 600, 400
 """Tokens of a compaction's summary, and of a sub-agent's task."""
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ def single(length: int, *, vocabulary: int) -> TraceBatch:
 
 
 def rows_of(batch: TraceBatch) -> list[Row]:
-    """Return the rows of a batch's traces."""
     return [trace_row(trace) for trace in batch.traces]
 
 
@@ -110,8 +108,6 @@ class _Sampler:
 
 
 class _Session:
-    """The calls of one session as they are made."""
-
     def __init__(self, name: str, sampler: _Sampler) -> None:
         self.name = name
         self.calls: list[Call] = []
@@ -129,17 +125,7 @@ class _Session:
     def call(self, prompt: list[int], tokens: float, role: CallRole) -> tuple[list[int], list[int]]:
         """Add a call. Return all its tokens, and those that it sampled."""
         ids = self._sampler.ids(tokens)
+        logprobs = [-float(np.log(self._sampler.vocabulary))] * len(ids)
         number = len(self.calls)
-        self.calls.append(
-            Call(
-                session_id=self.name,
-                call_id=f"{self.name}-{number:04}",
-                role=role,
-                prompt_ids=prompt,
-                completion_ids=ids,
-                logprobs=[-float(np.log(self._sampler.vocabulary))] * len(ids),
-                weight_versions=[VersionSpan(version="0", start=0, end=len(ids))],
-                started_at=START + timedelta(seconds=number),
-            )
-        )
+        self.calls.append(make_call(number, prompt, ids, session_id=self.name, role=role, logprobs=logprobs))
         return prompt + ids, ids

@@ -20,18 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.container import system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
+from tests.bench.frame import Rows, command
 
 PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
@@ -39,18 +39,9 @@ PYTHON = "/usr/bin/python3"
 NAMES = ("process", "sandbox", "container")
 TIMEOUT = 120.0
 
-COLUMNS = {
-    "box_ms": "box ms",
-    "round_trip_us": "round trip µs",
-    "connection_us": "connection µs",
-    "download_mb_s": "down MB/s",
-    "upload_mb_s": "up MB/s",
-}
-
 
 @contextmanager
 def peer() -> Iterator[str]:
-    """Run the other end of the connections. Yields its address."""
     process = subprocess.Popen([sys.executable, PEER, "serve"], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -75,7 +66,6 @@ def available(names: tuple[str, ...]) -> dict[str, Runtime]:
 
 
 def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
-    """Return a new box with a workspace and a home of its own."""
     number = len(list(folder.iterdir()))
     workspace, home = folder / f"{number}-workspace", folder / f"{number}-home"
     workspace.mkdir()
@@ -105,24 +95,22 @@ async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
         ended = await box.run(["/bin/true"], env={}, timeout=TIMEOUT, log=spec.home / "log")
     seconds = time.perf_counter() - started
     _check(ended, runtime, spec)
-    return {"box_ms": 1e3 * seconds}
+    return {"box ms": 1e3 * seconds}
 
 
-async def way_out(
-    runtime: Runtime, spec: BoxSpec, round_trips: int, connections: int, megabytes: int
-) -> dict[str, float]:
-    """Return the measurements of a program that talks to the peer."""
+async def way_out(runtime: Runtime, spec: BoxSpec, sizes: Sequence[int]) -> dict[str, float]:
+    """Return the measurements of a program that talks to the peer, of sizes as the peer takes them."""
     async with runtime.box(spec) as box:
         assert box.proxy is not None
-        command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, (round_trips, connections, megabytes))]
+        command = [PYTHON, PEER.name, "ask", box.proxy, *map(str, sizes)]
         ended = await box.run(command, env={}, timeout=TIMEOUT, log=spec.home / "log")
     _check(ended, runtime, spec)
     measured = json.loads((spec.home / "log").read_text())
     return {
-        "round_trip_us": 1e6 * statistics.median(measured["round_trips"]),
-        "connection_us": 1e6 * statistics.median(measured["connections"]),
-        "download_mb_s": measured["download"] / 1e6,
-        "upload_mb_s": measured["upload"] / 1e6,
+        "round trip µs": 1e6 * statistics.median(measured["round_trips"]),
+        "connection µs": 1e6 * statistics.median(measured["connections"]),
+        "down MB/s": measured["download"] / 1e6,
+        "up MB/s": measured["upload"] / 1e6,
     }
 
 
@@ -132,9 +120,7 @@ def _check(ended: Ended, runtime: Runtime, spec: BoxSpec) -> None:
         raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {said}")
 
 
-async def measure(
-    names: tuple[str, ...], boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
-) -> list[dict]:
+async def measure(names: tuple[str, ...], boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
     """Return a row for each runtime: medians, and their ratios to the first runtime."""
     runtimes = available(names)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in runtimes}
@@ -144,53 +130,32 @@ async def measure(
                 if number < boxes:
                     samples[name].append(await start_and_end(runtime, spec(name, Path(scratch), address)))
                 if number < rounds:
-                    out = await way_out(
-                        runtime, spec(name, Path(scratch), address), round_trips, connections, megabytes
-                    )
-                    samples[name].append(out)
-    rows: list[dict] = [{"runtime": name} for name in runtimes]
-    for row in rows:
-        for column in COLUMNS:
-            row[column] = statistics.median(one[column] for one in samples[row["runtime"]] if column in one)
-    for row in rows:
-        row["ratios"] = {column: row[column] / rows[0][column] for column in COLUMNS}
+                    samples[name].append(await way_out(runtime, spec(name, Path(scratch), address), sizes))
+    rows: Rows = []
+    for name, measured in samples.items():
+        row: dict[str, Any] = {"runtime": name}
+        for column in dict.fromkeys(column for one in measured for column in one):
+            row[column] = statistics.median(one[column] for one in measured if column in one)
+            row[f"{column}, ratio"] = row[column] / (rows or [row])[0][column]
+        rows.append(row)
     return rows
 
 
-def _print(rows: list[dict]) -> None:
-    table = Table(title="What a runtime costs, and its ratio to the first one")
-    table.add_column("runtime", no_wrap=True)
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(row["runtime"], *(f"{row[column]:,.1f}\n{row['ratios'][column]:.2f} x" for column in COLUMNS))
-    Console().print(table)
-
-
-@click.command(help="Measure the start and the end of a box and its way out, in every runtime that this machine has.")
+@command
 @click.option("--runtime", "names", multiple=True, type=click.Choice(NAMES), default=NAMES, help="Only these.")
 @click.option("--boxes", default=20, show_default=True, help="Boxes whose start and end are measured.")
 @click.option("--rounds", default=5, show_default=True, help="Boxes whose way out is measured.")
 @click.option("--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box.")
 @click.option("--connections", default=200, show_default=True, help="New ones with one round trip each, a box.")
 @click.option("--megabytes", default=200, show_default=True, help="In each direction over one connection, a box.")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(
-    names: tuple[str, ...],
-    boxes: int,
-    rounds: int,
-    round_trips: int,
-    connections: int,
-    megabytes: int,
-    as_json: bool,
-) -> None:
-    rows = asyncio.run(measure(names, boxes, rounds, round_trips, connections, megabytes))
+    names: tuple[str, ...], boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
+) -> dict[str, Rows]:
+    """Measure the start and the end of a box and its way out, in every runtime that this machine has."""
+    rows = asyncio.run(measure(names, boxes, rounds, (round_trips, connections, megabytes)))
     if not rows:
         raise click.ClickException("this machine has no runtime that was asked for")
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-    else:
-        _print(rows)
+    return {"runtimes": rows}
 
 
 if __name__ == "__main__":

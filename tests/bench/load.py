@@ -7,7 +7,6 @@ import ssl
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +56,16 @@ class Received:
 
 @dataclass
 class Log:
-    """Observations of the clients of some sessions."""
-
     replies: list[Received] = field(default_factory=list)
     errors: Counter[tuple[bool, str]] = field(default_factory=Counter)
     """(during chaos, kind of error) -> attempts that ended so."""
 
 
-def meet(barrier: Barrier) -> None:
-    """Wait for the other processes: the plan is made when all have started."""
-    barrier.wait()
-
-
-def play(plan: Plan, numbers: list[int]) -> Log:
-    """Play the sessions of these numbers in this process."""
+async def play(plan: Plan, sessions: int) -> Log:
     log = Log()
-    asyncio.run(_play(plan, numbers, log))
-    return log
-
-
-async def _play(plan: Plan, numbers: list[int], log: Log) -> None:
     context = ssl.create_default_context(cafile=plan.ca)
-    await asyncio.gather(*(Session(plan, number, context, log).play() for number in numbers))
+    await asyncio.gather(*(Session(plan, number, context, log).play() for number in range(sessions)))
+    return log
 
 
 class Session:
@@ -92,11 +79,7 @@ class Session:
         self._rng = random.Random(number)
         # the sessions of a recorder have all APIs, so not by the number's remainder
         proxy = self._rng.choice(plan.proxies)
-        self._options: dict[str, Any] = {
-            "proxy": proxy,
-            "proxy_auth": aiohttp.BasicAuth(self._id, "x"),
-            "ssl": context,
-        }
+        self._options: dict[str, Any] = {"proxy": proxy, "proxy_auth": aiohttp.BasicAuth(self._id, "x"), "ssl": context}
         self._items = self._api.said(f"Fix the program of session {self._id}. {self._words(300)}")
 
     async def play(self) -> None:
@@ -139,7 +122,7 @@ class Session:
         headers = {"content-type": "application/json", "authorization": "Bearer x", **api.headers}
         if api.name in ("openai-chat", "anthropic", "openai-responses"):
             headers["x-stainless-retry-count"] = str(retries)
-        hang_up = streamed and self._chaos() and self._rng.random() < HANG_UPS
+        hang_up = streamed and time.time() >= self._plan.chaos and self._rng.random() < HANG_UPS
         started = time.monotonic()
         async with self._http.post(api.url(streamed), data=data, headers=headers, **self._options) as response:
             waited = time.monotonic() - started
@@ -153,17 +136,15 @@ class Session:
                 await self._hang_up(response)
             body = await response.read()
         answer = api.read(body, streamed)
-        calls = [(name, arguments) for _, name, arguments in answer.calls]
-        self._log.replies.append(
-            Received(
-                session_id=self._id,
-                call_id=response.headers["x-request-id"],
-                text=answer.text,
-                calls=calls,
-                at=time.time(),
-                headers_seconds=waited if streamed else None,
-            )
+        received = Received(
+            session_id=self._id,
+            call_id=response.headers["x-request-id"],
+            text=answer.text,
+            calls=[(name, arguments) for _, name, arguments in answer.calls],
+            at=time.time(),
+            headers_seconds=waited if streamed else None,
         )
+        self._log.replies.append(received)
         return answer
 
     async def _hang_up(self, response: aiohttp.ClientResponse) -> None:
@@ -174,11 +155,8 @@ class Session:
         response.close()
         raise Failure("hung up on purpose")
 
-    def _chaos(self) -> bool:
-        return time.time() >= self._plan.chaos
-
     def _count(self, kind: str) -> None:
-        self._log.errors[self._chaos(), kind] += 1
+        self._log.errors[time.time() >= self._plan.chaos, kind] += 1
 
     def _words(self, number: int) -> str:
         start = self._rng.randrange(len(_WORDS) - number)

@@ -56,7 +56,6 @@ class Model:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def begin(self, token_ids: list[int]) -> tuple[Completion, int]:

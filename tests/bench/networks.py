@@ -15,103 +15,61 @@ from transformers import (
 )
 
 _SPECIAL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-_SMALL: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+_LINEAR_FIELDS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+_SIZES = {
+    "tiny": (128, 32, 64, 4, 2, 1, 16),
+    "tiny-hybrid": (128, 32, 64, 4, 2, 1, 16),
+    "narrow": (2048, 64, 128, 2, 2, 2, 32),
+    "quickstart": (2048, 128, 384, 2, 2, 1, 64),
+    "small": (2048, 256, 768, 2, 4, 2, 64),
+    "small-hybrid": (2048, 256, 768, 4, 4, 2, 64),
+    "4b": (151_936, 2560, 9728, 36, 32, 8, 128),
+    "4b-hybrid": (248_320, 2560, 9216, 32, 16, 4, 256),
 }
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
+"""Name -> values of `_FIELDS`. `4b` is Qwen3-4B, `4b-hybrid` the text part of Qwen3.5-4B, with 32 value heads
+assumed."""
+_LINEAR_SIZES = {
+    "tiny-hybrid": (2, 4, 16, 16),
+    "small-hybrid": (2, 4, 64, 64),
+    "4b-hybrid": (16, 32, 128, 128),
 }
-_NARROW: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+"""Name -> values of `_LINEAR_FIELDS`, of the models in which three of four layers are Gated DeltaNet."""
+_ROPE: dict[str, dict[str, Any]] = {
+    "4b": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "4b-hybrid": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
 }
-_QUICKSTART: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
-_4B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-}
-_4B_HYBRID: dict[str, Any] = {
-    "vocab_size": 248_320,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
+NETWORKS = list(_SIZES)
 
 
-def _narrow(heads: int, size: int) -> dict[str, Any]:
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    return dict(zip(names, (heads, 2 * heads, size, size), strict=True))
+def vocabulary(name: str) -> int:
+    return _SIZES[name][0]
 
 
-NETWORKS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "tiny": (False, _TINY),
-    "tiny-hybrid": (True, _TINY | _narrow(2, 16)),
-    "narrow": (False, _NARROW),
-    "quickstart": (False, _QUICKSTART),
-    "small": (False, _SMALL),
-    "small-hybrid": (True, _SMALL | _narrow(2, 64) | {"num_hidden_layers": 4}),
-    "4b": (False, _4B),
-    "4b-hybrid": (True, _4B_HYBRID),
-}
-"""Name -> whether three of four layers are Gated DeltaNet, and the configuration. `4b` is Qwen3-4B, `4b-hybrid` the
-text part of Qwen3.5-4B, with 32 value heads assumed."""
-
-
-def network(name: str, *, device: str, dtype: torch.dtype, lora: bool, layers: int | None = None) -> Any:
-    """Return a model with random weights, of `layers` layers if given. With `lora`, only an adapter is trained.
+def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
+    """Return a model with random weights. With `lora`, only an adapter is trained.
 
     The adapter's two factors are both random, so that all of its gradients are different from 0.
     """
-    hybrid, dimensions = NETWORKS[name]
-    changes = {"max_position_embeddings": 2**20} | ({"num_hidden_layers": layers} if layers else {})
+    dimensions: dict[str, Any] = dict(zip(_FIELDS, _SIZES[name], strict=True)) | {"max_position_embeddings": 2**20}
+    if name in _ROPE:
+        dimensions |= {"tie_word_embeddings": True, "rope_parameters": _ROPE[name]}
     torch.manual_seed(0)
     with torch.device(device):
-        if hybrid:
-            config: Any = Qwen3_5TextConfig(**dimensions | _SPECIAL | changes)
+        if name in _LINEAR_SIZES:
+            dimensions |= dict(zip(_LINEAR_FIELDS, _LINEAR_SIZES[name], strict=True))
+            config: Any = Qwen3_5TextConfig(**dimensions | _SPECIAL)
             model: Any = Qwen3_5ForCausalLM._from_config(config, dtype=dtype)
         else:
-            config = Qwen3Config(**dimensions | _SPECIAL | changes)
+            config = Qwen3Config(**dimensions | _SPECIAL)
             model = Qwen3ForCausalLM._from_config(config, dtype=dtype)
         if lora:
             adapter = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
@@ -127,9 +85,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def layers(config: Any, kind: str) -> int:
+    """Return how many layers are of a kind: `full_attention` or `linear_attention`."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return int(kinds.count(kind))
+
+
 def state_bytes(model: Any) -> int:
     """Return the bytes of keys and values of one token, in all layers with full attention."""
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind == "full_attention" for kind in kinds)
-    return int(2 * layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize)
+    full = layers(config, "full_attention")
+    return int(2 * full * config.num_key_value_heads * config.head_dim * model.dtype.itemsize)

@@ -6,9 +6,9 @@ measured as JSON.
 
 import json
 import socket
+import socketserver
 import struct
 import sys
-import threading
 import time
 
 MESSAGE = b"x" * 1024
@@ -18,18 +18,10 @@ _HEAD = struct.Struct("!cQ")
 """Request: `e` to get as many bytes back, `d` to download them, `u` to upload them, and their number."""
 
 
-def serve():
-    """Answer every connection in a thread of its own."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        print(server.getsockname()[1], flush=True)
-        while True:
-            connection, _ = server.accept()
-            threading.Thread(target=_answer, args=[connection], daemon=True).start()
-
-
-def _answer(connection):
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with connection:
+class Handler(socketserver.BaseRequestHandler):
+    def handle(self):
+        connection = self.request
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while head := connection.recv(_HEAD.size, socket.MSG_WAITALL):
             kind, size = _HEAD.unpack(head)
             if kind == b"e":
@@ -41,11 +33,14 @@ def _answer(connection):
                 connection.sendall(b"k")
 
 
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+
 def _send(connection, size):
-    while size:
-        block = _BLOCK[:size]
-        connection.sendall(block)
-        size -= len(block)
+    for start in range(0, size, len(_BLOCK)):
+        connection.sendall(_BLOCK[: size - start])
 
 
 def _receive(connection, size):
@@ -108,6 +103,8 @@ def _timed(function, *arguments):
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve()
+        with Server(("127.0.0.1", 0), Handler) as server:
+            print(server.server_address[1], flush=True)
+            server.serve_forever()
     else:
         print(json.dumps(ask(sys.argv[2], *map(int, sys.argv[3:]))))

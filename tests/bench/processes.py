@@ -12,29 +12,34 @@ import click
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = ROOT / "addons" / "record.py"
+REDIRECT = Path(__file__).with_name("redirect.py")
+LAG = Path(__file__).with_name("lag.py")
 MITMDUMP = Path(sys.executable).with_name("mitmdump")
 _STOP_SECONDS = 30
 
 
 class Child:
-    """A process that prints or announces its port. A context manager. It keeps the port when it is started again."""
+    """A process that announces its port. A context manager. It keeps the port when it is started again."""
+
+    process: subprocess.Popen[str]
 
     def __init__(self) -> None:
         self.port = 0
-        self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
         """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
         raise NotImplementedError
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def kill(self) -> None:
         """Kill the process as `kill -9` does."""
-        assert self.process is not None
         self.process.kill()
         self._wait()
 
     def _wait(self) -> None:
-        assert self.process is not None
         if self.process.stdout is not None:
             self.process.stdout.close()
         self.process.wait()
@@ -44,7 +49,6 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process is not None
         self.process.terminate()
         try:
             self.process.wait(_STOP_SECONDS)
@@ -54,23 +58,16 @@ class Child:
 
 
 class Engine(Child):
-    """`python -m MODULE SETTINGS [PORT]`, which prints its port."""
+    """An engine of a kind in `tests/bench/engines.py`."""
 
-    def __init__(self, module: str, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, kind: str, folder: Path, settings: dict[str, Any]) -> None:
         super().__init__()
-        path = folder / f"{module}.json"
-        path.write_text(json.dumps(settings))
-        self._command = [sys.executable, "-m", f"tests.bench.{module}", path]
-
-    @property
-    def url(self) -> str:
-        """The base URL."""
-        return f"http://127.0.0.1:{self.port}"
+        path = folder / f"{kind}.json"
+        path.write_text(json.dumps(settings, default=str))
+        self._command = [sys.executable, "-m", "tests.bench.engines", kind, path]
 
     def start(self) -> None:
-        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
-        command = [*self._command, str(self.port)] if self.port else self._command
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen([*self._command, str(self.port)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -92,30 +89,32 @@ class Mitmdump(Child):
         for key, value in {"confdir": self._confdir, **settings}.items():
             self._command += ["--set", f"{key}={value}"]
 
+    @classmethod
+    def recorder(cls, folder: Path, run: Path, engine: Engine, model: Path, *, name: str = "recorder") -> Self:
+        settings = {"rolltap_out": run, "rolltap_engine": engine.url, "rolltap_model": model}
+        return cls(name, folder, [RECORDER], settings)
+
+    @classmethod
+    def bare(cls, folder: Path, engine: Engine) -> Self:
+        """Return a minimal redirecting proxy."""
+        return cls("bare redirect", folder, [REDIRECT], {"bench_engine": engine.url})
+
+    def measuring(self, samples: Path) -> Self:
+        """Append samples of the event loop's lateness to a file, from its start on. Returns itself."""
+        self._command += ["-s", LAG, "--set", f"bench_lag={samples}"]
+        return self
+
     @property
     def ca(self) -> Path:
-        """The certificate that clients trust."""
         return self._confdir / "mitmproxy-ca-cert.pem"
 
-    @property
-    def proxy(self) -> str:
-        """The URL of the proxy."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        assert self.process is not None
-        return self.process.pid
-
     def start(self) -> None:
-        """Start the process. Returns when it serves. Raises `ClickException` when it ends before."""
         ready, told = os.pipe()
         command = [*self._command, "--listen-port", self.port, "--set", f"rolltap_ready=/dev/fd/{told}"]
         env = {"PYTHONUNBUFFERED": "1", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told]
+                list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told], text=True
             )
         os.close(told)
         with open(ready) as pipe:

@@ -12,34 +12,24 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.rendering import Rendering
-from tests.bench.recorder import ROOT
+from tests.bench.frame import Rows, command, model_option
+from tests.bench.processes import ROOT
 
 TURNS = 9
 """Number of turns that are measured before each length."""
 RENDERINGS = 5
 _WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
-_COLUMNS = {
-    "tokens": "tokens",
-    "rendered_cold_ms": "rendered",
-    "rendered_warm_ms": "texts kept",
-    "continued_ms": "continued",
-    "ratio": "ratio",
-    "decode_ms": "decoding",
-}
 
 
 @dataclass
@@ -90,54 +80,48 @@ def _sampled(rng: random.Random, number: int) -> str:
 
 
 def _render(rendering: Rendering, call: ModelCall) -> float:
-    """Render a prompt in full and return the CPU milliseconds."""
+    """Render a prompt in full and return the CPU seconds."""
     started = time.process_time()
     rendering.render(call.messages, call.tools)
-    return 1e3 * (time.process_time() - started)
+    return time.process_time() - started
 
 
-def measure(lengths: list[int], model: Path) -> list[dict[str, Any]]:
-    """Return a row for each length in tokens."""
+def _milliseconds(seconds: Iterable[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
+@command
+@click.option("--tokens", type=int, multiple=True, default=(1_000, 4_000, 16_000, 64_000, 128_000), show_default=True)
+@model_option
+def main(tokens: tuple[int, ...], model: Path) -> dict[str, Rows]:
+    """Measure what a prompt costs in CPU time as its conversation grows."""
 
     def rendering() -> Rendering:
         return Rendering(str(model), "qwen3")
 
-    recorder = rendering()
-    rows: list[dict[str, Any]] = []
+    left = sorted(tokens)
+    rows: Rows = []
     turns: list[Turn] = []
-    for turn in session(recorder, AutoTokenizer.from_pretrained(model).encode):
+    for turn in session(rendering(), AutoTokenizer.from_pretrained(model).encode):
         turns = [*turns[1 - TURNS :], turn]
-        if turn.tokens < lengths[len(rows)]:
+        if turn.tokens < left[0]:
             continue
         fresh = [rendering() for _ in range(RENDERINGS)]
-        cold, warm = (statistics.median(_render(one, turn.call) for one in fresh) for _ in range(2))
-        continued = 1e3 * statistics.median(turn.prompt for turn in turns)
-        decode = 1e3 * statistics.median(turn.decode for turn in turns)
-        row = {"tokens": turn.tokens, "messages": len(turn.call.messages), "rendered_cold_ms": cold}
-        row |= {"rendered_warm_ms": warm, "continued_ms": continued, "ratio": warm / continued}
-        rows.append({**row, "decode_ms": decode})
-        if len(rows) == len(lengths):
-            break
-    return rows
-
-
-@click.command(help="Measure what a prompt costs in CPU time as its conversation grows.")
-@click.option("--tokens", type=int, multiple=True, default=(1_000, 4_000, 16_000, 64_000, 128_000), show_default=True)
-@click.option("--model", default=ROOT / "runs/quickstart/model", type=click.Path(path_type=Path), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def main(tokens: tuple[int, ...], model: Path, as_json: bool) -> None:
-    if not model.is_dir():
-        raise click.ClickException(f"{model} is missing: make it with recipes/quickstart/make_model.py {model}")
-    rows = measure(sorted(tokens), model)
-    if as_json:
-        click.echo(json.dumps(rows, indent=2))
-        return
-    table = Table(title="CPU ms of a call's prompt")
-    for title in _COLUMNS.values():
-        table.add_column(title, justify="right")
-    for row in rows:
-        table.add_row(*(f"{row[key]:.1f}" if isinstance(row[key], float) else f"{row[key]:,}" for key in _COLUMNS))
-    Console().print(table)
+        cold, warm = (_milliseconds(_render(one, turn.call) for one in fresh) for _ in range(2))
+        continued = _milliseconds(turn.prompt for turn in turns)
+        row = {
+            "tokens": turn.tokens,
+            "rendered ms": cold,
+            "texts kept ms": warm,
+            "continued ms": continued,
+            "ratio": warm / continued,
+            "decoding ms": _milliseconds(turn.decode for turn in turns),
+        }
+        rows.append(row)
+        del left[0]
+        if not left:
+            return {"CPU of a call's prompt": rows}
+    raise AssertionError("the session has no end")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import itertools
 import sysconfig
 import time
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ import click
 import numpy as np
 
 from tests.bench.client import Client, Target, Timings
-from tests.bench.processes import RECORDER, Engine, Mitmdump
+from tests.bench.frame import Rows
+from tests.bench.processes import Engine, Mitmdump
 
 PER_SECOND = 30
 """Tokens per second of a stream."""
@@ -39,36 +40,28 @@ class Loads:
     megabytes: float
 
 
-@dataclass
-class Window:
-    """The time in which a load is measured, by `time.monotonic`."""
-
-    start: float = 0.0
-    end: float = 0.0
-
-
-def measure(folder: Path, tokenizer: Path, loads: Loads) -> list[dict]:
-    """Return a row of the table for each load and proxy."""
+def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
     length = loads.tokens + PER_SECOND * loads.seconds
-    settings = {"tokenizer": str(tokenizer), "lengths": [length, length], "burst": loads.tokens, "pace": 1 / PER_SECOND}
+    settings = {"tokenizer": tokenizer, "lengths": [length, length], "burst": loads.tokens, "pace": 1 / PER_SECOND}
     rows = []
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine("model_engine", folder, settings))
-        for name, scripts, options in (
-            ("bare redirect", [Path(__file__).with_name("redirect.py")], {"bench_engine": engine.url}),
-            (
-                "recorder",
-                [RECORDER],
-                {"rolltap_out": folder / "stalls", "rolltap_engine": engine.url, "rolltap_model": tokenizer},
-            ),
-        ):
-            samples = folder / f"{name}.lag"
-            scripts = [*scripts, Path(__file__).with_name("lag.py")]
-            with Mitmdump(name, folder, scripts, {**options, "bench_lag": samples}) as proxy:
-                target = Target.of(proxy)
+    with Engine("model", folder, settings) as engine:
+        bare = Mitmdump.bare(folder, engine)
+        for proxy in (bare, Mitmdump.recorder(folder, folder / "stalls", engine, tokenizer)):
+            samples = folder / f"{proxy.name}.lag"
+            with proxy.measuring(samples):
                 for load in (_Streams(loads, length), _Prompt(loads)):
-                    rows.append(asyncio.run(_measure(load, target, samples)))
+                    row = {"load": load.name, "target": proxy.name}
+                    rows.append(row | asyncio.run(_measure(load, Target.of(proxy), samples)))
     return rows
+
+
+@dataclass(frozen=True)
+class Played:
+    """The time in which a load was measured, by `time.monotonic`, and the statuses of its requests."""
+
+    start: float
+    end: float
+    statuses: set[int]
 
 
 class _Streams:
@@ -78,18 +71,18 @@ class _Streams:
         self._loads, self._length = loads, length
         self.name = f"{loads.streams} streams of {loads.tokens:,} tokens"
 
-    async def run(self, target: Target, window: Window) -> set[int]:
-        """Play the load and set the window: from the last stream's first tokens to the end of the first stream."""
+    async def play(self, target: Target) -> Played:
+        """Play the load. It is measured from the last stream's first tokens to the end of the first stream."""
         long = [asyncio.Event() for _ in range(self._loads.streams)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._stream(target, event)) for event in long]
             await asyncio.gather(*(event.wait() for event in long))
-            window.start = time.monotonic()
+            start = time.monotonic()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            window.end = time.monotonic()
-        if window.end - window.start < self._loads.seconds / 4:
+            end = time.monotonic()
+        if end - start < self._loads.seconds / 4:
             raise click.ClickException(f"{target.name}: streams ended before all had begun: give more --stream-seconds")
-        return {task.result() for task in tasks}
+        return Played(start, end, {task.result() for task in tasks})
 
     async def _stream(self, target: Target, long: asyncio.Event) -> int:
         body = {**_small(), "max_tokens": self._length, "stream": True}
@@ -104,45 +97,38 @@ class _Streams:
 
 
 class _Prompt:
-    """One message of megabytes."""
-
     def __init__(self, loads: Loads) -> None:
         self._bytes = int(loads.megabytes * 1e6)
         self.name = f"a prompt of {loads.megabytes:g} MB"
 
-    async def run(self, target: Target, window: Window) -> set[int]:
-        """Play the load and set the window."""
+    async def play(self, target: Target) -> Played:
         body = _small(_source_text(self._bytes))
         async with _client(target) as client:
-            window.start = time.monotonic()
+            start = time.monotonic()
             async with client.post(body) as response:
                 await response.read()
-            window.end = time.monotonic()
-        return {response.status}
+            return Played(start, time.monotonic(), {response.status})
 
 
 async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> dict:
     waits: list[tuple[float, float]] = []
-    window = Window()
     async with _others(target, waits):
         cpu, started = target.cpu_seconds(), time.monotonic()
-        statuses = await load.run(target, window)
+        played = await load.play(target)
         cpu_share = (target.cpu_seconds() - cpu) / (time.monotonic() - started)
-    last = window.end + PAUSE_SECONDS  # a pause can cover a short window
-    others = [seconds for ended, seconds in waits if window.start <= ended and ended - seconds <= last]
-    late = await _lateness(samples, window)
+    last = played.end + PAUSE_SECONDS  # a pause can cover a short load
+    others = [seconds for ended, seconds in waits if played.start <= ended and ended - seconds <= last]
+    late = await _lateness(samples, played)
     return {
-        "load": load.name,
-        "target": target.name,
-        "status": ", ".join(map(str, sorted(statuses))),
-        "seconds": window.end - window.start,
-        "cpu_percent": 100 * cpu_share,
-        "lag_p50_ms": 1e3 * float(np.median(late)),
-        "lag_p99_ms": 1e3 * float(np.percentile(late, 99)),
-        "lag_max_ms": 1e3 * float(late.max()),
+        "status": ", ".join(map(str, sorted(played.statuses))),
+        "seconds": played.end - played.start,
+        "CPU %": 100 * cpu_share,
+        "lag ms": 1e3 * float(np.median(late)),
+        "lag p99": 1e3 * float(np.percentile(late, 99)),
+        "lag worst": 1e3 * float(late.max()),
         "others": len(others),
-        "others_p50_ms": 1e3 * float(np.median(others)),
-        "others_max_ms": 1e3 * max(others),
+        "others' wait ms": 1e3 * float(np.median(others)),
+        "others' worst": 1e3 * max(others),
     }
 
 
@@ -174,15 +160,15 @@ async def _others(target: Target, waits: list[tuple[float, float]]) -> AsyncIter
         await task
 
 
-async def _lateness(samples: Path, window: Window) -> np.ndarray:
-    """Return the seconds by which the loop was late in the window. The proxy writes its samples in blocks: waits."""
+async def _lateness(samples: Path, played: Played) -> np.ndarray:
+    """Return the seconds by which the loop was late under a load. The proxy writes its samples in blocks: waits."""
     while True:
         written = samples.read_bytes() if samples.exists() else b""
         times, late = np.frombuffer(written[: len(written) // 16 * 16]).reshape(-1, 2).T
-        if len(times) and times[-1] > window.end:
+        if len(times) and times[-1] > played.end:
             # a sample is about the time since the one before
             before = np.concatenate([[0.0], times[:-1]])
-            return late[(times >= window.start) & (before <= window.end)]
+            return late[(times >= played.start) & (before <= played.end)]
         await asyncio.sleep(0.1)
 
 

@@ -9,11 +9,15 @@ The head is equal: TRL's fused head on CUDA devices computes logits where a labe
 where it would compute all. Labels are only where a token is trained.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -27,16 +31,18 @@ from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import PaddedScorer, Scores
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
-from tests.bench.networks import tokenizer
+from tests.bench.groups import single
+from tests.bench.networks import network, tokenizer, vocabulary
 
-Forward = Literal["segments", "padded", "trl"]
+WARM_UP = 256
+"""Tokens of a step before the measured ones, which allocates what is allocated once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A way to make the steps of one batch."""
 
-    forward: Forward
+    forward: Literal["segments", "padded", "trl"]
     micro_batches: int = 1
     checkpointing: bool = True
     tokens_per_segment: int | None = None
@@ -47,7 +53,6 @@ class TRLScorer(PaddedScorer):
     """Runs rows as TRL's `_get_per_token_logps_and_entropies` does. A prompt ends at the row's first scored token."""
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
-        """See `Scorer.__call__`."""
         device = self._device
         prompt = max(int(row.scored[0]) for row in rows)
         width = prompt + max(len(row.ids) - int(row.scored[0]) for row in rows)
@@ -81,7 +86,6 @@ class Watch(TrainerCallback):
         self._device, self._wanted, self._began = device, gradients, 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
         self._began = self._now()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -91,7 +95,6 @@ class Watch(TrainerCallback):
             self.gradients = {name: p.grad.float().cpu() for name, p in named if p.grad is not None}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock."""
         self.seconds.append(self._now() - self._began)
 
     def _now(self) -> float:
@@ -157,3 +160,44 @@ def _as_before(model: Any) -> Iterator[None]:
         for module in {model, model.get_base_model() if hasattr(model, "get_base_model") else model}:
             module.__dict__.pop("forward", None)
             module.activation_checkpointing_disable()
+
+
+def peaks(name: str, device: str, lengths: list[int], variant: Variant, **options: Any) -> list[int]:
+    """Return the bytes that a step on one trace of each length takes at its peak, more than before the step.
+
+    On a CUDA device they are those of its allocator. On the CPU they are those of the resident memory of another
+    process, in which memory that is freed goes back to the system.
+    """
+    if device == "cuda":
+        return _peaks(name, device, lengths, variant, options)
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"), pool:
+        return pool.submit(_peaks, name, device, lengths, variant, options).result()
+
+
+def _peaks(name: str, device: str, lengths: list[int], variant: Variant, options: dict[str, Any]) -> list[int]:
+    model = network(name, device=device, **options)
+    run_steps(model, single(WARM_UP, vocabulary=vocabulary(name)), variant, 1)
+    found = []
+    for length in lengths:
+        batch = single(length, vocabulary=vocabulary(name))
+        before = _mark(device)
+        run_steps(model, batch, variant, 1)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+        found.append(int(peak - before))
+    return found
+
+
+def _mark(device: str) -> int:
+    """Return the bytes in use. The peak is from now on."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))

@@ -13,19 +13,19 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.table import Table
 
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, VersionSpan
+from rolltap.addons.store.records import Call
 from rolltap.addons.store.tables import RunWriter, Sync, read_batches, run_files
+from tests.bench.frame import Rows, command
+from tests.factories import make_call
 
 TURNS = 60
 NEW_TOKENS, SAMPLED = 466, 200
@@ -36,20 +36,15 @@ _WORDS = ["the", "file", "has", "a", "test", "that", "fails", "when", "it", "is"
 def make_session(number: int) -> Iterator[Call]:
     """Yield the calls of a session that grows."""
     some = np.random.default_rng(number)
-    conversation: list[int] = []
+    call = None
     for turn in range(TURNS):
-        prompt = conversation + (150_000 ** some.random(NEW_TOKENS)).astype(int).tolist()
-        completion = (150_000 ** some.random(SAMPLED)).astype(int).tolist()
-        yield Call(
+        call = make_call(
+            f"{number:08x}{turn:024x}",
+            (150_000 ** some.random(NEW_TOKENS)).astype(int).tolist(),
+            (150_000 ** some.random(SAMPLED)).astype(int).tolist(),
+            after=call,
             session_id=f"session-{number}",
-            call_id=f"{number:08x}{turn:024x}",
-            prompt_ids=prompt,
-            completion_ids=completion,
             logprobs=(-some.exponential(0.3, SAMPLED)).tolist(),
-            weight_versions=[VersionSpan(version="1", start=0, end=SAMPLED)],
-            parent_id=f"{number:08x}{turn - 1:024x}" if turn else None,
-            prefix_length=len(conversation),
-            kind="bridged" if turn else "root",
             dialect="chat",
             host="api.openai.com",
             path="/v1/chat/completions",
@@ -58,7 +53,7 @@ def make_session(number: int) -> Iterator[Call]:
             messages=json.dumps([{"role": "tool", "content": " ".join(some.choice(_WORDS, 650))}]),
             reply=json.dumps({"role": "assistant", "content": " ".join(some.choice(_WORDS, 100))}),
         )
-        conversation = prompt + completion
+        yield call
 
 
 async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
@@ -76,18 +71,16 @@ async def _commit(writer: RunWriter, calls: list[Call], at_once: int) -> None:
 
 
 def _commits(folder: Path, calls: list[Call], sync: Sync, at_once: int) -> dict:
-    """Return a row of the first table."""
     write_metadata(folder, {})
     writer = RunWriter(folder, sync)
     start = time.perf_counter()
     asyncio.run(_commit(writer, calls, at_once))
     seconds = time.perf_counter() - start
     writer.close()
-    return {"sync": sync, "at_once": at_once, "commits_per_s": len(calls) / seconds}
+    return {"sync": sync, "calls at once": at_once, "commits/s": len(calls) / seconds}
 
 
 def _disk(folder: Path, size: int, times: int) -> dict:
-    """Return the row of the disk alone."""
     data = bytes(size)
     with (folder / "disk").open("xb", buffering=0) as file:
         start = time.perf_counter()
@@ -95,11 +88,10 @@ def _disk(folder: Path, size: int, times: int) -> dict:
             file.write(data)
             os.fdatasync(file.fileno())
         seconds = time.perf_counter() - start
-    return {"sync": "disk alone", "at_once": 1, "commits_per_s": times / seconds}
+    return {"sync": "disk alone", "calls at once": 1, "commits/s": times / seconds}
 
 
 def _sizes(folder: Path) -> list[dict]:
-    """Return the rows of the second table."""
     write_metadata(folder, {})
     calls = list(make_session(0))
     writer = RunWriter(folder, "never")
@@ -119,23 +111,14 @@ def _sizes(folder: Path) -> list[dict]:
     lines = (json.dumps(asdict(call), default=str) + "\n" for call in calls)
     sizes["JSON Lines"] = sum(len(line.encode()) for line in lines)
     tokens = len(calls[-1].prompt_ids) + SAMPLED
-    return [{"file": file, "bytes": size, "bytes_per_token": size / tokens} for file, size in sizes.items()]
+    return [{"file": file, "bytes": size, "bytes/token": size / tokens} for file, size in sizes.items()]
 
 
-def _table(title: str, rows: list[dict], formats: dict[str, Callable[[dict], str]]) -> Table:
-    table = Table(title=title)
-    for column in formats:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in formats.values()))
-    return table
-
-
-@click.command(help="Measure commits per second under every sync policy, and bytes per token.")
+@command
 @click.option("--commits", default=1800, show_default=True, help="Commits a row.")
 @click.option("--folder", type=click.Path(path_type=Path), help="On the disk to measure.  [default: the system's]")
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
-def main(commits: int, folder: Path | None, as_json: bool) -> None:
+def main(commits: int, folder: Path | None) -> dict[str, Rows]:
+    """Measure commits per second under every sync policy, and bytes per token."""
     sessions = -(-commits // TURNS)
     calls = [call for number in range(sessions) for call in make_session(number)][:commits]
     policies: list[tuple[Sync, int]] = [("never", 1), ("session", 1), ("call", 1), ("call", 16), ("call", 64)]
@@ -144,27 +127,10 @@ def main(commits: int, folder: Path | None, as_json: bool) -> None:
         rows = [_commits(Path(scratch) / f"{sync}-{n}", calls, sync, n) for sync, n in policies]
         rows.append(_disk(Path(scratch), sizes[0]["bytes"] // TURNS, commits))
     for row in rows:
-        row["ratio"] = row["commits_per_s"] / rows[0]["commits_per_s"]
+        row["of never"] = row["commits/s"] / rows[0]["commits/s"]
     for size in sizes:
-        size["ratio"] = size["bytes"] / sizes[0]["bytes"]
-    if as_json:
-        click.echo(json.dumps({"commits": rows, "sizes": sizes}, indent=2))
-        return
-    console = Console()
-    columns = {
-        "sync": lambda row: row["sync"],
-        "calls at once": lambda row: str(row["at_once"]),
-        "commits/s": lambda row: f"{row['commits_per_s']:,.0f}",
-        "of never": lambda row: f"{row['ratio']:.2f}",
-    }
-    console.print(_table("Calls of 666 new tokens", rows, columns))
-    columns = {
-        "file": lambda row: row["file"],
-        "bytes": lambda row: f"{row['bytes']:,}",
-        "bytes/token": lambda row: f"{row['bytes_per_token']:.1f}",
-        "of recorded": lambda row: f"{row['ratio']:.2f}",
-    }
-    console.print(_table("A session of 60 calls and 40,000 tokens", sizes, columns))
+        size["of recorded"] = size["bytes"] / sizes[0]["bytes"]
+    return {"commits": rows, "sizes": sizes}
 
 
 if __name__ == "__main__":

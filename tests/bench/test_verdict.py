@@ -1,17 +1,14 @@
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, VersionSpan
-from rolltap.addons.store.tables import RunWriter
 from tests.bench.load import Received
 from tests.bench.model import Divergence, Model
 from tests.bench.verdict import judge
+from tests.factories import START, make_call, says, write_run
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
 REPLY = Received(session_id="s", call_id="c", text="Hello", calls=[], at=0.0, headers_seconds=None)
+COUNTS = ("wrong", "mismatches", "missing", "differing", "doubles", "received", "unheard")
 
 
 @pytest.fixture(scope="module")
@@ -22,108 +19,67 @@ def model(tokenizer_folder):
 @pytest.fixture
 def call(model):
     """Return a call whose tokens are those that the model samples."""
-    prompt_ids = [1, 2, 3]
-    completion = model.complete(prompt_ids, [])
-    length = len(completion.token_ids)
-    return Call(
-        session_id="s",
-        call_id="c",
-        prompt_ids=prompt_ids,
-        completion_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        weight_versions=[VersionSpan(version="default", start=0, end=length)],
-        kind="root",
-        status="completed",
-        finish_reason="stop",
-        reply='{"role": "assistant", "content": "Hello"}',
-        started_at=START,
-    )
+    completion = model.complete([1, 2, 3], [])
+    fields = {"logprobs": completion.logprobs, "finish_reason": "stop", "reply": says("Hello")}
+    return make_call("c", [1, 2, 3], completion.token_ids, **fields)
 
 
 @pytest.fixture
-def verdict(model, tmp_path):
-    """Return a function of calls and replies. It returns the verdict on a run of these calls."""
+def found(model, call, tmp_path):
+    """Return a function of replies and fields of the call. It returns the counts above 0 of the verdict on a run."""
 
-    def verdict(calls, replies):
-        write_metadata(tmp_path, {})
+    def found(*replies, calls=1, **fields):
         # a recorder writes no call twice; two writers are two recorders
-        for call in calls:
-            with RunWriter(tmp_path) as writer:
-                writer.add_call(call)
+        for _ in range(calls):
+            write_run(tmp_path, replace(call, **fields))
         before, after = judge(tmp_path, model, replies, START.timestamp() + 1)
-        return {key: getattr(before, key) + getattr(after, key) for key in COUNTS}
+        counts = {key: getattr(before, key) + getattr(after, key) for key in COUNTS}
+        return {key: count for key, count in counts.items() if count}
 
-    return verdict
-
-
-COUNTS = ("wrong", "mismatches", "missing", "differing", "doubles", "received", "unheard")
+    return found
 
 
-def found(**counts):
-    return {**dict.fromkeys(COUNTS, 0), "received": 1, **counts}
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        ([REPLY], {"received": 1}),
+        ([REPLY, replace(REPLY, call_id="d")], {"received": 2, "wrong": 1, "missing": 1}),
+        ([replace(REPLY, text="Hallo")], {"received": 1, "wrong": 1, "differing": 1}),
+        ([replace(REPLY, session_id="t")], {"received": 1, "wrong": 1, "differing": 1}),
+        ([REPLY, REPLY], {"received": 2, "wrong": 1, "doubles": 1}),
+        ([], {"unheard": 1}),
+    ],
+    ids=["right", "missing", "another text", "another session's", "of two requests", "unheard"],
+)
+def test_a_reply_is_compared_with_its_row(found, replies, expected):
+    assert found(*replies) == expected
 
 
-def test_the_reply_of_a_recorded_call_is_right(verdict, call):
-    assert verdict([call], [REPLY]) == found()
+def test_a_reply_in_two_rows_is_found(found):
+    assert found(REPLY, calls=2)["doubles"] == 1
 
 
-def test_a_token_and_a_log_probability_that_differ_are_found(verdict, call):
-    call.completion_ids = [*call.completion_ids[:-2], 9, call.completion_ids[-1]]
-    call.logprobs = [*call.logprobs[:-1], -0.5]
-    assert verdict([call], [REPLY]) == found(wrong=2, mismatches=2)
+def test_a_token_and_a_log_probability_that_differ_are_found(found, call):
+    ids, logprobs = call.completion_ids, call.logprobs
+    changed = {"completion_ids": [*ids[:-2], 9, ids[-1]], "logprobs": [*logprobs[:-1], -0.5]}
+    assert found(REPLY, **changed) == {"received": 1, "wrong": 2, "mismatches": 2}
 
 
-def test_a_completed_call_that_lacks_its_last_token_is_found(verdict, call):
-    call.completion_ids, call.logprobs = call.completion_ids[:-1], call.logprobs[:-1]
-    assert verdict([call], [REPLY])["mismatches"] == 1
+def test_a_completed_call_that_lacks_its_last_token_is_found(found, call):
+    assert found(REPLY, completion_ids=call.completion_ids[:-1], logprobs=call.logprobs[:-1])["mismatches"] == 1
 
 
-def test_the_tokens_of_a_call_are_those_of_its_prompt(verdict, call):
-    call.prompt_ids = [1, 2, 4]
-    assert verdict([call], [REPLY])["mismatches"] > 20
+def test_the_tokens_of_a_call_are_those_of_its_prompt(found):
+    assert found(REPLY, prompt_ids=[1, 2, 4])["mismatches"] > 20
 
 
-def test_a_reply_without_a_row_is_found(verdict, call):
-    assert verdict([call], [REPLY, replace(REPLY, call_id="d")]) == found(received=2, wrong=1, missing=1)
-
-
-def test_a_reply_that_differs_from_its_row_is_found(verdict, call):
-    assert verdict([call], [replace(REPLY, text="Hallo")]) == found(wrong=1, differing=1)
-
-
-def test_a_reply_of_another_session_is_found(verdict, call):
-    assert verdict([call], [replace(REPLY, session_id="t")]) == found(wrong=1, differing=1)
-
-
-def test_a_reply_that_answers_two_requests_is_found(verdict, call):
-    assert verdict([call], [REPLY, REPLY]) == found(received=2, wrong=1, doubles=1)
-
-
-def test_a_reply_in_two_rows_is_found(verdict, call):
-    assert verdict([call, call], [REPLY])["doubles"] == 1
-
-
-def test_a_completed_call_that_nobody_received_is_counted(verdict, call):
-    assert verdict([call], []) == found(received=0, unheard=1)
-
-
-def test_an_engine_continues_a_reply_of_another_process(model, encode_prompt):
-    prompt = encode_prompt("Hello")
+def test_an_engine_continues_a_reply_of_another_process_and_refuses_tokens_that_it_does_not_sample(model, tokenizer):
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     completion, done = model.begin(prompt)
     assert done == 0
     for sampled in (4, 5, len(completion.token_ids) - 1):
         assert model.begin(prompt + completion.token_ids[:sampled]) == (completion, sampled)
-
-
-def test_an_engine_refuses_to_continue_tokens_that_it_does_not_sample(model, encode_prompt):
-    prompt = encode_prompt("Hello")
-    completion, _ = model.begin(prompt)
     with pytest.raises(Divergence):
         model.begin([*prompt, *completion.token_ids[:10], 9])
-
-
-@pytest.fixture
-def encode_prompt(tokenizer):
-    return lambda text: tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-    )

@@ -76,7 +76,7 @@ def _judge(call: Call, model: Model, replies: list[Received], part: Verdict) -> 
     part.statuses[call.status] += 1
     part.excluded += call.violation is not None
     if call.kind == "rendered":
-        part.reasons[_first_words(call)] += 1
+        part.reasons[first_words(call)] += 1
     expected = model.complete(call.prompt_ids, call.completion_ids)
     length = len(call.completion_ids)
     part.tokens += length
@@ -102,6 +102,6 @@ def _same(call: Call, reply: Received) -> bool:
     return (call.session_id, message.get("content"), calls) == (reply.session_id, reply.text, reply.calls)
 
 
-def _first_words(call: Call) -> str:
+def first_words(call: Call) -> str:
     """Return a reason without the numbers and names of its session."""
     return re.sub(r"call \S+|\d+", "…", (call.kind_reason or "").split(": ")[0])

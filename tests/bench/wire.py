@@ -4,7 +4,6 @@ A conversation is a list of the API's own items. Replies are sent back as they w
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,47 +30,34 @@ class Answer:
 
 
 class Api:
-    """A model API. Its methods are pure."""
+    """A model API, by pure methods.
+
+    A subclass has the `url` and `body` of a request, the items of tool `results`, the answer in a `whole` body, the
+    body that the events of a stream are `joined` to, and `is_end` of a stream's last event.
+    """
 
     name: str
     headers: dict[str, str] = {}  # noqa: RUF012 - constants
 
-    def url(self, streamed: bool) -> str:
-        """Return the URL of a request."""
-        raise NotImplementedError
-
-    def body(self, items: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
-        """Return the body of a request."""
-        raise NotImplementedError
-
-    def said(self, text: str) -> list[dict[str, Any]]:
+    def said(self, text):
         """Return the items of a user's message."""
         return [{"role": "user", "content": text}]
 
-    def results(self, answer: Answer, text: str) -> list[dict[str, Any]]:
-        """Return the items of the results of an answer's tool calls."""
-        raise NotImplementedError
-
-    def whole(self, value: dict[str, Any]) -> Answer:
-        """Return the answer in a body."""
-        raise NotImplementedError
-
-    def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the body that a stream's events are the pieces of. Raises `Failure` when the end is missing."""
-        raise NotImplementedError
-
     def read(self, data: bytes, streamed: bool) -> Answer:
-        """Return the answer in a body or a stream. Raises `Failure`."""
-        events = list(_events(data)) if streamed else [json.loads(data)]
+        """Return the answer in a body or a stream. Raises `Failure`, for instance when a stream's end is missing."""
+        lines = [line[5:].strip() for line in data.split(b"\n") if line.startswith(b"data:")] if streamed else [data]
+        events = [json.loads(line) for line in lines if line != b"[DONE]"]
         for event in events:
             if error := event.get("error") or (event.get("response") or {}).get("error"):
                 raise Failure(f"error inside a 200: {error.get('code') or error.get('type')}")
-        return self.whole(self.joined(events) if streamed else events[0])
+        if not streamed:
+            return self.whole(events[0])
+        if not events or not self.is_end(events[-1]):
+            raise Failure("a stream without an end")
+        return self.whole(self.joined(events))
 
 
 class Chat(Api):
-    """Chat Completions."""
-
     name = "openai-chat"
 
     def url(self, streamed):
@@ -80,29 +66,23 @@ class Chat(Api):
     def body(self, items, streamed):
         function = {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}
         messages = [{"role": "system", "content": SYSTEM}, *items]
-        return {
-            "model": "bench",
-            "messages": messages,
-            "tools": [{"type": "function", "function": function}],
-            "stream": streamed,
-        }
+        tools = [{"type": "function", "function": function}]
+        return {"model": "bench", "messages": messages, "tools": tools, "stream": streamed}
 
     def results(self, answer, text):
         return [{"role": "tool", "tool_call_id": call_id, "content": text} for call_id, _, _ in answer.calls]
 
     def whole(self, value):
         message = value["choices"][0]["message"]
-        calls = [
-            (call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in message.get("tool_calls") or []
-        ]
+        functions = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
+        calls = [(call_id, called["name"], json.loads(called["arguments"])) for call_id, called in functions]
         return Answer([message], message.get("content") or "", calls)
 
+    def is_end(self, event):
+        return not event["choices"] or event["choices"][0]["finish_reason"] is not None
+
     def joined(self, events):
-        choices = [event["choices"][0] for event in events if event["choices"]]
-        if not choices or choices[-1]["finish_reason"] is None:
-            raise Failure("a stream without an end")
-        deltas = [choice["delta"] for choice in choices]
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
         message = {"role": "assistant", "content": "".join(delta.get("content") or "" for delta in deltas)}
         if calls := [call for delta in deltas for call in delta.get("tool_calls") or []]:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -110,8 +90,6 @@ class Chat(Api):
 
 
 class Messages(Api):
-    """Anthropic's Messages API."""
-
     name = "anthropic"
     headers = {"anthropic-version": "2023-06-01"}  # noqa: RUF012
 
@@ -133,6 +111,9 @@ class Messages(Api):
         calls = [(block["id"], block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
         return Answer([{"role": "assistant", "content": blocks}], text, calls)
 
+    def is_end(self, event):
+        return event["type"] == "message_stop"
+
     def joined(self, events):
         blocks: dict[int, dict[str, Any]] = {}
         inputs: dict[int, str] = {}
@@ -146,16 +127,12 @@ class Messages(Api):
                 else:
                     key = delta["type"].removesuffix("_delta")
                     block[key] = block.get(key, "") + delta[key]
-        if not events or events[-1]["type"] != "message_stop":
-            raise Failure("a stream without an end")
         for index, text in inputs.items():
             blocks[index]["input"] = json.loads(text)
         return {"content": [blocks[index] for index in sorted(blocks)]}
 
 
 class Responses(Api):
-    """OpenAI's Responses API."""
-
     name = "openai-responses"
 
     def url(self, streamed):
@@ -172,22 +149,18 @@ class Responses(Api):
     def whole(self, value):
         output = value["output"]
         texts = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
-        calls = [
-            (item["call_id"], item["name"], json.loads(item["arguments"]))
-            for item in output
-            if item["type"] == "function_call"
-        ]
+        called = [item for item in output if item["type"] == "function_call"]
+        calls = [(item["call_id"], item["name"], json.loads(item["arguments"])) for item in called]
         return Answer(output, "".join(texts), calls)
 
+    def is_end(self, event):
+        return event["type"] == "response.completed"
+
     def joined(self, events):
-        if not events or events[-1]["type"] != "response.completed":
-            raise Failure("a stream without an end")
         return events[-1]["response"]
 
 
 class Gemini(Api):
-    """Google's Gemini API."""
-
     name = "google"
 
     def url(self, streamed):
@@ -204,9 +177,7 @@ class Gemini(Api):
 
     def results(self, answer, text):
         responses = [
-            {"id": call_id, "name": name, "response": {"output": text}}
-            if call_id
-            else {"name": name, "response": {"output": text}}
+            {"name": name, "response": {"output": text}, **({"id": call_id} if call_id else {})}
             for call_id, name, _ in answer.calls
         ]
         return [{"role": "user", "parts": [{"functionResponse": response} for response in responses]}]
@@ -214,25 +185,16 @@ class Gemini(Api):
     def whole(self, value):
         parts = value["candidates"][0]["content"]["parts"]
         text = "".join(part["text"] for part in parts if "text" in part and not part.get("thought"))
-        calls = [part["functionCall"] for part in parts if "functionCall" in part]
-        return Answer(
-            [{"role": "model", "parts": parts}],
-            text,
-            [(call.get("id", ""), call["name"], call.get("args", {})) for call in calls],
-        )
+        called = [part["functionCall"] for part in parts if "functionCall" in part]
+        calls = [(call.get("id", ""), call["name"], call.get("args", {})) for call in called]
+        return Answer([{"role": "model", "parts": parts}], text, calls)
+
+    def is_end(self, event):
+        return "finishReason" in event["candidates"][0]
 
     def joined(self, events):
-        candidates = [event["candidates"][0] for event in events]
-        if not candidates or "finishReason" not in candidates[-1]:
-            raise Failure("a stream without an end")
-        parts = [part for candidate in candidates for part in candidate["content"].get("parts", [])]
+        parts = [part for event in events for part in event["candidates"][0]["content"].get("parts", [])]
         return {"candidates": [{"content": {"role": "model", "parts": parts}}]}
 
 
 APIS: list[Api] = [Chat(), Messages(), Responses(), Gemini()]
-
-
-def _events(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.split(b"\n"):
-        if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
-            yield json.loads(text)

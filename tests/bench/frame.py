@@ -1,0 +1,74 @@
+"""The frame of the benches: commands that measure, and print their rows as tables or as JSON."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.processes import ROOT
+
+Rows = list[dict[str, Any]]
+"""Rows of one table: figure -> value."""
+
+
+def command(measure: Callable[..., dict[str, Rows]]) -> click.Command:
+    """Return a command of a function with click's options that returns rows by the title of their table.
+
+    The exit status is 1 when a row has something `wrong`. `--json` prints the rows as JSON.
+    """
+
+    @functools.wraps(measure)
+    def main(as_json: bool, **options: Any) -> None:
+        found = measure(**options)
+        if as_json:
+            click.echo(json.dumps(found, indent=2))
+        for title, rows in {} if as_json else found.items():
+            show(title, rows)
+        sys.exit(any(row.get("wrong") for rows in found.values() for row in rows))
+
+    return click.command(click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")(main))
+
+
+def show(title: str, rows: Rows) -> None:
+    """Print a table: a line for each row, or for each figure if there are more figures than rows."""
+    figures = list(dict.fromkeys(figure for row in rows for figure in row))
+    lines = [[figure.replace("_", " "), *(_text(row.get(figure, "")) for row in rows)] for figure in figures]
+    head, *body = lines if len(figures) > len(rows) else map(list, zip(*lines, strict=True))
+    table = Table(title=title)
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for line in body:
+        table.add_row(*line)
+    Console(soft_wrap=True).print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _existing(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:
+    if not folder.is_dir():
+        raise click.ClickException(f"{folder} is missing: make it with recipes/quickstart/make_model.py {folder}")
+    return folder
+
+
+model_option = click.option(
+    "--model",
+    default=ROOT / "runs/quickstart/model",
+    type=click.Path(path_type=Path),
+    callback=_existing,
+    show_default=True,
+    help="A folder with a tokenizer.",
+)
