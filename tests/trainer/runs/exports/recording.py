@@ -1,6 +1,7 @@
 """Hand-made sessions as a recorder would leave them, with consistent tokens, messages and roles."""
 
 import json
+from functools import wraps
 
 from rolltap.trainer.traces.reader import RecordedSession
 from tests.factories import make_call, make_session, write_run
@@ -69,177 +70,167 @@ class Recording:
         return RecordedSession(session_id=self.session_id, session=self.session, calls=self.calls)
 
 
-def turns_with_tools():
-    """Return two turns, the first with a tool call."""
-    recording = Recording()
+CASES = []
+"""Functions that return a session: all that follow."""
+
+
+def case(fill):
+    """Make a function that adds calls to a recording one that returns the recording, and add it to `CASES`."""
+
+    @wraps(fill)
+    def made():
+        recording = Recording()
+        fill(recording)
+        return recording
+
+    CASES.append(made)
+    return made
+
+
+@case
+def turns_with_tools(recording):
+    """Two turns, the first with a tool call."""
     first = recording.ask(
         SYSTEM, user("List."), reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}), cached_tokens=1
     )
     recording.ask(tool(1, "a.txt"), reply=says("a.txt"), after=first)
-    return recording
 
 
-def side_question():
-    """Return a session with a request for a title beside the first call."""
-    recording = Recording()
+@case
+def side_question(recording):
+    """A session with a request for a title beside the first call."""
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("Title?"), tools=(), role="auxiliary")
     recording.ask(user("More."), after=first)
-    return recording
 
 
-def subagent():
-    """Return a session with a sub-agent of two turns between those of the agent."""
-    recording = Recording()
+@case
+def subagent(recording):
+    """A session with a sub-agent of two turns between those of the agent."""
     first = recording.ask(SYSTEM, user("Go."), reply=says("", calls={1: '{"task": "look"}'}))
     helper = recording.ask(user("Look."), role="subagent")
     recording.ask(user("Look more."), after=helper, role="subagent")
     recording.ask(tool(1, "seen"), after=first)
-    return recording
 
 
-def late_subagent():
-    """Return a session with a sub-agent that continues after the agent's last call."""
-    recording = Recording()
+@case
+def late_subagent(recording):
+    """A session with a sub-agent that continues after the agent's last call."""
     first = recording.ask(SYSTEM, user("Go."))
     helper = recording.ask(user("Look."), role="subagent")
     recording.ask(user("More."), after=first)
     recording.ask(user("Look more."), after=helper, role="subagent")
-    return recording
 
 
-def taken_back():
-    """Return a session whose harness replaced its second message by another one."""
-    recording = Recording()
+@case
+def taken_back(recording):
+    """A session whose harness replaced its second message by another one."""
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("Left."), after=first)
     right = recording.ask(user("Right, please."), after=first)
     recording.ask(user("On."), after=right)
-    return recording
 
 
-def compaction():
-    """Return a conversation that a compaction call continues. The agent then starts from its summary."""
-    recording = Recording()
+@case
+def two_conversations(recording):
+    """A session with two conversations whose requests alternate."""
+    first = recording.ask(SYSTEM, user("Go."))
+    beside = recording.ask(user("A helper that nothing tells from the agent."))
+    second = recording.ask(user("More."), after=first)
+    recording.ask(user("Helper's second."), after=beside)
+    recording.ask(user("On."), after=second)
+
+
+@case
+def compaction(recording):
+    """A conversation that a compaction call continues. The agent then starts from its summary."""
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
     recording.ask(user("Sum up."), reply=says("We went."), after=second, role="compaction")
     resumed = recording.ask(SYSTEM, user("So far: We went."), kind_reason="rewritten")
     recording.ask(user("On."), after=resumed)
-    return recording
 
 
-def superseded_retry():
-    """Return a session whose second request was retried. One reply was lost, the other one is continued."""
-    recording = Recording()
+@case
+def superseded_retry(recording):
+    """A session whose second request was retried. One reply was lost, the other one is continued."""
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
     again = recording.ask(user("More."), after=first, retry_of=lost)
     recording.ask(user("On."), after=again)
-    return recording
 
 
-def superseded_start():
-    """Return a session whose first request was retried."""
-    recording = Recording()
+@case
+def superseded_start(recording):
+    """A session whose first request was retried."""
     lost = recording.ask(SYSTEM, user("Go."))
     again = recording.ask(SYSTEM, user("Go."), retry_of=lost)
     recording.ask(user("On."), after=again)
-    return recording
 
 
-def unasked_result():
-    """Return a session with a tool result that belongs to no tool call."""
-    recording = Recording()
+@case
+def unasked_result(recording):
+    """A session with a tool result that belongs to no tool call."""
     first = recording.ask(user("Go."), reply=says("", calls={1: "{}"}))
     recording.ask(tool(9, "stray"), after=first)
-    return recording
 
 
-def aborted():
-    """Return a session whose last call was aborted by the session's time limit."""
-    recording = Recording()
+@case
+def aborted(recording):
+    """A session whose last call was aborted by the session's time limit."""
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("More."), after=first, status="aborted", error="the harness closed the connection")
-    return recording
 
 
-def superseded_by_an_aborted_line():
-    """Return a session whose second request was retried. One of the replies was continued by an aborted call."""
-    recording = Recording()
+@case
+def superseded_by_an_aborted_line(recording):
+    """A session whose second request was retried. One of the replies was continued by an aborted call."""
     first = recording.ask(SYSTEM, user("Go."))
     lost = recording.ask(user("More."), after=first)
     again = recording.ask(user("More."), after=first, retry_of=lost)
     recording.ask(user("On."), after=again, status="aborted")
-    return recording
 
 
-def broken_logprobs():
-    """Return a session with a non-finite log-probability in a call that is continued."""
-    recording = Recording()
+@case
+def broken_logprobs(recording):
+    """A session with a non-finite log-probability in a call that is continued."""
     first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
     recording.ask(user("More."), after=first)
-    return recording
 
 
-def positive_logprob():
-    recording = Recording()
+@case
+def positive_logprob(recording):
     recording.ask(user("Go."), logprobs=[-1.0, 0.5], violation="log-probability 1 is positive (0.5)")
-    return recording
 
 
-def without_logprobs():
-    """Return a session as imported from a program that recorded no log-probabilities."""
-    recording = Recording()
+@case
+def without_logprobs(recording):
+    """A session as imported from a program that recorded no log-probabilities."""
     recording.ask(user("Go."), logprobs=[])
-    return recording
 
 
-def missing_ancestor():
-    """Return a session whose first call is lost. Only the new tokens of the second call are known."""
-    recording = Recording()
+@case
+def missing_ancestor(recording):
+    """A session whose first call is lost. Only the new tokens of the second call are known."""
     first = recording.ask(SYSTEM, user("Go."))
     second = recording.ask(user("More."), after=first)
     second.violation, second.prompt_ids, second.prefix_length = "parent c0 is not in the run", second.prompt_ids[-2:], 0
     recording.calls = [second]
-    return recording
 
 
-def only_side_questions():
-    recording = Recording()
+@case
+def only_side_questions(recording):
     recording.ask(user("Title?"), tools=(), role="auxiliary")
-    return recording
 
 
-def malformed_arguments():
-    """Return a session with sampled tool arguments that are not JSON."""
-    recording = Recording()
+@case
+def malformed_arguments(recording):
+    """A session with sampled tool arguments that are not JSON."""
     first = recording.ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
     recording.ask(tool(1, "invalid JSON"), after=first)
-    return recording
 
 
-CASES = [
-    turns_with_tools,
-    side_question,
-    subagent,
-    late_subagent,
-    taken_back,
-    compaction,
-    superseded_retry,
-    superseded_start,
-    unasked_result,
-    aborted,
-    broken_logprobs,
-    positive_logprob,
-    without_logprobs,
-    missing_ancestor,
-    only_side_questions,
-    malformed_arguments,
-]
-
-
-def write(run, *recordings):
+def write(run, *recordings, **metadata):
     """Write the recordings to a run folder."""
     rows = [row for recording in recordings for row in (*recording.calls, recording.session) if row is not None]
-    return write_run(run, *rows)
+    return write_run(run, *rows, **metadata)

@@ -7,7 +7,7 @@ from rolltap.trainer.runs.exports.atif import export, trajectory
 from rolltap.trainer.runs.exports.sessions import dump_json
 from tests.trainer.runs.exports import recording
 from tests.trainer.runs.exports.atif_schema import Trajectory
-from tests.trainer.runs.exports.recording import CASES, SYSTEM, Recording, says, tool, user, write
+from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
 
 
 def written(made):
@@ -35,20 +35,59 @@ def references(step):
 
 class TestTrajectory:
     @pytest.mark.parametrize("case", CASES)
-    def test_it_follows_the_schema(self, case):
-        Trajectory.model_validate(written(case()))
-
-    @pytest.mark.parametrize("case", CASES)
-    def test_every_call_is_one_step_that_is_not_a_copy(self, case):
+    def test_it_follows_the_schema_and_every_call_is_one_step_that_is_not_a_copy(self, case):
         made = case()
         document = written(made)
+        Trajectory.model_validate(document)
         trajectories = [document, *embedded(document).values()]
         steps = [step for one in trajectories for step in one["steps"] if "metrics" in step]
-        assert sorted(step["extra"]["call_id"] for step in steps) == [call.call_id for call in made.calls]
-        for step in steps:
-            call = next(call for call in made.calls if call.call_id == step["extra"]["call_id"])
-            assert step["metrics"]["prompt_token_ids"] == call.prompt_ids
-            assert step["metrics"]["completion_token_ids"] == call.completion_ids
+        steps.sort(key=lambda step: step["extra"]["call_id"])
+        names = ("prompt_token_ids", "completion_token_ids")
+        found = [(step["extra"]["call_id"], *(step["metrics"][name] for name in names)) for step in steps]
+        assert found == [(call.call_id, call.prompt_ids, call.completion_ids) for call in made.calls]
+
+    @pytest.mark.parametrize(
+        ("case", "main", "others"),
+        [
+            (recording.superseded_start, ["c1", "user: On.", "c2"], {"c0": ["c0"]}),
+            (
+                recording.superseded_retry,
+                ["c0", "user: More.", "c2", "user: On.", "c3"],
+                {"c1": ["(c0)", "user: More.", "c1"]},
+            ),
+            (
+                recording.taken_back,
+                ["c0", "user: Right, please.", "c2", "user: On.", "c3"],
+                {"c1": ["(c0)", "user: Left.", "c1"]},
+            ),
+            (
+                recording.two_conversations,
+                ["c0", "user: More.", "c2", "user: On.", "c4"],
+                {"c3": ["user: A helper that nothing tells from the agent.", "c1", "user: Helper's second.", "c3"]},
+            ),
+            (recording.side_question, ["c0", "user: More.", "c2"], {"c1": ["user: Title?", "c1"]}),
+            (recording.subagent, ["c0", "c3"], {"c2": ["user: Look.", "c1", "user: Look more.", "c2"]}),
+            (
+                recording.compaction,
+                ["user: So far: We went.", "c3", "user: On.", "c4"],
+                {
+                    "c1": ["c0", "user: More.", "c1"],
+                    "c2": ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"],
+                },
+            ),
+            (recording.aborted, ["c0", "user: More.", "c1"], {}),
+            (recording.only_side_questions, ["user: Title?", "c0"], {}),
+            (recording.missing_ancestor, ["user: More.", "c1"], {}),
+        ],
+    )
+    def test_the_line_of_the_last_call_is_the_trajectory_and_the_others_are_embedded(self, case, main, others):
+        document = written(case())
+        opening = ("system: You are an agent.", "(system: You are an agent.)", "user: Go.", "(user: Go.)")
+        assert [step for step in shown(document) if step not in opening] == main
+        lines = {
+            name: [step for step in shown(line) if step not in opening] for name, line in embedded(document).items()
+        }
+        assert lines == others
 
     def test_a_turn_with_a_tool_is_a_step_with_its_result(self):
         document = written(recording.turns_with_tools())
@@ -86,69 +125,32 @@ class TestTrajectory:
         assert document["extra"]["evidence"] == {"changed": ["src/a.py"], "log": "…/s.log"}
         assert "/home" not in json.dumps(document)
 
-    def test_a_side_question_is_embedded_where_it_was_asked(self):
+    def test_a_side_question_and_a_subagent_are_referred_to_where_they_began(self):
         document = written(recording.side_question())
-        assert shown(document)[2:] == ["c0", "user: More.", "c2"]
         assert references(document["steps"][2]) == ["c1"]
         title = embedded(document)["c1"]
-        assert shown(title) == ["user: Title?", "c1"]
-        assert title["extra"]["role"] == "auxiliary"
-        assert title["steps"][1]["extra"]["left_out"] == "auxiliary"
+        assert (title["extra"]["role"], title["steps"][1]["extra"]["left_out"]) == ("auxiliary", "auxiliary")
+        step = written(recording.subagent())["steps"][2]
+        assert references(step) == ["c2"]
+        assert step["observation"]["results"][0] == {"source_call_id": "call_1", "content": "seen"}
 
-    def test_a_subagent_is_embedded_beside_the_tools_result(self):
-        document = written(recording.subagent())
-        assert shown(document)[2:] == ["c0", "c3"]
-        assert references(document["steps"][2]) == ["c2"]
-        assert document["steps"][2]["observation"]["results"][0] == {"source_call_id": "call_1", "content": "seen"}
-        assert shown(embedded(document)["c2"]) == ["user: Look.", "c1", "user: Look more.", "c2"]
-
-    def test_after_a_compaction_the_trajectory_is_the_new_conversation_and_the_old_one_is_embedded(self):
-        document = written(recording.compaction())
-        assert shown(document) == [
-            "system: You are an agent.",
-            "user: So far: We went.",
-            "c3",
-            "user: On.",
-            "c4",
-        ]
-        before, summary = embedded(document).values()
-        assert (before["trajectory_id"], before["extra"]["role"]) == ("c1", "agent")
-        assert shown(before)[2:] == ["c0", "user: More.", "c1"]
-        assert (summary["trajectory_id"], summary["extra"]["role"]) == ("c2", "compaction")
-        assert shown(summary)[2:] == ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"]
+    def test_roles_copies_and_superseded_calls_are_named(self):
+        before, summary = embedded(written(recording.compaction())).values()
+        assert (before["extra"]["role"], summary["extra"]["role"]) == ("agent", "compaction")
         assert "metrics" not in summary["steps"][2]
-
-    def test_a_lost_reply_is_embedded_as_superseded(self):
-        document = written(recording.superseded_retry())
-        assert shown(document)[2:] == ["c0", "user: More.", "c2", "user: On.", "c3"]
-        lost = embedded(document)["c1"]
-        assert shown(lost)[2:] == ["(c0)", "user: More.", "c1"]
+        lost = embedded(written(recording.superseded_retry()))["c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
-
-    def test_a_first_request_that_was_repeated_is_embedded(self):
-        document = written(recording.superseded_start())
-        assert shown(document)[2:] == ["c1", "user: On.", "c2"]
-        assert list(embedded(document)) == ["c0"]
-
-    def test_the_trajectory_is_the_branch_of_the_last_call(self):
-        document = written(recording.taken_back())
-        assert shown(document)[2:] == ["c0", "user: Right, please.", "c2", "user: On.", "c3"]
-        assert shown(embedded(document)["c1"])[2:] == ["(c0)", "user: Left.", "c1"]
 
     def test_a_result_without_a_tool_call_has_its_id_in_extra(self):
         step = written(recording.unasked_result())["steps"][1]
         assert step["observation"]["results"] == [{"content": "stray", "extra": {"tool_call_id": "call_9"}}]
 
-    def test_a_session_of_side_questions_alone_shows_the_last(self):
-        document = written(recording.only_side_questions())
-        assert shown(document) == ["user: Title?", "c0"]
-
-    def test_a_call_without_a_reply_says_why(self):
-        document = written(recording.aborted())
-        assert shown(document)[2:] == ["c0", "user: More.", "c1"]
-        step = document["steps"][-1]
+    def test_a_call_without_a_reply_and_a_conversation_without_its_beginning_say_why(self):
+        step = written(recording.aborted())["steps"][-1]
         assert (step["message"], step["extra"]["status"]) == ("", "aborted")
         assert step["extra"]["error"] == "the harness closed the connection"
+        step = written(recording.missing_ancestor())["steps"][1]
+        assert step["extra"]["incomplete"] == "its parent c0 is not in the run"
 
     def test_logprobs_that_are_not_finite_are_named(self):
         step = written(recording.broken_logprobs())["steps"][2]
@@ -160,28 +162,12 @@ class TestTrajectory:
         (tool_call,) = step["tool_calls"]
         assert (tool_call["arguments"], tool_call["extra"]) == ({}, {"arguments": '{"command": ls'})
 
-    def test_a_conversation_whose_beginning_is_lost_says_so(self):
-        document = written(recording.missing_ancestor())
-        assert shown(document) == ["user: More.", "c1"]
-        assert document["steps"][1]["extra"]["incomplete"] == "its parent c0 is not in the run"
-
     def test_messages_from_before_the_session_are_copied_context(self):
         made = Recording()
         made.ask(user("Go."), says("", calls={7: "{}"}), tool(7, "old"), user("Again."))
         steps = written(made)["steps"]
         assert [step.get("is_copied_context") for step in steps] == [None, True, None, None]
         assert steps[1]["observation"]["results"] == [{"source_call_id": "call_7", "content": "old"}]
-
-    def test_a_conversation_beside_that_of_the_last_call_is_embedded(self):
-        made = Recording()
-        first = made.ask(SYSTEM, user("Go."))
-        beside = made.ask(user("A helper that nothing tells from the agent."))
-        second = made.ask(user("More."), after=first)
-        made.ask(user("Helper's second."), after=beside)
-        made.ask(user("On."), after=second)
-        document = written(made)
-        assert shown(document)[2:] == ["c0", "user: More.", "c2", "user: On.", "c4"]
-        assert list(embedded(document)) == ["c3"]
 
     def test_a_step_with_other_tools_has_them(self):
         made = Recording()
@@ -205,9 +191,7 @@ class TestExport:
         assert json.loads(file.read_text()) == written(recording.turns_with_tools())
 
     def test_a_model_in_a_local_folder_has_the_name_of_the_folder(self, tmp_path):
-        run = write(tmp_path / "run", recording.turns_with_tools())
-        metadata = json.loads((run / "run.json").read_text())
-        (run / "run.json").write_text(json.dumps(metadata | {"model": "/home/me/models/qwen3-4b"}))
+        run = write(tmp_path / "run", recording.turns_with_tools(), model="/home/me/models/qwen3-4b")
         (out := tmp_path / "out").mkdir()
         export(run, out, lambda *_: None)
         [file] = out.iterdir()
