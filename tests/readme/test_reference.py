@@ -43,13 +43,15 @@ def test_the_keys_of_a_recipe():
                 assert json.loads(default.strip("`")) == Recipe.model_fields[name].default, name
 
 
-def test_the_keys_of_a_preset():
+def test_a_preset_has_the_keys_of_the_table():
     assert table("recipes/harnesses/README.md", "A preset of your own").keys() == rolltap.Harness.model_fields.keys()
 
 
-def test_the_presets_and_their_versions():
+def test_the_presets_their_versions_and_how_they_are_installed():
     versions = {name: cells[0] for name, cells in table("README.md", "Programs").items()}
     assert versions == {name: preset.version for name, preset in PRESETS.items()}
+    installs = {name: cells[0].strip("`") for name, cells in table("recipes/harnesses/README.md", "Presets").items()}
+    assert installs == {name: preset.install for name, preset in PRESETS.items()}
 
 
 def test_the_frameworks_and_their_versions():
@@ -58,11 +60,6 @@ def test_the_frameworks_and_their_versions():
     text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
     pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d[\w.]*)", text))
     assert {(name, cells[0]) for name, cells in table("README.md", "Frameworks and SDKs").items()} <= pinned
-
-
-def test_how_the_presets_are_installed():
-    installs = {name: cells[0].strip("`") for name, cells in table("recipes/harnesses/README.md", "Presets").items()}
-    assert installs == {name: preset.install for name, preset in PRESETS.items()}
 
 
 def test_the_variables_of_a_session(tmp_path):

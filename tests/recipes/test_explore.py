@@ -1,18 +1,15 @@
+import json
 import os
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.tables import RunWriter
 from tests.conftest import ROOT
+from tests.factories import add_rows, make_call, make_session, says, write_run
 
 EXPLORE = ROOT / "recipes" / "explore" / "explore.py"
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def explore(*arguments):
@@ -26,50 +23,25 @@ def explore(*arguments):
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Return the lines that it prints for a run of two writers, with runs of blanks replaced by one."""
+    """Return the lines that it prints for a run of three writers, with runs of blanks replaced by one."""
     run = tmp_path_factory.mktemp("run")
-    write_run(run)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "List the files."}]
+    told = [{"role": "tool", "content": "a.txt"}]
+    title = [{"role": "user", "content": "A title?"}]
+
+    def call(number, messages, reply, logprobs, **fields):
+        messages = json.dumps(messages)
+        return make_call(
+            number, [number], [7] * len(logprobs), messages=messages, reply=reply, logprobs=logprobs, **fields
+        )
+
+    write_run(run, call(0, asked, says("", "ls"), [-0.0005, -0.5]))
+    second = call(1, told, says("One: a.txt"), [-0.7, -12.0], parent_id="0")
+    add_rows(run, second, call(2, title, '{"role": "assistant"}', [-0.6], role="auxiliary"))
+    add_rows(run, make_session(reward=0.0), make_session(reward=0.75))
     ended = explore(run)
     assert ended.stderr == ""
     return [" ".join(line.split()) for line in ended.stdout.splitlines()]
-
-
-def write_run(run):
-    write_metadata(run, {})
-
-    def call(number, messages, reply, logprobs, **fields):
-        return Call(
-            session_id="s",
-            call_id=f"c{number}",
-            prompt_ids=[number],
-            completion_ids=[7] * len(logprobs),
-            logprobs=logprobs,
-            weight_versions=[VersionSpan(version="1", start=0, end=len(logprobs))],
-            messages=messages,
-            reply=reply,
-            started_at=START + timedelta(seconds=number),
-            **fields,
-        )
-
-    asked = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "List the files."}]'
-    tool_call = '{"function": {"name": "bash", "arguments": "{\\"command\\": \\"ls\\"}"}}'
-    first = call(0, asked, f'{{"role": "assistant", "content": "", "tool_calls": [{tool_call}]}}', [-0.0005, -0.5])
-    told = '[{"role": "tool", "content": "a.txt"}]'
-    second = call(1, told, '{"role": "assistant", "content": "One: a.txt"}', [-0.7, -12.0], parent_id="c0")
-    title = call(2, '[{"role": "user", "content": "A title?"}]', '{"role": "assistant"}', [-0.6], role="auxiliary")
-    for calls in ([first], [second, title]):
-        writer = RunWriter(run)
-        for each in calls:
-            writer.add_call(each)
-        writer.close()
-    writer = RunWriter(run)
-    for reward in (0.0, 0.75):
-        writer.add_session(
-            Session(
-                session_id="s", task_id="t", group_id="g", harness="h", status="completed", exit_status=0, reward=reward
-            )
-        )
-    writer.close()
 
 
 def test_it_counts_calls_and_the_last_reward_of_each_session(lines):

@@ -56,10 +56,10 @@ class TestSplit:
         sessions = [make_session("s", harness="a/b"), make_session("t", harness=".x"), make_session("u", harness="a/b")]
         run = make_run(tmp_path / "run", *sessions, tokenizer_sha256="one")
         add_rows(run, make_call("a", session_id="v"))
-        assert split_run(run, tmp_path / "out", "harness", ignore) == {"a%2Fb": 2, "%2Ex": 1, "_none": 1}
-        assert session_ids(tmp_path / "out" / "a%2Fb") == ["s", "u"]
-        assert session_ids(tmp_path / "out" / "%2Ex") == ["t"]
-        assert session_ids(tmp_path / "out" / "_none") == ["v"]
+        parts = {"a%2Fb": ["s", "u"], "%2Ex": ["t"], "_none": ["v"]}
+        counts = {name: len(sessions) for name, sessions in parts.items()}
+        assert split_run(run, tmp_path / "out", "harness", ignore) == counts
+        assert {part.name: session_ids(part) for part in (tmp_path / "out").iterdir()} == parts
         for part in (tmp_path / "out").iterdir():
             assert read_metadata(part) == read_metadata(run)
 
@@ -78,13 +78,11 @@ class TestSplit:
         assert session_ids(tmp_path / "out" / "part-0") == ["a0", "a1", "a2", "d0"]
         assert session_ids(tmp_path / "out" / "part-1") == ["b0", "c0", "c1"]
 
-    def test_more_parts_than_groups_are_refused(self, run, tmp_path):
+    def test_more_parts_than_groups_and_a_run_without_sessions_are_refused(self, run, tmp_path):
         with pytest.raises(InputError, match="has only 1 groups of sessions"):
             split_run(run, tmp_path / "out", 2, ignore)
-
-    def test_a_run_without_sessions_is_refused(self, tmp_path):
         with pytest.raises(InputError, match="has no sessions"):
-            split_run(make_run(tmp_path / "run"), tmp_path / "out", "status", ignore)
+            split_run(make_run(tmp_path / "empty"), tmp_path / "out", "status", ignore)
 
 
 class TestFilter:
@@ -144,11 +142,8 @@ class TestFilter:
         add_rows(run, *(Event(kind="replayed", session_id="s", call_id=name) for name in ("side", "helper")))
         assert filter_run(run, tmp_path / "out", Filter(roles=["subagent"]), ignore) == 1
         kept = {call.call_id: call for call in RecordedCalls(tmp_path / "out")["s"]}
-        assert {call_id: call.role for call_id, call in kept.items()} == {
-            "root": "agent",
-            "helper": "subagent",
-            "deeper": "subagent",
-        }
+        roles = {call_id: call.role for call_id, call in kept.items()}
+        assert roles == {"root": "agent", "helper": "subagent", "deeper": "subagent"}
         assert kept["deeper"].prompt_ids == [1, 2, 5, 6, 7]
         assert build_traces(list(kept.values()), "per_request")[1].left_out == {}
         events = [(event["kind"], event["call_id"]) for event in read_rows(tmp_path / "out", "events")]
@@ -161,15 +156,18 @@ class TestFilter:
         ]
         assert session_ids(tmp_path / "out") == ["s"]
 
-    def test_a_filter_without_a_match_writes_nothing(self, run, tmp_path):
-        for criteria in (Filter(min_reward=2.0), Filter(roles=["compaction"])):
-            with pytest.raises(InputError, match=r"no session of .* fits"):
-                filter_run(run, tmp_path / "out", criteria, ignore)
+    @pytest.mark.parametrize(
+        ("criteria", "message"),
+        [
+            ({"min_reward": 2.0}, r"no session of .* fits"),
+            ({"roles": ["compaction"]}, r"no session of .* fits"),
+            ({"sessions": ["s", "gone"]}, "has no session gone"),
+        ],
+    )
+    def test_a_filter_without_a_match_writes_nothing(self, run, tmp_path, criteria, message):
+        with pytest.raises(InputError, match=message):
+            filter_run(run, tmp_path / "out", Filter(**criteria), ignore)
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-    def test_an_unknown_session_is_named(self, run, tmp_path):
-        with pytest.raises(InputError, match="has no session gone"):
-            filter_run(run, tmp_path / "out", Filter(sessions=["s", "gone"]), ignore)
 
 
 class TestMerge:
@@ -216,10 +214,12 @@ class TestMerge:
         assert metadata["engines"] == {f"http://{name}": {"version": name} for name in "abc"}
         assert metadata["merged_from"] == [{"run": "a"}, {"run": "b", "renderer": "b"}, {"run": "c", "renderer": "c"}]
 
-    def test_a_folder_that_is_not_empty_is_refused(self, tmp_path):
+    def test_a_folder_that_is_not_empty_and_one_that_is_no_run_are_refused(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"))
         with pytest.raises(RunError, match="exists and is not an empty folder"):
             merge_runs([a], a, ignore)
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            merge_runs([tmp_path], tmp_path / "out", ignore)
         (tmp_path / "out").mkdir()
         assert merge_runs([a], tmp_path / "out", ignore) == (1, [])
 
@@ -270,10 +270,6 @@ class TestMerge:
             merge_runs([run], tmp_path / "new", ignore)
         assert not (tmp_path / "new").exists()
 
-    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
-        with pytest.raises(RunError, match=r"it has no run\.json"):
-            merge_runs([tmp_path], tmp_path / "out", ignore)
-
 
 class TestProperties:
     @given(recorded_sessions(), st.sampled_from(["harness", "task_id", "group_id", "policy_version", "status", 1]))
@@ -303,9 +299,7 @@ class TestProperties:
                 parts.append(Path(folder) / str(number))
             merge_runs(parts, Path(folder) / "merged", ignore)
             expected = rows_of(run)
-            expected["events"] -= Counter(
-                row["digest"] for row in read_rows(run, "events") if row["session_id"] is None
-            )
+            expected["events"] -= Counter(row["digest"] for row in read_rows(run, "events") if not row["session_id"])
             assert rows_of(Path(folder) / "merged") == expected
 
     @given(recorded_sessions(), st.sets(st.sampled_from(["agent", "subagent", "auxiliary"]), min_size=1))

@@ -105,7 +105,7 @@ class TestLeftOut:
         assert ledger == Ledger(sampled=4, trained=2, left_out={"other_weights": 2})
 
     def test_a_left_out_call_is_context_for_its_descendants(self):
-        root = make_call(0, [1], [7, 8], status="aborted")
+        root = make_call(0, [1], [7, 8], status="aborted", logprobs=[math.nan, -1.0])
         child = follow(1, root, [2], [9])
         [trace], ledger = build_traces([root, child], "prefix_merging")
         assert trace.call_ids == ["0", "1"]
@@ -116,11 +116,6 @@ class TestLeftOut:
         assert trace.weight_versions == [VersionSpan(version="1", start=3, end=4)]
         assert ledger == Ledger(sampled=3, trained=1, left_out={"aborted": 2})
 
-    def test_nan_never_reaches_a_trace(self):
-        root = make_call(0, [1], [7], logprobs=[math.nan])
-        [trace], _ = build_traces([root, follow(1, root, [], [8])], "prefix_merging")
-        assert trace.logprobs == [0.0, -2.0]
-
     def test_a_call_that_was_sampled_under_a_grammar_is_not_trained_whatever_its_role(self):
         held = {"sampling": '{"structured_outputs": {"json": {}}}'}
         asked = {"sampling": '{"asked": {"structured_outputs": true}}'}
@@ -130,21 +125,16 @@ class TestLeftOut:
 
 
 class TestRoles:
-    def test_its_tokens_are_context_where_a_selected_call_continues_it(self):
+    def test_tokens_of_another_role_are_context_where_a_selected_call_continues_them_and_no_trace_of_their_own(self):
         agent = make_call(0, [1], [7])
         helper = follow(1, agent, [2], [8], role="subagent")
         summary = follow(2, helper, [3], [9], role="compaction")
-        [trace], ledger = build_traces([agent, helper, summary], "prefix_merging", roles=["agent", "compaction"])
+        turn = follow(3, agent, [3], [9], role="subagent")
+        [trace], ledger = build_traces([agent, helper, summary, turn], "prefix_merging", roles=["agent", "compaction"])
         assert trace.call_ids == ["0", "1", "2"]
         assert trace.completion_ids == [7, 2, 8, 3, 9]
         assert trace.completion_mask == [1, 0, 0, 0, 1]
-        assert ledger == Ledger(sampled=3, trained=2, left_out={"subagent": 1})
-
-    def test_its_branches_are_no_traces(self):
-        agent = make_call(0, [1], [7])
-        helper, turn = follow(1, agent, [2], [8], role="subagent"), follow(2, agent, [3], [9])
-        traces, _ = build_traces([agent, helper, turn], "prefix_merging", roles=["agent"])
-        assert [trace.call_ids for trace in traces] == [["0", "2"]]
+        assert ledger == Ledger(sampled=4, trained=2, left_out={"subagent": 2})
 
 
 def test_ids_with_slashes_give_no_two_traces_the_same_id():
@@ -206,19 +196,17 @@ class TestTrace:
     def test_without_calls_there_are_no_traces(self, strategy):
         assert build_traces([], strategy) == ([], Ledger())
 
-    def test_calls_of_two_sessions_are_refused(self):
-        other = make_call(1, [1], [7])
-        other.session_id = "t"
-        with pytest.raises(ValueError, match=r"one session at a time.*\['s', 't'\]"):
-            build_traces([make_call(0, [1], [7]), other], "per_request")
-
-    def test_a_repeated_call_id_is_refused(self):
-        with pytest.raises(ValueError, match="session s has several calls named 0"):
-            build_traces([make_call(0, [1], [7]), make_call(0, [1], [8])], "per_request")
-
-    def test_an_unknown_strategy_is_refused(self):
-        with pytest.raises(ValueError, match="choose per_request, prefix_merging, tree"):
-            build_traces([make_call(0, [1], [7])], "merge")
+    @pytest.mark.parametrize(
+        ("fields", "strategy", "message"),
+        [
+            ({"session_id": "t"}, "per_request", r"one session at a time.*\['s', 't'\]"),
+            ({"call_id": "0"}, "per_request", "session s has several calls named 0"),
+            ({}, "merge", "choose per_request, prefix_merging, tree"),
+        ],
+    )
+    def test_calls_of_two_sessions_repeated_ids_and_unknown_strategies_are_refused(self, fields, strategy, message):
+        with pytest.raises(ValueError, match=message):
+            build_traces([make_call(0, [1], [7]), make_call(1, [1], [8], **fields)], strategy)
 
     def test_thousands_of_turns_are_traced(self):
         calls = [make_call(0, [1], [2])]

@@ -1,6 +1,8 @@
 import json
 import random
 
+import pytest
+
 from rolltap.trainer.traces.conversations import for_template, on_the_wire, rebuild_conversations
 from tests.factories import make_call, says
 
@@ -36,9 +38,7 @@ class TestRebuildTurns:
         assert turns[0].messages() == [HELLO]
         assert turns[2].messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
         assert turns[2].reply == said("three")
-
-    def test_tools_are_the_parents_where_the_row_has_none(self):
-        assert [turn.tools for turn in rebuild_conversations(chain())] == [[BASH]] * 3
+        assert [turn.tools for turn in turns] == [[BASH]] * 3  # the parent's, where the row has none
 
     def test_the_order_of_the_calls_does_not_matter(self):
         calls = chain()
@@ -89,17 +89,19 @@ class TestForms:
         tool_call = {"id": "1", "type": "function", "function": function}
         return {"role": "assistant", "content": "", "call_id": "c", "tool_calls": [tool_call]}
 
-    def test_templates_get_parsed_arguments(self):
-        for arguments in ('{"a": 1}', {"a": 1}):
-            assert for_template(self.message(arguments))["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-
-    def test_the_wire_gets_arguments_as_text(self):
-        for arguments in ('{"a": 1}', {"a": 1}):
-            assert on_the_wire(self.message(arguments))["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-
-    def test_arguments_that_are_not_json_stay_as_sampled(self):
-        for change in (for_template, on_the_wire):
-            assert change(self.message('{"a"'))["tool_calls"][0]["function"]["arguments"] == '{"a"'
+    @pytest.mark.parametrize(
+        ("change", "recorded", "arguments"),
+        [
+            (for_template, '{"a": 1}', {"a": 1}),
+            (for_template, {"a": 1}, {"a": 1}),
+            (for_template, '{"a"', '{"a"'),
+            (on_the_wire, '{"a": 1}', '{"a": 1}'),
+            (on_the_wire, {"a": 1}, '{"a": 1}'),
+            (on_the_wire, '{"a"', '{"a"'),
+        ],
+    )
+    def test_templates_get_parsed_arguments_and_the_wire_text(self, change, recorded, arguments):
+        assert change(self.message(recorded))["tool_calls"][0]["function"]["arguments"] == arguments
 
     def test_our_own_key_is_left_out_and_the_message_unchanged(self):
         message = self.message("{}")

@@ -28,18 +28,13 @@ class TestLoadCalls:
         add_rows(run, *chain)
         assert RecordedCalls(run) == {"s": chain}
 
-    def test_calls_come_back_in_the_order_in_which_they_started(self, run, chain):
-        side = make_call(3, [9], [9])
-        side.started_at = START - timedelta(seconds=1)
-        add_rows(run, *chain, side)
-        assert [call.call_id for call in RecordedCalls(run)["s"]] == ["3", "0", "1", "2"]
-
-    def test_calls_are_kept_apart_by_session(self, run):
-        mine, theirs = make_call(0, [1], [2]), make_call(0, [3], [4], session_id="t")
-        add_rows(run, mine, make_call(1, [], [5], after=mine))
-        add_rows(run, theirs, make_call(1, [], [6], after=theirs))
+    def test_calls_come_back_in_the_order_of_their_starts_and_apart_by_session(self, run, chain):
+        early = make_call(3, [9], [9], started_at=START - timedelta(seconds=1))
+        other = make_call(0, [3], [4], session_id="t")
+        add_rows(run, *chain, other, early)
+        add_rows(run, make_call(1, [], [6], after=other))
         calls = RecordedCalls(run)
-        assert [call.prompt_ids for call in calls["s"]] == [[1], [1, 2]]
+        assert [call.call_id for call in calls["s"]] == ["3", "0", "1", "2"]
         assert [call.prompt_ids for call in calls["t"]] == [[3], [3, 4]]
 
     def test_parents_may_be_in_a_file_that_is_read_later(self, run, chain):
@@ -72,26 +67,16 @@ class TestLoadCalls:
     def test_a_prompt_of_another_length_than_recorded_is_marked(self, run, chain):
         root, turn, _ = chain
         turn.prefix_length = 2
-        add_rows(run, root, turn)
-        kept = RecordedCalls(run)["s"][1]
-        assert kept.violation == "the prompt has 4 tokens, but 5 can be rebuilt"
-        assert kept.prompt_ids == [3, 4]
+        add_rows(run, root, turn, make_call(2, [1, 2, 3], [4], prefix_length=1))
+        _, turn, alone = RecordedCalls(run)["s"]
+        assert (turn.violation, turn.prompt_ids) == ("the prompt has 4 tokens, but 5 can be rebuilt", [3, 4])
+        assert alone.violation == "the prompt has 3 tokens, but 2 can be rebuilt"
 
-    def test_a_call_without_a_parent_whose_prompt_is_incomplete_is_marked(self, run):
-        add_rows(run, make_call(0, [1, 2, 3], [4], prefix_length=1))
-        [kept] = RecordedCalls(run)["s"]
-        assert kept.violation == "the prompt has 3 tokens, but 2 can be rebuilt"
-
-    def test_calls_that_are_each_others_parents_are_marked(self, run):
-        add_rows(run, make_call(0, [1], [2], parent_id="1"), make_call(1, [1], [2], parent_id="0"))
-        assert [call.violation for call in RecordedCalls(run)["s"]] == [
-            "parent 1 is not in the run",
-            "parent 0 is not in the run",
-        ]
-
-    def test_a_recorded_violation_is_kept(self, run):
-        add_rows(run, make_call(0, [1], [2], parent_id="gone", violation="log-probability 0 is nan"))
-        assert RecordedCalls(run)["s"][0].violation == "log-probability 0 is nan"
+    def test_calls_that_are_each_others_parents_are_marked_and_a_recorded_violation_is_kept(self, run):
+        cycle = make_call(0, [1], [2], parent_id="1"), make_call(1, [1], [2], parent_id="0")
+        add_rows(run, *cycle, make_call(2, [1], [2], parent_id="gone", violation="log-probability 0 is nan"))
+        violations = ["parent 1 is not in the run", "parent 0 is not in the run", "log-probability 0 is nan"]
+        assert [call.violation for call in RecordedCalls(run)["s"]] == violations
 
     def test_a_call_that_is_recorded_twice_is_refused(self, run, chain):
         add_rows(run, *chain)
@@ -124,21 +109,13 @@ class TestChangedRows:
         assert last.violation == "its prompt continues call 1, whose row was changed"
         assert "1 rows of session s were changed after they were written (call 1): not trained on" in caplog.text
 
-    def test_what_continues_a_continuation_of_a_changed_call_is_marked_too(self, run, chain):
+    def test_no_token_of_a_changed_call_and_of_all_that_continue_it_is_trained(self, run, chain):
         add_rows(run, *chain)
-        change_rows(run, "calls", lambda row: row["call_id"] == "0", reply="other")
-        assert [call.violation for call in RecordedCalls(run)["s"]] == [
-            "its row was changed after it was written",
-            "its prompt continues call 0, whose row was changed",
-            "its prompt continues call 1, whose row was changed",
-        ]
-
-    def test_none_of_their_tokens_is_trained(self, run, chain):
-        add_rows(run, *chain[:2])
         change_rows(run, "calls", lambda row: row["call_id"] == "0", logprobs=[-0.25])
+        assert RecordedCalls(run)["s"][2].violation == "its prompt continues call 1, whose row was changed"
         [traced] = iter_traces(run, TraceOptions())
         assert traced.traces == []
-        assert traced.ledger.left_out == {"violation": 3}
+        assert traced.ledger.left_out == {"violation": 3, "aborted": 1}
 
     def test_a_changed_session_has_no_reward_and_says_why(self, run, caplog):
         add_rows(run, make_session("s", reward=0.0), make_session("t", reward=0.0))
@@ -156,12 +133,11 @@ class TestChangedRows:
         assert caplog.text == ""
 
 
-class TestLoadSessions:
-    def test_the_last_row_of_a_session_wins(self, run):
-        started, other = make_session(status="failed"), make_session("t", "timeout")
-        judged = make_session(exit_status=0, reward=0.5, policy_version="3")
-        add_rows(run, started, other, judged)
-        assert load_sessions(run) == {"s": judged, "t": other}
+def test_the_last_row_of_a_session_wins(run):
+    started, other = make_session(status="failed"), make_session("t", "timeout")
+    judged = make_session(exit_status=0, reward=0.5, policy_version="3")
+    add_rows(run, started, other, judged)
+    assert load_sessions(run) == {"s": judged, "t": other}
 
 
 @pytest.mark.parametrize("read", [RecordedCalls, load_sessions])

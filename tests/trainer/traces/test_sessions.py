@@ -40,12 +40,11 @@ def traced(session, *calls, **options):
     return trace_session(recorded(session, *calls), TraceOptions(**options))
 
 
-def test_traces_have_the_labels_of_their_session():
-    [trace] = traced(make_session(reward=0.5), CALL).traces
-    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("t", "g", "h", 0.5)
-
-
-def test_a_session_without_a_row_has_traces_without_labels():
+def test_traces_have_the_labels_of_their_session_if_it_has_a_row():
+    whole = traced(make_session(reward=0.0), CALL)
+    assert whole.rewarded() == whole  # a reward of zero is a reward
+    [trace] = whole.traces
+    assert (trace.task_id, trace.group_id, trace.harness, trace.reward) == ("t", "g", "h", 0.0)
     unknown = trace_session(RecordedSession(session_id="s", session=None, calls=[CALL]), TraceOptions())
     assert [(trace.task_id, trace.reward) for trace in unknown.traces] == [("", None)]
     assert unknown.rewarded().ledger == Ledger(sampled=2, trained=0, left_out={"no_reward": 2})
@@ -74,11 +73,6 @@ def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_the
     rewarded = whole.rewarded()
     assert (rewarded.reward, rewarded.traces) == (None, [])
     assert rewarded.ledger == Ledger(sampled=4, trained=0, left_out={"failed": 2, reason: 2})
-
-
-def test_a_reward_of_zero_is_a_reward():
-    whole = traced(make_session(reward=0.0), CALL)
-    assert whole.rewarded() == whole
 
 
 def test_tokens_that_the_ledger_misses_are_an_error_that_names_the_session(monkeypatch):
@@ -168,49 +162,41 @@ def test_a_status_gets_its_reward_by_the_recipe(status, reward, outcomes, label)
     assert label_session(row(status, reward), RewardRules(Outcomes(**outcomes))) == label
 
 
-def test_suspicious_sessions_are_kept_excluded_or_lose_a_number():
-    cheated, honest = row("completed", 1.0, {"git_history": 2}), row("completed", 1.0, {"git_history": 0})
-    for suspicious, label in [
-        ("keep", Label(1.0, None)),
-        ("exclude", Label(None, "suspicious")),
-        (2, Label(-1.0, None)),
-    ]:
-        assert label_session(cheated, RewardRules(suspicious=suspicious)) == label
-        assert label_session(honest, RewardRules(suspicious=suspicious)) == Label(1.0, None)
-
-
-def test_a_penalty_is_subtracted_from_the_reward_of_an_outcome_too():
-    rules = RewardRules(Outcomes(timeout=0), 0.5)
-    assert label_session(row("timeout", 1.0, {"web_search": 1}), rules) == Label(-0.5, None)
+@pytest.mark.parametrize(
+    ("status", "matches", "suspicious", "label"),
+    [
+        ("completed", 2, "keep", Label(1.0, None)),
+        ("completed", 2, "exclude", Label(None, "suspicious")),
+        ("completed", 2, 2, Label(-1.0, None)),
+        ("completed", 0, "exclude", Label(1.0, None)),
+        ("completed", 0, 2, Label(1.0, None)),
+        ("timeout", 2, 0.5, Label(-0.5, None)),  # subtracted from the reward of an outcome too
+    ],
+)
+def test_suspicious_sessions_are_kept_excluded_or_lose_a_number(status, matches, suspicious, label):
+    assert (
+        label_session(row(status, 1.0, {"git_history": matches}), RewardRules(Outcomes(timeout=0), suspicious)) == label
+    )
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("status", "choice"),
     [
-        {"failed": True},
-        {"failed": "0"},
-        {"failed": float("nan")},
-        {"failed": float("inf")},
-        {"failed": "keep"},
-        {"unjudged": "judge"},  # it has no reward of a judge
-        {"infrastructure": 0},
-        {"completed": 1},
+        *(("failed", choice) for choice in (True, "0", float("nan"), float("inf"), "keep")),
+        ("unjudged", "judge"),  # it has no reward of a judge
+        ("infrastructure", 0),
+        ("completed", 1),
     ],
 )
-def test_what_is_no_choice_is_refused(keys):
+def test_what_is_no_choice_is_refused(status, choice):
     with pytest.raises(ValidationError):
-        Outcomes(**keys)
+        Outcomes(**{status: choice})
 
 
 NUMBERS = st.floats(-2, 2)
 CHOICES = st.one_of(st.sampled_from(["judge", "exclude"]), NUMBERS)
-RULES = st.builds(
-    RewardRules,
-    st.builds(
-        Outcomes, failed=CHOICES, timeout=CHOICES, budget=CHOICES, unjudged=st.one_of(st.just("exclude"), NUMBERS)
-    ),
-    st.one_of(st.sampled_from(["keep", "exclude"]), st.floats(0.1, 2)),
-)
+CHOSEN = {"failed": CHOICES, "timeout": CHOICES, "budget": CHOICES, "unjudged": st.just("exclude") | NUMBERS}
+RULES = st.builds(RewardRules, st.builds(Outcomes, **CHOSEN), st.sampled_from(["keep", "exclude"]) | st.floats(0.1, 2))
 SESSIONS = st.lists(
     st.tuples(st.sampled_from(get_args(SessionStatus)), st.none() | NUMBERS, st.sampled_from([{}, {"web_search": 1}])),
     max_size=8,

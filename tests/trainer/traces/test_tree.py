@@ -27,29 +27,10 @@ def linked(calls):
 
 
 class TestParents:
-    @pytest.mark.parametrize("parent_id", [None, "0"], ids=["not recorded", "recorded"])
-    def test_a_call_that_begins_with_the_tokens_of_another_continues_it(self, parent_id):
-        root = make_call(0, [1, 2], [7])
-        assert linked([root, follow(1, root, [3], [8], parent_id=parent_id)])[0] == {"0": None, "1": "0"}
-
-    def test_a_recorded_parent_decides_between_identical_candidates(self):
+    def test_a_recorded_parent_decides_between_identical_candidates_and_else_the_first_is_the_parent(self):
         twins = [make_call(number, [1, 2], [7]) for number in range(3)]
-        assert linked([*twins, follow(3, twins[0], [9], [20], parent_id="1")])[0]["3"] == "1"
-
-    def test_without_a_recorded_parent_the_first_of_identical_candidates_is_the_parent(self):
-        twins = [make_call(number, [1, 2], [7]) for number in range(3)]
-        assert linked([*twins, follow(3, twins[0], [9], [20])])[0]["3"] == "0"
-
-    @pytest.mark.parametrize(
-        "parent_id", ["1", "2", "3", "unknown"], ids=["no prefix", "itself", "started later", "unknown"]
-    )
-    def test_a_recorded_parent_that_the_prompt_does_not_continue_is_ignored(self, parent_id):
-        first, other = make_call(0, [1, 2], [7]), make_call(1, [1, 3], [7])
-        child, late = follow(2, first, [9], [20], parent_id=parent_id), make_call(3, [1, 2], [7])
-        assert linked([first, other, child, late])[0] == {"0": None, "1": None, "2": "0", "3": None}
-
-    def test_a_call_that_started_later_is_no_parent(self):
-        assert linked([make_call(0, [1, 7, 2], [8]), make_call(1, [1], [7])])[0] == {"0": None, "1": None}
+        for parent_id, expected in (("1", "1"), (None, "0"), ("unknown", "0")):
+            assert linked([*twins, follow(3, twins[0], [9], [20], parent_id=parent_id)])[0]["3"] == expected
 
     def test_of_calls_that_started_together_the_shorter_prompt_is_first(self):
         child, root = make_call(0, [1, 7], [8]), make_call(1, [1], [7], started_at=START)

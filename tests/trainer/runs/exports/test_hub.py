@@ -95,19 +95,14 @@ def test_no_secret_and_no_path_of_this_machine_is_pushed(hub, push, tmp_path):
         assert private not in pushed
 
 
-def test_a_repository_is_public_only_with_the_option(hub, push):
-    assert push("--repo", "org/rollouts", "--public").exit_code == 0
-    assert hub.visible == {"org/rollouts": False}
-
-
-def test_a_repository_that_is_already_public_is_refused_without_the_option(hub, push):
-    hub.visible["org/rollouts"] = False
-    hub.files["org/rollouts"] = {}
-    with pytest.raises(InputError, match="org/rollouts exists and is public: choose another repository"):
-        push("--repo", "org/rollouts")
-    assert hub.files["org/rollouts"] == {}
-    assert push("--repo", "org/rollouts", "--public").exit_code == 0
-    assert "README.md" in hub.files["org/rollouts"]
+def test_a_repository_is_public_only_with_the_option_and_else_a_public_one_is_refused(hub, push):
+    assert push("--repo", "org/open", "--public").exit_code == 0
+    assert hub.visible == {"org/open": False}
+    before = dict(hub.files["org/open"])
+    with pytest.raises(InputError, match="org/open exists and is public: choose another repository"):
+        push("--repo", "org/open")
+    assert hub.files["org/open"] == before
+    assert push("--repo", "org/open", "--public").exit_code == 0
 
 
 def test_pushing_again_replaces_the_files_and_removes_former_shards(hub, push):

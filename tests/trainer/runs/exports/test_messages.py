@@ -29,19 +29,15 @@ def load(tmp_path, monkeypatch):
 
 
 class TestSessionConversations:
-    def test_a_leaf_has_its_whole_conversation(self):
+    def test_a_leaf_has_its_whole_conversation_and_labels(self):
         (line,) = lines(recording.turns_with_tools())
-        assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
-        asked = line["messages"][2]
-        assert asked["reasoning_content"] == "I look."
-        assert asked["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
-        assert line["messages"][-1] == says("a.txt")
-        assert json.loads(line["tools"]) == [recording.BASH]
-
-    def test_a_line_is_labelled(self):
-        (line,) = lines(recording.turns_with_tools())
-        labels = {name: value for name, value in line.items() if name not in ("messages", "tools")}
-        assert labels == {
+        messages = line.pop("messages")
+        assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert messages[2]["reasoning_content"] == "I look."
+        assert messages[2]["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
+        assert messages[-1] == says("a.txt")
+        assert json.loads(line.pop("tools")) == [recording.BASH]
+        assert line == {
             "context": [],
             "session_id": "s",
             "task_id": "task",
@@ -101,17 +97,10 @@ class TestExport:
     def test_datasets_gives_back_what_was_recorded(self, load):
         made = recording.turns_with_tools()
         dataset = load(made)
-        assert dataset.features == Features(
-            {
-                "messages": List(Json()),
-                "context": List(Value("int64")),
-                **dict.fromkeys(["tools", "session_id", "task_id", "group_id", "harness"], Value("string")),
-                "reward": Value("float64"),
-                **dict.fromkeys(["role", "finish_reason", "left_out"], Value("string")),
-                "malformed": Value("bool"),
-                "call_ids": List(Value("string")),
-            }
-        )
+        texts = ["tools", "session_id", "task_id", "group_id", "harness", "role", "finish_reason", "left_out"]
+        lists = {"messages": List(Json()), "context": List(Value("int64")), "call_ids": List(Value("string"))}
+        values = {"reward": Value("float64"), "malformed": Value("bool"), **dict.fromkeys(texts, Value("string"))}
+        assert dataset.features == Features(lists | values)
         assert list(dataset) == lines(made)
 
     def test_types_do_not_depend_on_the_first_lines(self, load):

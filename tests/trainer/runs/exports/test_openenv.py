@@ -9,10 +9,6 @@ from tests.trainer.runs.exports.openenv_schema import check_trace, training_trac
 from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
 
 
-def order(trace):
-    return [turn["node_id"] for turn in trace["turns"]]
-
-
 def sampled(trace):
     """Return a map of call ids to the masks of their completions."""
     return {turn["node_id"]: turn["loss_mask"][len(turn["prompt_token_ids"]) :] for turn in trace["turns"]}
@@ -76,13 +72,17 @@ class TestTrainingTrace:
             assert turn["metadata"]["left_out"] == reason
             assert masks[turn["node_id"]] == [int(reason is None)] * 2
 
-    def test_branches_are_not_interleaved_and_the_agents_is_last(self):
-        trace = training_trace(recording.subagent().recorded())
-        assert order(trace) == ["c1", "c2", "c0", "c3"]
-        assert [turn["metadata"]["index"] for turn in trace["turns"]] == [1, 2, 0, 3]
-
-    def test_the_agents_branch_is_last_even_when_another_one_ended_later(self):
-        assert order(training_trace(recording.late_subagent().recorded())) == ["c1", "c3", "c0", "c2"]
+    @pytest.mark.parametrize(
+        ("case", "order", "index"),
+        [
+            (recording.subagent, ["c1", "c2", "c0", "c3"], [1, 2, 0, 3]),
+            (recording.late_subagent, ["c1", "c3", "c0", "c2"], [1, 3, 0, 2]),
+        ],
+    )
+    def test_branches_are_not_interleaved_and_the_agents_is_last_though_another_ends_later(self, case, order, index):
+        turns = training_trace(case().recorded())["turns"]
+        assert [turn["node_id"] for turn in turns] == order
+        assert [turn["metadata"]["index"] for turn in turns] == index
 
     def test_the_sampling_used_is_distinct_from_the_harnesss_request(self):
         made = Recording()
@@ -92,19 +92,30 @@ class TestTrainingTrace:
         assert turn["metadata"]["requested_sampling_params"]["temperature"] == 0.2
 
 
-class TestExport:
-    def test_each_session_has_a_trace_and_a_line_with_its_reward(self, tmp_path):
-        run = write(tmp_path / "run", Recording("a", reward=0.5), recording.turns_with_tools())
-        (out := tmp_path / "out").mkdir()
+@pytest.fixture
+def exported(tmp_path):
+    """Return a function that exports recordings to `tmp_path/out`, and returns the lines of the index."""
+
+    def exported(*recordings):
+        run = write(tmp_path / "run", *recordings)
+        (tmp_path / "out").mkdir()
         done = []
-        assert export(run, out, lambda _, *at: done.append(at)) == 2
-        assert done == [(1, 2), (2, 2)]
-        lines = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
-        lines = {line["session_id"]: line for line in lines}
+        assert export(run, tmp_path / "out", lambda _, *at: done.append(at)) == len(recordings)
+        assert done == [(number, len(recordings)) for number in range(1, len(recordings) + 1)]
+        return [json.loads(line) for line in (tmp_path / "out" / "sessions.jsonl").read_text().splitlines()]
+
+    return exported
+
+
+class TestExport:
+    def test_each_session_has_a_trace_and_a_line_with_its_reward(self, exported, tmp_path):
+        lines = {
+            line["session_id"]: line for line in exported(Recording("a", reward=0.5), recording.turns_with_tools())
+        }
         assert {name: line["reward"] for name, line in lines.items()} == {"a": 0.5, "s": 1.0}
-        assert json.loads((out / lines["a"]["file"]).read_text()) == {"schema_version": 1, "turns": []}
+        traces = {name: json.loads((tmp_path / "out" / line["file"]).read_text()) for name, line in lines.items()}
         expected = training_trace(recording.turns_with_tools().recorded())
-        assert json.loads((out / lines["s"]["file"]).read_text()) == expected
+        assert traces == {"a": {"schema_version": 1, "turns": []}, "s": expected}
 
     @pytest.mark.parametrize(
         ("case", "refused"),
@@ -115,50 +126,35 @@ class TestExport:
             (recording.missing_ancestor, ("c1", "violation", "the prompt cannot be rebuilt")),
         ],
     )
-    def test_calls_that_the_contract_refuses_are_named(self, tmp_path, case, refused):
+    def test_calls_that_the_contract_refuses_are_named(self, exported, case, refused):
         made = case()
-        run = write(tmp_path / "run", made)
-        (out := tmp_path / "out").mkdir()
-        export(run, out, lambda *_: None)
-        line = json.loads((out / "sessions.jsonl").read_text())
+        [line] = exported(made)
         call_id, left_out, why = refused
         assert line["left_out"] == [{"call_id": call_id, "left_out": left_out, "why": why, "tokens": 2}]
         assert line["turns"] == len(made.calls) - 1
 
-    def test_a_session_id_does_not_choose_the_folder(self, tmp_path):
-        run = write(tmp_path / "run", Recording("../../a b"))
-        (out := tmp_path / "out").mkdir()
-        export(run, out, lambda *_: None)
-        assert [path.name for path in (out / "traces").iterdir()] == ["%2E.%2F..%2Fa%20b.json"]
+    def test_a_session_id_does_not_choose_the_folder(self, exported, tmp_path):
+        exported(Recording("../../a b"))
+        assert [path.name for path in (tmp_path / "out" / "traces").iterdir()] == ["%2E.%2F..%2Fa%20b.json"]
 
-    def test_a_session_without_a_row_is_exported(self, tmp_path):
+    def test_a_session_without_a_row_is_exported(self, exported):
         made = recording.turns_with_tools()
         made.session = None
-        run = write(tmp_path / "run", made)
-        (out := tmp_path / "out").mkdir()
-        done = []
-        assert export(run, out, lambda _, *at: done.append(at)) == 1
-        assert done == [(1, 1)]
-        assert json.loads((out / "sessions.jsonl").read_text())["reward"] is None
+        [line] = exported(made)
+        assert line["reward"] is None
 
 
-class TestInTrl:
-    """TRL 1.16 builds its training rows from the turns."""
-
-    @pytest.mark.parametrize("case", CASES)
-    def test_its_rows_are_the_traces_of_prefix_merging(self, rows, case):
-        recorded = case().recorded()
-        traces, _ = build_traces(recorded.calls, "prefix_merging")
-        ours = [
-            (
-                trace.prompt_ids + trace.completion_ids,
-                [0] * len(trace.prompt_ids) + trace.completion_mask,
-                [0.0] * len(trace.prompt_ids) + trace.logprobs,
-            )
-            for trace in traces
-        ]
-        theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows(training_trace(recorded))]
-        assert sorted(theirs) == sorted(ours)
+@pytest.mark.parametrize("case", CASES)
+def test_the_rows_that_trl_makes_are_the_traces_of_prefix_merging(rows, case):
+    recorded = case().recorded()
+    traces, _ = build_traces(recorded.calls, "prefix_merging")
+    ours = []
+    for trace in traces:
+        before = len(trace.prompt_ids)
+        masks = [0] * before + trace.completion_mask, [0.0] * before + trace.logprobs
+        ours.append((trace.prompt_ids + trace.completion_ids, *masks))
+    theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows(training_trace(recorded))]
+    assert sorted(theirs) == sorted(ours)
 
 
 def test_trls_worker_reads_the_trace_by_openenvs_own_models(monkeypatch):

@@ -43,34 +43,29 @@ def check(run, url, *options):
     return ended.exit_code, ended.stdout
 
 
-class TestWhatCanBeCompared:
-    def test_a_neutrally_sampled_call_of_served_weights_can_be_compared(self):
-        assert incomparable(call(), *SERVED) is None
-        assert incomparable(call(version="2", kind="bridged"), *SERVED) is None
+ACROSS = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2", start=1, end=2)]
 
-    @pytest.mark.parametrize(
-        ("fields", "reason"),
-        [
-            ({"sampled": (), "status": "aborted"}, "nothing sampled"),
-            ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "violation"),
-            ({"logprobs": [-0.5]}, "violation"),
-            ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
-            ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
-            ({"sampling": "{}"}, "not sampled neutrally"),
-            ({"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})}, "sampled under a grammar"),
-            ({"version": "1"}, "other weights"),
-            ({"sampled": range(98)}, "too long for the engine"),
-        ],
-    )
-    def test_other_calls_cannot_be_compared_for_a_named_reason(self, fields, reason):
-        assert incomparable(call(**fields), *SERVED) == reason
 
-    def test_a_call_across_a_change_of_weights_cannot_be_compared(self):
-        spans = [VersionSpan(version="default", start=0, end=1), VersionSpan(version="2", start=1, end=2)]
-        assert incomparable(replace(call(), weight_versions=spans), *SERVED) == "other weights"
-
-    def test_an_aborted_call_with_tokens_can_be_compared(self):
-        assert incomparable(call(status="aborted"), *SERVED) is None
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"version": "2", "kind": "bridged"}, None),
+        ({"status": "aborted"}, None),
+        ({"sampled": (), "status": "aborted"}, "nothing sampled"),
+        ({"violation": "the prompt has 9 tokens, but 2 can be rebuilt"}, "violation"),
+        ({"logprobs": [-0.5]}, "violation"),
+        ({"sampling": json.dumps({**SAMPLING, "temperature": 0.7})}, "not sampled neutrally"),
+        ({"sampling": json.dumps({**SAMPLING, "logit_bias": {"5": 1}})}, "not sampled neutrally"),
+        ({"sampling": "{}"}, "not sampled neutrally"),
+        ({"sampling": json.dumps({**SAMPLING, "structured_outputs": {}})}, "sampled under a grammar"),
+        ({"version": "1"}, "other weights"),
+        ({"weight_versions": ACROSS}, "other weights"),
+        ({"sampled": range(98)}, "too long for the engine"),
+    ],
+)
+def test_a_neutrally_sampled_call_of_served_weights_can_be_compared_and_others_not_for_a_named_reason(fields, reason):
+    assert incomparable(call(**fields), *SERVED) == reason
 
 
 class TestSample:
@@ -153,28 +148,26 @@ class TestWeights:
         add_engine(write(tmp_path / "other", [call()]), "http://e", {"model": str(engine.root)})
         assert check(tmp_path / "other", engine.url)[0] == 0
 
-    def test_the_engine_s_own_weights_are_not_those_of_another_model(self, engine, tmp_path):
-        message = self.refused(write(tmp_path / "run", [call()]), engine)
-        assert "sampled by the weights default" in message
-        assert f"default (its base model, {engine.root}), and the run was recorded with /models/recorded" in message
+    @pytest.mark.parametrize(
+        ("sampled", "served", "messages"),
+        [
+            ("default", None, ["sampled by the weights default", "and the run was recorded with /models/recorded"]),
+            ("1", "1", ["serves 1 (its base model"]),  # no name of a training: no proof on another model
+            ("1a2b3c4d.1.0", "ffffffff.1.0", ["sampled by the weights 1a2b3c4d.1.0", "serves ffffffff.1.0"]),
+        ],
+    )
+    def test_weights_of_another_model_or_training_are_named(self, engine, tmp_path, sampled, served, messages):
+        engine.version = served or engine.version
+        refused = self.refused(write(tmp_path / "run", [call(version=sampled)]), engine)
+        assert [message for message in messages if message not in refused] == []
 
-    def test_a_name_that_a_training_did_not_give_is_no_proof_on_another_model(self, engine, tmp_path):
-        engine.version = "1"
-        run = write(tmp_path / "run", [call(version="1")])
-        assert "serves 1 (its base model" in self.refused(run, engine)
+    def test_an_adapter_whose_name_a_training_did_not_give_is_no_proof_on_another_model(self, engine, tmp_path):
         engine.adapters["policy-1"] = "/1"
-        assert "1 other weights" in self.refused(run, engine)
-
-    def test_weights_of_another_training_are_named(self, engine, tmp_path):
-        engine.version = "ffffffff.1.0"
-        run = write(tmp_path / "run", [call(version="1a2b3c4d.1.0")], engine.root)
-        message = self.refused(run, engine)
-        assert "sampled by the weights 1a2b3c4d.1.0" in message
-        assert "serves ffffffff.1.0" in message
+        assert "1 other weights" in self.refused(write(tmp_path / "run", [call(version="1")]), engine)
 
     def test_the_version_of_a_training_is_proof_whatever_the_folder_is_called(self, engine, tmp_path):
-        engine.version = "1a2b3c4d.1.0"
-        assert check(write(tmp_path / "run", [call(version="1a2b3c4d.1.0")]), engine.url)[0] == 0
+        engine.version = ADAPTER
+        assert check(write(tmp_path / "run", [call(version=ADAPTER)]), engine.url)[0] == 0
 
     def test_every_loaded_adapter_of_the_training_is_compared(self, engine, tmp_path):
         engine.adapters = {f"policy-{ADAPTER}": "/a", "policy-other": "/b", "other": "/c"}
@@ -228,11 +221,8 @@ class TestOnARealEngine:
         status, output = check(write(tmp_path, calls, engine.model_dir), engine.url, "--threshold", "1e-4", "--json")
         report = json.loads(output)
         assert (status, report["within"]) == (0, True)
-        assert [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]] == [
-            ("root", "default", 1),
-            ("bridged", "default", 1),
-            ("rendered", "default", 1),
-        ]
+        rows = [(row["kind"], row["policy_version"], row["calls"]) for row in report["rows"]]
+        assert rows == [(kind, "default", 1) for kind in ("root", "bridged", "rendered")]
         assert report["served_model"] == str(engine.model_dir)
         assert report["rows"][0]["tokens"] == len(calls[0].completion_ids)
 

@@ -18,6 +18,7 @@ from rolltap.trainer.cli.main import rolltap, run
 from rolltap.trainer.cli.runs import inspect_command
 from rolltap.trainer.runs.views.inspect import (
     CONTEXT_TOKENS,
+    Divergence,
     call_nodes,
     call_tree,
     completion,
@@ -80,25 +81,15 @@ class TestRun:
         assert (first.session_id, first.harness, first.status, first.reward) == ("first", "codex", "completed", 0.5)
         assert (first.calls, first.bridged, first.rendered) == (5, 3, 1)
         assert first.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
-        assert (other.session_id, other.harness, other.calls, other.ledger) == (
-            "other",
-            None,
-            1,
-            Ledger(sampled=2, trained=0, left_out={"aborted": 2}),
-        )
-
-    def test_the_ledgers_of_the_sessions_add_up_to_that_of_the_run(self, small_run):
-        summary = json.loads(printed(small_run, "--json"))
-        assert summary["ledger"] == {"sampled": 9, "trained": 6, "left_out": {"violation": 1, "aborted": 2}}
-        assert sum(row["ledger"]["sampled"] for row in summary["session_rows"]) == 9
+        assert (other.session_id, other.harness, other.calls) == ("other", None, 1)
+        assert other.ledger == Ledger(sampled=2, trained=0, left_out={"aborted": 2})
+        ledger = json.loads(printed(small_run, "--json"))["ledger"]
+        assert ledger == {"sampled": 9, "trained": 6, "left_out": {"violation": 1, "aborted": 2}}
 
     def test_the_reasons_of_rendered_prompts_are_counted_without_numbers_and_ids(self, small_run):
         for number, why in enumerate(("3 earlier calls fit equally well up to message 7", "call 0123456789abcdef")):
             add_rows(small_run, call(9, f"r{number}", [1], [2], session="r", kind="rendered", kind_reason=why))
-        assert summarize(small_run).rendered == {
-            "… earlier calls fit equally well up to message …": 2,
-            "call …": 1,
-        }
+        assert summarize(small_run).rendered == {"… earlier calls fit equally well up to message …": 2, "call …": 1}
         assert "why prompts were rendered" in printed(small_run)
 
     def test_the_table_of_sessions_is_cut_and_says_so(self, tmp_path):
@@ -118,13 +109,8 @@ class TestRun:
 class TestSession:
     def test_the_call_tree_is_that_of_the_traces(self, small_run):
         view = view_session(small_run, "first")
-        assert {branch.call_id: branch.parent_id for branch in view.calls} == {
-            "a1": None,
-            "a2": "a1",
-            "b3": "a2",
-            "b4": None,
-            "b5": "a2",
-        }
+        parents = {branch.call_id: branch.parent_id for branch in view.calls}
+        assert parents == {"a1": None, "a2": "a1", "b3": "a2", "b4": None, "b5": "a2"}
         third = next(branch for branch in view.calls if branch.call_id == "b3")
         assert (third.prompt_tokens, third.new_tokens, third.completion_tokens) == (9, 1, 1)
         assert view.ledger == Ledger(sampled=7, trained=6, left_out={"violation": 1})
@@ -132,16 +118,8 @@ class TestSession:
     def test_a_chain_is_one_node_and_its_branches_are_below_it(self, small_run):
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
         assert shape(tree) == {"a1 a2": {"b3": {}, "b5": {}}, "b4": {}}
-
-    def test_a_chain_is_drawn_as_a_chain_and_a_branch_as_a_branch(self, small_run):
-        drawn = printed(small_run, "first").splitlines()[1:6]
-        assert [line[: line.index(" agent")] for line in drawn] == [
-            "├── a1",
-            "│   ↓ a2",
-            "│   ├── b3",
-            "│   └── b5",
-            "└── b4",
-        ]
+        drawn = [line[: line.index(" agent")] for line in printed(small_run, "first").splitlines()[1:6]]
+        assert drawn == ["├── a1", "│   ↓ a2", "│   ├── b3", "│   └── b5", "└── b4"]
 
     def test_a_long_chain_is_one_level_deep(self):
         calls = [call(0, "c0", [1], [2])]
@@ -203,25 +181,15 @@ class TestCall:
         assert shown.plain.endswith(" 399 ")
         assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}
 
-    def test_a_call_that_is_not_trained_says_why(self, small_run):
-        assert "not trained: violation" in printed(small_run, "first", "b5")
-        assert "not trained" not in printed(small_run, "first", "a1")
-        assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
-
     def test_a_token_has_the_colour_of_its_log_probability(self):
         shown = completion(call(1, "a", [1], [2, 3, 4], logprobs=[-0.01, -2.0]), None)
-        assert [(shown.plain[span.start : span.end], span.style) for span in shown.spans] == [
-            ("2 ", "green"),
-            ("3 ", "dark_orange"),
-        ]
+        colours = [(shown.plain[span.start : span.end], span.style) for span in shown.spans]
+        assert colours == [("2 ", "green"), ("3 ", "dark_orange")]
         assert shown.plain == "2 3 4 "
 
     def test_a_rendered_call_shows_where_it_leaves_the_recorded_tokens(self, small_run):
         difference = view_call(small_run, "first", "b4").difference
-        assert (difference.call_id, difference.position) == ("b3", 4)
-        assert difference.common == [40, 41, 42, 43]
-        assert difference.recorded == [44, 50, 51, 52, 60, 61]
-        assert difference.rendered == [99, 98]
+        assert difference == Divergence("b3", 4, [40, 41, 42, 43], [44, 50, 51, 52, 60, 61], [99, 98])
         text = printed(small_run, "first", "b4")
         assert "2 earlier calls fit equally well up to message 3" in text
         assert "The prompt agrees with call b3 up to token 4." in text
@@ -234,11 +202,12 @@ class TestCall:
         difference = find_divergence(rendered, [near, far, aborted, rendered, late])
         assert (difference.call_id, difference.position, difference.recorded) == ("near", 4, [5])
         assert find_divergence(near, [near, rendered]) is None
-
-    def test_a_prompt_that_continues_all_recorded_tokens_differs_in_none_of_them(self):
         earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
-        difference = find_divergence(rendered, [earlier, rendered])
-        assert (difference.position, difference.recorded, difference.rendered) == (2, [], [3])
+        assert find_divergence(rendered, [earlier, rendered]) == Divergence("a", 2, [1, 2], [], [3])
+
+    def test_a_call_that_is_not_trained_says_why(self, small_run):
+        assert "not trained: violation" in printed(small_run, "first", "b5")
+        assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
 
     def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
         view = json.loads(printed(small_run, "first", "a1", "--json"))
@@ -258,23 +227,21 @@ class TestCall:
 class TestIds:
     IDS = ("abc1", "abc2", "xyz", "abc")
 
-    def test_a_unique_prefix_of_an_id_is_accepted(self):
-        assert find_id("x", self.IDS, "call", "session s") == "xyz"
+    @pytest.mark.parametrize(("prefix", "found"), [("x", "xyz"), ("abc", "abc")])
+    def test_a_unique_prefix_of_an_id_is_accepted_and_a_whole_id_though_it_is_a_prefix(self, prefix, found):
+        assert find_id(prefix, self.IDS, "call", "session s") == found
 
-    def test_a_whole_id_is_accepted_even_if_it_is_a_prefix_of_another(self):
-        assert find_id("abc", self.IDS, "call", "session s") == "abc"
-
-    def test_a_prefix_of_several_ids_is_refused_with_their_names(self):
-        with pytest.raises(InputError, match="3 calls of session s begin with 'ab': abc, abc1, abc2"):
-            find_id("ab", self.IDS, "call", "session s")
-
-    def test_an_unknown_id_is_refused_with_similar_ones(self):
-        with pytest.raises(InputError, match="session s has no call 'xyy', only xyz, "):
-            find_id("xyy", self.IDS, "call", "session s")
-
-    def test_of_many_ids_the_most_similar_ones_are_named(self):
-        with pytest.raises(InputError, match=r"n17.* and 35 more$"):
-            find_id("n17x", [f"n{i}" for i in range(40)], "call", "session s")
+    @pytest.mark.parametrize(
+        ("prefix", "ids", "message"),
+        [
+            ("ab", IDS, "3 calls of session s begin with 'ab': abc, abc1, abc2"),
+            ("xyy", IDS, "session s has no call 'xyy', only xyz, "),
+            ("n17x", [f"n{i}" for i in range(40)], r"n17.* and 35 more$"),
+        ],
+    )
+    def test_another_prefix_is_refused_with_the_most_similar_ids(self, prefix, ids, message):
+        with pytest.raises(InputError, match=message):
+            find_id(prefix, ids, "call", "session s")
 
     def test_in_a_run_without_sessions_no_similar_ids_are_named(self, tmp_path):
         write_run(tmp_path)

@@ -70,14 +70,11 @@ def test_a_run_has_its_outcomes_parts_suspicions_and_provenance(growing):
     assert summary.parts == [PartRow("speed", 1, 0.5)]
     counts = {row.rule: (row.sessions, row.matches) for row in summary.suspicions}
     assert counts == {"refused_hosts": (1, 1), "git_history": (1, 2), "odd_files": (1, 1), "forged_report": (1, 1)}
-    assert [(row.harness_version, row.runtime, row.sessions) for row in summary.provenance] == [
-        ("1.0", "sandbox", 1),
-        ("1.1", "sandbox", 1),
-    ]
+    provenance = [(row.harness_version, row.runtime, row.sessions) for row in summary.provenance]
+    assert provenance == [("1.0", "sandbox", 1), ("1.1", "sandbox", 1)]
     text = printed(growing)
-    assert "1 groups mix programs, tasks or places" in text
-    assert "g: harness_version 1.0 and 1.1" in text
-    assert "git_history" in text
+    for shown in ("1 groups mix programs, tasks or places", "g: harness_version 1.0 and 1.1", "git_history"):
+        assert shown in text
     values = json.loads(printed(growing, "--json"))
     assert [row["status"] for row in values["outcomes"]] == ["completed", "timeout"]
     assert values["mixed"] == [{"group_id": "g", "values": {"harness_version": ["1.0", "1.1"]}}]
@@ -93,11 +90,9 @@ def test_a_session_that_runs_has_the_suspicions_of_its_calls_so_far(growing):
 
 def test_a_session_shows_its_evidence_and_all_its_rows(growing):
     text = printed(growing, "judged")
-    for shown in ("reward 0.5", "1 failed, 2 passed", "t.py::b: failed", "src/[bold].py", "pipe: fifo", "ab" * 32):
-        assert shown in text
-    assert "logs/judged.diff" in text
-    assert "rows of the session: the last counts" in text
-    assert "a test passed that must fail" in text
+    expected = ["reward 0.5", "1 failed, 2 passed", "t.py::b: failed", "src/[bold].py", "pipe: fifo", "ab" * 32]
+    expected += ["logs/judged.diff", "rows of the session: the last counts", "a test passed that must fail"]
+    assert [shown for shown in expected if shown not in text] == []
     values = json.loads(printed(growing, "judged", "--json"))
     assert [row["reward"] for row in values["revisions"]] == [0.0, 0.5]
     assert values["session"]["evidence"] == EVIDENCE

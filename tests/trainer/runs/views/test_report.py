@@ -3,11 +3,13 @@
 from datetime import timedelta
 from io import StringIO
 
+import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from rolltap.addons.store.records import Event
 from rolltap.trainer.runs.views.report import VersionRewards, plot_rewards, reward_steps, summarize
+from rolltap.trainer.traces.ledger import Ledger
 from tests.factories import START, add_rows, make_call, make_session, write_run
 
 
@@ -16,26 +18,26 @@ def session(number, version, reward, status="completed", **fields):
     return make_session(f"s{number}", status, reward=reward, policy_version=version, started_at=started, **fields)
 
 
-def test_steps_are_in_the_order_in_which_the_versions_were_used():
-    sessions = [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)]
-    assert reward_steps(sessions) == [
-        VersionRewards("9", 2, 0.25, 0.5),
-        VersionRewards("10", 1, 1.0, 1.0),
-        VersionRewards("default", 1, None, None),
-    ]
-
-
-def test_the_attempts_at_a_step_are_one_entry_for_they_have_the_same_weights():
-    sessions = [session(1, "1a2b3c4d.9.0", 0.0), session(2, "1a2b3c4d.9.1", 1.0), session(3, "1a2b3c4d.10.1", 1.0)]
-    assert reward_steps(sessions) == [
-        VersionRewards("1a2b3c4d.9", 2, 0.5, 1.0),
-        VersionRewards("1a2b3c4d.10", 1, 1.0, 1.0),
-    ]
-
-
-def test_a_fault_has_no_reward_whoever_recorded_one():
-    sessions = [session(1, "9", 1.0, "infrastructure"), session(2, "9", 0.5)]
-    assert reward_steps(sessions) == [VersionRewards("9", 2, 0.5, 0.5)]
+@pytest.mark.parametrize(
+    ("sessions", "steps"),
+    [
+        (  # in the order in which the versions were used
+            [session(3, "10", 1.0), session(1, "9", 0.0), session(2, "9", 0.5), session(4, None, None)],
+            [("9", 2, 0.25, 0.5), ("10", 1, 1.0, 1.0), ("default", 1, None, None)],
+        ),
+        (  # the attempts at a step have the same weights
+            [session(1, "1a2b3c4d.9.0", 0.0), session(2, "1a2b3c4d.9.1", 1.0), session(3, "1a2b3c4d.10.1", 1.0)],
+            [("1a2b3c4d.9", 2, 0.5, 1.0), ("1a2b3c4d.10", 1, 1.0, 1.0)],
+        ),
+        (  # a fault has no reward, whoever recorded one
+            [session(1, "9", 1.0, "infrastructure"), session(2, "9", 0.5)],
+            [("9", 2, 0.5, 0.5)],
+        ),
+    ],
+    ids=["order", "attempts", "fault"],
+)
+def test_rewards_are_counted_by_the_weights_of_a_step(sessions, steps):
+    assert reward_steps(sessions) == [VersionRewards(*step) for step in steps]
 
 
 def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
@@ -54,15 +56,14 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     )
     summary = summarize(tmp_path)
     assert summary.calls == {"completed": 3, "aborted": 1}
-    assert summary.interrupted == 1
     assert summary.refused == {"example.com": 1}
-    assert summary.hidden == 1
-    assert (summary.unauthorised, summary.uncaptured_calls, summary.retried, summary.continued) == (1, 1, 2, 1)
-    assert (summary.switched, summary.rejected, summary.faults) == (1, 0, 1)
+    counts = ("interrupted", "hidden", "unauthorised", "uncaptured_calls", "retried", "continued", "switched", "faults")
+    assert {name: getattr(summary, name) for name in counts} == {**dict.fromkeys(counts, 1), "retried": 2}
+    assert summary.rejected == 0
     assert summary.roles == {"agent": 3, "auxiliary": 1}
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
-    assert summary.ledger.left_out == {"violation": 1, "aborted": 1, "auxiliary": 1}
-    assert (summary.ledger.sampled, summary.ledger.trained) == (4, 1)
+    left_out = {"violation": 1, "aborted": 1, "auxiliary": 1}
+    assert summary.ledger == Ledger(sampled=4, trained=1, left_out=left_out)
 
 
 def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):
