@@ -1,6 +1,7 @@
 """Names as they are written to files and for others: file names of ids, models, and published weights."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path, PurePath
@@ -23,6 +24,12 @@ def file_name(text: str) -> str:
         digest = blake2b(text.encode(), digest_size=16).hexdigest()
         name = f"{name[: MOST_CHARACTERS - len(digest) - 1]}-{digest}"
     return name
+
+
+def some(names: Sequence[str], most: int = 5, *, of: int = 0) -> str:
+    """Return the first `most` names as text, and how many more there are; of `of` ones, if these are more."""
+    more = max(of, len(names)) - len(names[:most])
+    return ", ".join(names[:most]) + (f" and {more} more" if more else "")
 
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?")

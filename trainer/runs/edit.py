@@ -6,7 +6,7 @@ the tokens of one session and the rows of all sessions; a merge takes one batch 
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,9 @@ from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
 from rolltap.trainer.console import Advance
-from rolltap.trainer.names import file_name
+from rolltap.trainer.names import file_name, some
 from rolltap.trainer.runs.verify import check_rows
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import load_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import suspected
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
@@ -33,8 +33,6 @@ SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 
 UNNAMED = "_none"
 """Name of the part of sessions without a row or with an empty value."""
-MOST_NAMED = 5
-"""Most session ids in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,7 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """
     with _Run(run) as source:
         if unknown := set(criteria.sessions).difference(source.session_ids):
-            raise InputError(f"{run} has no session {named(unknown)}")
+            raise InputError(f"{run} has no session {some(sorted(unknown))}")
         fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
         kept = 0
         with new_folder(out) as staged:
@@ -178,13 +176,6 @@ def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
             if not kept:
                 raise InputError(f"no session of {run} fits: {out} was not written")
     return kept
-
-
-def named(session_ids: Iterable[str]) -> str:
-    """Return the first `MOST_NAMED` ids as text, and the number of the others."""
-    names = sorted(session_ids)
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _parts_by(source: _Run, field: SplitBy) -> dict[str, list[str]]:
@@ -335,13 +326,12 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
 def _require_other_sessions(runs: Sequence[Path]) -> None:
     owners: dict[str, Path] = {}
     for run in runs:
-        batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
-        recorded = {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
+        recorded = recorded_ids(run)
         if repeated := sorted(session_id for session_id in recorded if session_id in owners):
             first = owners[repeated[0]]
             alike = _digests(first, repeated[0]) == _digests(run, repeated[0])
             what = "with the same content: leave one run out" if alike else "with other content"
-            raise InputError(f"{run} and {first} both have session {named(repeated)}, {what}")
+            raise InputError(f"{run} and {first} both have session {some(repeated)}, {what}")
         owners |= dict.fromkeys(recorded, run)
 
 

@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rolltap.addons.errors import LedgerError, RunError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import (
+    CALL_SCHEMA,
     DIGEST,
     UNREWARDED,
     Call,
@@ -64,7 +65,6 @@ _COLUMNS = {
     "suspicions": TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=0)]]),
 }
 """Columns of `sessions` that hold a JSON object."""
-_PIECE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,10 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     found = Verification()
     files = [(table, path) for table in TABLES for path in run_files(run, table)]
     if repair:
-        found.repaired += remove_leftovers(run)
+        for path, held in list(find_leftovers(run)):
+            if not held:
+                path.unlink()
+                found.repaired.append(f"{path.name}: removed, a temporary file of a killed process")
         for table, path in files:
             found.repaired += cut_end(path, TABLES[table])
     found.findings += _check_leftovers(run)
@@ -233,7 +236,8 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         columns = (batch.column(name).to_pylist() for name in ("call_id", "violation"))
         recorded.update(zip(*columns, strict=True))
     # with the recorded violations removed, a violation means that the prompt cannot be rebuilt
-    unmarked = (_without_violations(batch) for batch in batches)
+    column = CALL_SCHEMA.get_field_index("violation")
+    unmarked = (batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string())) for batch in batches)
     calls = rebuild_calls(run, session_id, unmarked, check_digests=False)  # `check_rows` did
     recorded_parents = {call.call_id: call.parent_id for call in calls}
     orphaned: set[str] = set()
@@ -255,11 +259,6 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
         trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
     except LedgerError as error:
         yield Finding("damage", f"session {session_id}", str(error), "please report it as a bug of rolltap")
-
-
-def _without_violations(batch: pa.RecordBatch) -> pa.RecordBatch:
-    column = batch.schema.get_field_index("violation")
-    return batch.set_column(column, "violation", pa.nulls(batch.num_rows, pa.string()))
 
 
 def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
@@ -329,14 +328,6 @@ def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
         yield Finding("notice", where, what, "do not rely on its duration")
 
 
-def remove_leftovers(run: Path) -> Iterator[str]:
-    """Remove temporary files that no process uses. Yield a sentence for each."""
-    for path, held in list(find_leftovers(run)):
-        if not held:
-            path.unlink()
-            yield f"{path.name}: removed, a temporary file of a killed process"
-
-
 def find_leftovers(run: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the temporary files of a run, each with True when a process may still use it.
 
@@ -367,7 +358,7 @@ def _is_alive(pid: int) -> bool:
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
     """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
 
-    The tail is kept in a file beside the segment (`kept_cuts`), unless it holds nothing but zeros.
+    The tail, which is held in memory, is kept in a file beside the segment (`kept_cuts`), unless it is all zeros.
     """
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
@@ -376,9 +367,11 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
             for _ in reader:
                 pass
         if reader.uncommitted:
-            end = os.fstat(descriptor).st_size
-            size = end - reader.uncommitted
-            kept = _keep(path, descriptor, size, end)
+            size = os.fstat(descriptor).st_size - reader.uncommitted
+            with path.open("rb") as file:
+                file.seek(size)
+                tail = file.read()
+            kept = _keep(path, tail) if any(tail) else None
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
             where = f", and are in {kept.name}" if kept else ""
@@ -390,35 +383,16 @@ def kept_cuts(run: Path) -> list[Path]:
     return sorted(run.glob("[!.]*.arrow.cut-*"))
 
 
-def _keep(path: Path, descriptor: int, start: int, end: int) -> Path | None:
-    """Write a tail to a new file, which is on the disk when this returns. Returns None for a tail of zeros.
+def _keep(path: Path, tail: bytes) -> Path:
+    """Write a tail to a new file, which is on the disk when this returns.
 
     A file that has the same bytes is that of a repair which was killed before it truncated.
     """
-    if not any(any(piece) for piece in _pieces(descriptor, start, end)):
-        return None
     for number in count(1):
         kept = path.with_name(f"{path.name}.cut-{number}")
         if not kept.exists():
+            with new_file(kept, "wb") as file:
+                file.write(tail)
+        if kept.read_bytes() == tail:
             break
-        if kept.stat().st_size == end - start and _is_copy(kept, _pieces(descriptor, start, end)):
-            return kept
-    with new_file(kept, "wb") as file:
-        for piece in _pieces(descriptor, start, end):
-            file.write(piece)
     return kept
-
-
-def _pieces(descriptor: int, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes of a file between two offsets. Raises `OSError` when the file has fewer."""
-    while start < end:
-        piece = os.pread(descriptor, min(end - start, _PIECE_BYTES), start)
-        if not piece:
-            raise OSError(errno.EIO, f"{end - start} bytes less than its size can be read")
-        start += len(piece)
-        yield piece
-
-
-def _is_copy(path: Path, pieces: Iterator[bytes]) -> bool:
-    with path.open("rb") as file:
-        return all(file.read(len(piece)) == piece for piece in pieces)

@@ -200,7 +200,11 @@ def build_traces(
     """
     check_arguments(strategy, roles, max_tokens)
     calls = sorted(calls, key=start_order)
-    _require_one_session(calls)
+    sessions = {call.session_id for call in calls}
+    if len(sessions) > 1:
+        raise InputError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
+    if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
+        raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
     parents, left_out = judge_calls(calls, roles, weights)
     ledger = Ledger()
     # call -> length of the prefix of its sampled tokens that is trained
@@ -227,7 +231,10 @@ def build_traces(
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
     if strategy == "tree":
-        _name_shared_prefixes(traces)
+        found = shared_prefixes([trace.prompt_ids + trace.completion_ids for trace in traces])
+        for trace, shared in zip(traces, found, strict=True):
+            if shared is not None:
+                trace.shared_trace_id, trace.shared_tokens = traces[shared.index].trace_id, shared.length
     return traces, ledger
 
 
@@ -242,14 +249,6 @@ def judge_calls(
     parents, superseded = link_calls(calls)
     reasons = [_fault(call, roles, weights) for call in calls]
     return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
-
-
-def _require_one_session(calls: Sequence[Call]) -> None:
-    sessions = {call.session_id for call in calls}
-    if len(sessions) > 1:
-        raise InputError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
-    if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
-        raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
 
 
 def _fault(call: Call, roles: Collection[CallRole], weights: Version | None) -> LeftOut | None:
@@ -314,11 +313,3 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
         continuity=continuity,
         role=last.role,
     )
-
-
-def _name_shared_prefixes(traces: Sequence[Trace]) -> None:
-    found = shared_prefixes([trace.prompt_ids + trace.completion_ids for trace in traces])
-    for trace, shared in zip(traces, found, strict=True):
-        if shared is not None:
-            trace.shared_trace_id = traces[shared.index].trace_id
-            trace.shared_tokens = shared.length

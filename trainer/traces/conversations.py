@@ -4,7 +4,7 @@ A row holds only the messages after the parent's conversation and reply. It hold
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +33,21 @@ class CallConversation:
 
     def messages(self) -> list[Message]:
         """Return the messages of the request; when `incomplete`, those that are known."""
-        messages: list[Message] = []
-        for conversation in path_to(self, lambda conversation: conversation.parent):
-            messages += conversation.new_messages
-            if conversation is not self and conversation.reply is not None:
-                messages.append(conversation.reply)
-        return messages
+        return [message for message, _ in self._sent()]
 
     def context(self) -> list[int]:
         """Return the indices in `messages` of the assistant messages that were sent with a request.
 
         No call of the conversation sampled them: a program wrote them, or repeated what another conversation sampled.
         """
-        indices: list[int] = []
-        start = 0
+        return [i for i, (message, new) in enumerate(self._sent()) if new and message["role"] == "assistant"]
+
+    def _sent(self) -> Iterator[tuple[Message, bool]]:
+        """Yield the messages of the request, each with False for the reply of a call before this one."""
         for conversation in path_to(self, lambda conversation: conversation.parent):
-            roles = [message["role"] for message in conversation.new_messages]
-            indices += [start + i for i, role in enumerate(roles) if role == "assistant"]
-            start += len(roles) + (conversation.reply is not None)
-        return indices
+            yield from ((message, True) for message in conversation.new_messages)
+            if conversation is not self and conversation.reply is not None:
+                yield conversation.reply, False
 
 
 def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
@@ -80,12 +76,22 @@ def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
 
 def on_the_wire(message: Message) -> Message:
     """Return a message in Chat Completions' wire format: tool-call arguments as JSON text, no keys of rolltap."""
-    return _with_arguments(message, _as_text)
+    return _with_arguments(
+        message, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    )
 
 
 def for_template(message: Message) -> Message:
     """Return a message as chat templates take it: tool-call arguments parsed, or as text when they are not JSON."""
-    return _with_arguments(message, _parsed)
+    return _with_arguments(message, parsed_arguments)
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Return the arguments of a tool call, parsed if they are JSON text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -96,14 +102,3 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
             for call in message["tool_calls"]
         ]
     return message
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments

@@ -58,12 +58,15 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
                 yield RecordedSession(session_id=session_id, session=known.get(session_id), calls=calls)
 
 
+def recorded_ids(run: Path) -> set[str]:
+    """Return the ids of the sessions that `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
+    batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
+    return {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
+
+
 def count_sessions(run: Path) -> int:
-    """Return the number of sessions that `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
-    found = set(load_sessions(run))
-    for batch in read_batches(run, "calls"):
-        found.update(batch.column("session_id").unique().to_pylist())
-    return len(found)
+    """Return the number of `recorded_ids`."""
+    return len(recorded_ids(run))
 
 
 def load_sessions(run: Path) -> dict[str, Session]:

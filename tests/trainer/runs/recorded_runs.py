@@ -89,25 +89,12 @@ def traces_of(run, strategy="prefix_merging"):
 
 def import_line(call, session):
     """Return a call as a line that `rolltap import` reads."""
-    return json.dumps(
-        {
-            "session_id": call.session_id,
-            "call_id": call.call_id,
-            "prompt_ids": list(call.prompt_ids),
-            "completion_ids": call.completion_ids,
-            "logprobs": call.logprobs,
-            "finish_reason": call.finish_reason,
-            "task_id": session.task_id,
-            "group_id": session.group_id,
-            "harness": session.harness,
-            "reward": session.reward,
-            "started_at": call.started_at.isoformat(),
-            "role": call.role,
-            "status": call.status,
-            "parent_id": call.parent_id,
-            "policy_version": call.weight_versions[0].version if call.weight_versions else "1",
-        }
-    )
+    of_call = ["session_id", "call_id", "completion_ids", "logprobs", "finish_reason", "role", "status", "parent_id"]
+    line = {name: getattr(call, name) for name in of_call}
+    line |= {name: getattr(session, name) for name in ("task_id", "group_id", "harness", "reward")}
+    version = call.weight_versions[0].version if call.weight_versions else "1"
+    line |= {"prompt_ids": list(call.prompt_ids), "started_at": call.started_at.isoformat(), "policy_version": version}
+    return json.dumps(line)
 
 
 def record(run, sessions, **metadata):

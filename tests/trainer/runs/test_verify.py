@@ -322,15 +322,6 @@ class TestRepair:
             verify(run, repair=True)
         assert [kept.name for kept in run.glob("*.cut-*")] == [f"{path.name}.cut-1"]
 
-    def test_what_is_cut_is_kept_whole_when_a_read_returns_less(self, run, monkeypatch):
-        path, read = calls_file(run), os.pread
-        whole, tail = path.read_bytes(), bytes(8) + b"half a commit"
-        path.write_bytes(whole + tail)
-        monkeypatch.setattr(os, "pread", lambda descriptor, size, start: read(descriptor, min(size, 5), start))
-        verify(run, repair=True)
-        assert path.read_bytes() == whole
-        assert path.with_name(f"{path.name}.cut-1").read_bytes() == tail
-
     def test_nothing_is_kept_of_a_tail_of_zeros(self, run):
         path = calls_file(run)
         whole = path.read_bytes()

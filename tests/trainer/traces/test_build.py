@@ -64,13 +64,6 @@ class TestMergeCases:
             assert shown(traces) == case["traces"]
             assert ledger.left_out == case["left_out"]
 
-    def test_every_strategy_trains_the_same_tokens(self, case, calls):
-        built = {strategy: build_traces(calls, strategy) for strategy in STRATEGIES}
-        for traces, ledger in built.values():
-            assert trained_tokens(traces, calls).keys() == trained_tokens(built["tree"][0], calls).keys()
-            assert ledger == built["tree"][1]
-        assert all(len(trace.call_ids) == 1 for trace in built["per_request"][0])
-
 
 class TestLeftOut:
     @pytest.mark.parametrize(
@@ -124,71 +117,11 @@ class TestLeftOut:
         assert ledger == Ledger(sampled=4, trained=1, left_out={"grammar": 3})
 
 
-class TestRoles:
-    def test_tokens_of_another_role_are_context_where_a_selected_call_continues_them_and_no_trace_of_their_own(self):
-        agent = make_call(0, [1], [7])
-        helper = follow(1, agent, [2], [8], role="subagent")
-        summary = follow(2, helper, [3], [9], role="compaction")
-        turn = follow(3, agent, [3], [9], role="subagent")
-        [trace], ledger = build_traces([agent, helper, summary, turn], "prefix_merging", roles=["agent", "compaction"])
-        assert trace.call_ids == ["0", "1", "2"]
-        assert trace.completion_ids == [7, 2, 8, 3, 9]
-        assert trace.completion_mask == [1, 0, 0, 0, 1]
-        assert ledger == Ledger(sampled=4, trained=2, left_out={"subagent": 2})
-
-
 def test_ids_with_slashes_give_no_two_traces_the_same_id():
     ids = [("a/b", "c"), ("a", "b/c"), ("a", "b%2Fc")]
     calls = [replace(make_call(0, [1], [2]), session_id=session_id, call_id=call_id) for session_id, call_id in ids]
     traces = [trace for call in calls for trace in build_traces([call], "per_request")[0]]
     assert len({trace.trace_id for trace in traces}) == 3
-
-
-class TestMaxTokens:
-    @pytest.fixture
-    def calls(self):
-        """Return the calls [1] 7 8, [2 2] 9 10 12, [3] 11. Sampled tokens are at the positions 1, 2, 5, 6, 7 and 9."""
-        root = make_call(
-            0,
-            [1],
-            [7, 8],
-            weight_versions=[VersionSpan(version="1", start=0, end=1), VersionSpan(version="2", start=1, end=2)],
-        )
-        turn = follow(
-            1,
-            root,
-            [2, 2],
-            [9, 10, 12],
-            weight_versions=[VersionSpan(version="2", start=0, end=2), VersionSpan(version="3", start=2, end=3)],
-        )
-        return [root, turn, follow(2, turn, [3], [11])]
-
-    def test_a_longer_one_is_cut_at_its_end_with_all_that_belongs_to_it(self, calls):
-        [trace], ledger = build_traces(calls, "prefix_merging", max_tokens=6)
-        assert (trace.call_ids, trace.trace_id) == (["0", "1"], "s/1")
-        assert (trace.prompt_ids, trace.completion_ids) == ([1], [7, 8, 2, 2, 9])
-        assert trace.completion_mask == [1, 1, 0, 0, 1]
-        assert trace.logprobs == [*calls[0].logprobs, 0.0, 0.0, calls[1].logprobs[0]]
-        assert trace.weight_versions == [
-            VersionSpan(version="1", start=0, end=1),
-            VersionSpan(version="2", start=1, end=2),
-            VersionSpan(version="2", start=4, end=5),
-        ]
-        assert ledger == Ledger(sampled=6, trained=3, left_out={"over_length": 3})
-
-
-class TestTree:
-    def test_traces_name_the_earlier_trace_with_the_longest_common_prefix(self):
-        root = make_call(0, [1, 2], [7])
-        turn = follow(1, root, [3], [8])
-        side, other = follow(2, root, [3, 4], [9]), make_call(3, [1, 5], [6])
-        traces, _ = build_traces([root, turn, side, other, make_call(4, [9], [9])], "tree")
-        assert [(trace.trace_id, trace.shared_trace_id, trace.shared_tokens) for trace in traces] == [
-            ("s/1", None, 0),
-            ("s/2", "s/1", 4),
-            ("s/3", "s/1", 1),
-            ("s/4", None, 0),
-        ]
 
 
 class TestTrace:

@@ -58,13 +58,6 @@ class TestParents:
         assert set(linked(calls)[0].values()) == {None}
 
 
-class TestSuperseded:
-    def test_an_unextended_call_whose_sibling_with_the_same_prompt_is_extended(self):
-        root = make_call(0, [1], [7])
-        retry, retried = follow(1, root, [2], [8]), follow(2, root, [2], [9])
-        assert linked([root, retry, retried, follow(3, retried, [3], [5])])[1] == {"1"}
-
-
 class TestParentsFirst:
     def test_a_parent_that_is_not_among_the_calls_is_none(self):
         assert parents_first({"a": "gone", "b": "a"}) == [("a", None), ("b", "a")]

@@ -17,7 +17,7 @@ of a run:
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ from rolltap.trainer.names import file_name
 from rolltap.trainer.runs.exports.sessions import dump_json, each_session, parsed_session, public_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
-from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.tree import find_ends, split_lines
 
 SCHEMA_VERSION = 1
@@ -39,39 +37,39 @@ SESSION_COLUMNS += ["harness_version", "task_digest", "runtime", "image_digest"]
 """Columns of a session's row in its line of the index."""
 
 
-@dataclass(frozen=True, slots=True)
-class SelectedCalls:
-    """The calls of a session that become turns."""
-
-    order: list[int]
-    """Indices of the session's calls, in the order of the turns."""
-    left_out: list[LeftOut | None]
-    """Why each call of the session is not trained; None when it is."""
-    refused: list[dict[str, Any]]
-    """The calls that cannot be a turn: `call_id`, `left_out`, `why` in words, and the number of sampled `tokens`."""
-
-
 def export(run: Path, out: Path, advance: Advance) -> int:
     """Write a `TrainingTrace` file per session, and the index `sessions.jsonl`. Return the number of sessions."""
     (out / TRACES_FOLDER).mkdir()
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
         for recorded in each_session(run, advance):
-            selected = select_calls(recorded.calls)
+            turns, refused = training_turns(recorded.calls)
             file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
                 # written turn by turn: each has its full prompt, so all of them take O(T^2) memory
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
-                for n, turn in enumerate(training_turns(recorded.calls, selected)):
+                for n, turn in enumerate(turns):
                     trace.write((", " if n else "") + dump_json(turn))
                 trace.write("]}\n")
-            index.write(dump_json(index_line(recorded, file, selected)) + "\n")
+            row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+            line = {
+                "session_id": recorded.session_id,
+                "file": file,
+                **{name: row.get(name) for name in SESSION_COLUMNS},
+                "turns": len(recorded.calls) - len(refused),
+                "left_out": refused,
+            }
+            index.write(dump_json(line) + "\n")
             sessions += 1
     return sessions
 
 
-def select_calls(calls: Sequence[Call]) -> SelectedCalls:
-    """Select those of a session's calls that become turns. `calls` are in the order in which they started."""
+def training_turns(calls: Sequence[Call]) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the `TrainingTurn`s of a session's calls in their order, and the calls that cannot be a turn.
+
+    `calls` are in the order in which they started. A call that cannot be one has `call_id`, `left_out`, `why` in words,
+    and the number of its sampled `tokens`.
+    """
     parents, left_out = judge_calls(calls)
     faults = [find_fault(call) for call in calls]
     context = [i for i, reason in enumerate(left_out) if reason is not None and faults[i] is None]
@@ -79,12 +77,14 @@ def select_calls(calls: Sequence[Call]) -> SelectedCalls:
     ends = sorted(find_ends(parents, trained), key=lambda i: (calls[i].role == "agent", i))
     selected = set(trained)
     lines = [i for path, shared in split_lines(parents, ends) for i in path[shared:] if i in selected]
+    conversations = rebuild_conversations(calls)
+    turns = (_training_turn(conversations[i], i, left_out[i]) for i in context + lines)
     refused = [
         {"call_id": call.call_id, "left_out": reason, "why": fault, "tokens": len(call.completion_ids)}
         for call, reason, fault in zip(calls, left_out, faults, strict=True)
         if fault is not None
     ]
-    return SelectedCalls(context + lines, left_out, refused)
+    return turns, refused
 
 
 def find_fault(call: Call) -> str | None:
@@ -100,12 +100,6 @@ def find_fault(call: Call) -> str | None:
     if not all(math.isfinite(logprob) and logprob <= 0 for logprob in call.logprobs):
         return "a log-probability is positive or not finite"
     return None
-
-
-def training_turns(calls: Sequence[Call], selected: SelectedCalls) -> Iterator[dict[str, Any]]:
-    """Yield the `TrainingTurn` of each selected call, in the order of the turns."""
-    conversations = rebuild_conversations(calls)
-    return (_training_turn(conversations[i], i, selected.left_out[i]) for i in selected.order)
 
 
 def _training_turn(conversation: CallConversation, index: int, left_out: str | None) -> dict[str, Any]:
@@ -143,16 +137,4 @@ def _training_turn(conversation: CallConversation, index: int, left_out: str | N
         "request": request,
         "response": {"choices": choices},
         "metadata": metadata,
-    }
-
-
-def index_line(recorded: RecordedSession, file: str, selected: SelectedCalls) -> dict[str, Any]:
-    """Return a session's line in `sessions.jsonl`."""
-    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
-    return {
-        "session_id": recorded.session_id,
-        "file": file,
-        **{name: row.get(name) for name in SESSION_COLUMNS},
-        "turns": len(selected.order),
-        "left_out": selected.refused,
     }

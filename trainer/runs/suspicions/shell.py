@@ -6,13 +6,14 @@ Shell text and program text are cut into simple commands. A simple command is th
 (`grep "git log"`, `echo`, the heredoc of `cat`) has none.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
+
+from rolltap.trainer.traces.conversations import parsed_arguments
 
 Words = list[str]
 
@@ -205,17 +206,8 @@ def read_acts(replies: Iterable[dict[str, Any] | None]) -> Acts:
         for call in (reply or {}).get("tool_calls") or []:
             function = call.get("function") or {}
             acts.tools.append(str(function.get("name", "")))
-            _read(_parsed(function.get("arguments")), acts)
+            _read(parsed_arguments(function.get("arguments")), acts)
     return acts
-
-
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _read(value: Any, acts: Acts, depth: int = 0) -> None:

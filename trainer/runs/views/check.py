@@ -129,7 +129,7 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
     folder cannot be read, `EngineError` when an engine does not answer as it should, and `InputError` when no call of
     the run can be compared, which says what the engines serve instead.
     """
-    found = _compare(run, Engines(engine_url), None, sample, seed, threshold, advance)
+    found = check_sessions(run, engine_url, None, sample=sample, seed=seed, threshold=threshold, advance=advance)
     if isinstance(found, CheckReport):
         return found
     raise InputError(f"no call of {run} can be compared: {found}")
@@ -138,28 +138,19 @@ def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: 
 def check_sessions(
     run: Path,
     engine_url: str,
-    session_ids: Collection[str],
+    session_ids: Collection[str] | None,
     *,
     sample: int,
+    seed: int = 0,
+    threshold: float = THRESHOLD,
+    advance: Advance = lambda *_: None,
 ) -> CheckReport | str:
-    """Score up to `sample` calls of some sessions as `check_run` does. Return why when none can be compared.
+    """Score up to `sample` calls of some sessions, or of all, as `check_run` does; or return why none can be compared.
 
     A training calls it while the engines still serve the weights that sampled the sessions. Raises `RunError` and
     `EngineError`.
     """
-    return _compare(run, Engines(engine_url), set(session_ids), sample, 0, THRESHOLD, lambda *_: None)
-
-
-def _compare(
-    run: Path,
-    engines: Engines,
-    session_ids: set[str] | None,
-    sample: int,
-    seed: int,
-    threshold: float,
-    advance: Advance,
-) -> CheckReport | str:
-    """Return the report on calls of a run, of all sessions when `session_ids` is None, or why none can be compared."""
+    engines = Engines(engine_url)
     metadata = read_metadata(run)
     served = served_weights(engines, run, recorded_models(metadata))
     skipped: Counter[str] = Counter()

@@ -21,13 +21,13 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.sessions import SessionIndex
-from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.names import some
 from rolltap.trainer.runs.exports.sessions import parsed_session
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
+from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
 from rolltap.trainer.traces.tokens import common_length, pack
 from rolltap.trainer.traces.tree import start_order
@@ -36,8 +36,6 @@ FIRST_WORDS = 60
 """Most characters of a reply in the call tree."""
 BEFORE, AFTER = 12, 12
 """Tokens shown before and after the first difference of two prompts."""
-NEAR = 5
-"""Most ids that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +86,17 @@ class SessionView(JupyterMixin):
         return json_values(asdict(self) | {"session": session, "revisions": revisions})
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title = Text.assemble(("session ", "bold"), self.session_id)
+        if (session := self.session) is not None:
+            reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+            versions = self.policy_versions or [session.policy_version or ""]
+            weights = f"weights {', '.join(filter(None, versions))}" if any(versions) else None
+            fields = (session.harness, session.status, weights, reward, session.error)
+            title.append(": " + ", ".join(field for field in fields if field))
+        facts = fact_tables(self.session, self.suspicions, self.diff, self.revisions)
         # a label that is longer than a line is folded, not cut
-        return console.render(render_session(self), options.update(no_wrap=False, overflow="fold"))
+        folded = options.update(no_wrap=False, overflow="fold")
+        return console.render(Group(call_tree(self.calls, title), *facts, self.ledger), folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +162,14 @@ def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise InputError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {_some(found)}")
-    near = difflib.get_close_matches(prefix, sorted(ids), n=NEAR, cutoff=0.0)
-    raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {_some(near, len(ids))}" if near else ""))
+        raise InputError(f"{len(found)} {what}s of {where} begin with {prefix!r}: {some(found)}")
+    near = difflib.get_close_matches(prefix, sorted(ids), n=5, cutoff=0.0)
+    raise InputError(f"{where} has no {what} {prefix!r}" + (f", only {some(near, of=len(ids))}" if near else ""))
 
 
 def find_session_id(run: Path, prefix: str) -> str:
     """Return the id of the session with this id or unique prefix of it. Raises `InputError`."""
-    ids = set()
-    for table in ("sessions", "calls"):
-        for batch in read_batches(run, table):
-            ids.update(batch.column("session_id").unique().to_pylist())
-    return find_id(prefix, ids, "session", str(run))
+    return find_id(prefix, recorded_ids(run), "session", str(run))
 
 
 def find_session(run: Path, prefix: str) -> RecordedSession:
@@ -280,11 +283,6 @@ def find_divergence(call: Call, calls: Sequence[Call]) -> Divergence | None:
     )
 
 
-def _some(ids: Sequence[str], of: int = 0) -> str:
-    more = max(of, len(ids)) - len(ids[:NEAR])
-    return ", ".join(ids[:NEAR]) + (f" and {more} more" if more else "")
-
-
 Decoder = Callable[[list[int]], str]
 
 _LIKELY = [(-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "red")]
@@ -307,19 +305,6 @@ def load_decoder(run: Path) -> Decoder | None:
     except (ImportError, OSError, ValueError):
         return None
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def render_session(view: SessionView) -> RenderableType:
-    """Return a session's outcome, its call tree, the facts about it and its ledger."""
-    title = Text.assemble(("session ", "bold"), view.session_id)
-    if (session := view.session) is not None:
-        reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
-        versions = view.policy_versions or [session.policy_version or ""]
-        weights = f"weights {', '.join(filter(None, versions))}" if any(versions) else None
-        fields = (session.harness, session.status, weights, reward, session.error)
-        title.append(": " + ", ".join(field for field in fields if field))
-    facts = fact_tables(view.session, view.suspicions, view.diff, view.revisions)
-    return Group(call_tree(view.calls, title), *facts, view.ledger)
 
 
 def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:

@@ -3,7 +3,7 @@
 
 import math
 
-from rolltap.trainer.runs.exports.openenv import SCHEMA_VERSION, select_calls, training_turns
+from rolltap.trainer.runs.exports.openenv import SCHEMA_VERSION, training_turns
 
 TURN_FIELDS = {
     "node_id": str,
@@ -19,8 +19,10 @@ TURN_FIELDS = {
 
 def training_trace(recorded):
     """Return the trace of a session as it is written to the files."""
-    turns = list(training_turns(recorded.calls, select_calls(recorded.calls)))
-    return {"schema_version": SCHEMA_VERSION, "turns": turns}
+    turns, refused = training_turns(recorded.calls)
+    trace = {"schema_version": SCHEMA_VERSION, "turns": list(turns)}
+    assert len(trace["turns"]) == len(recorded.calls) - len(refused)
+    return trace
 
 
 def check_trace(trace):

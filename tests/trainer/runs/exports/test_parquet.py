@@ -14,7 +14,6 @@ from datasets import Dataset, Features, List, Value, get_dataset_config_names, l
 from rolltap.addons.store.metadata import add_recorder
 from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.trainer.runs.exports import parquet
-from rolltap.trainer.runs.exports.card import TRACE_COLUMNS
 from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces, trace_row
 from rolltap.trainer.traces.build import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, count_sessions
@@ -22,9 +21,6 @@ from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests import factories
 from tests.factories import START, add_rows, make_session
 from tests.trainer.outgoing import code_blocks, facts, write_run
-
-FEATURES = Features({"name": Value("string"), "ids": List(Value("int32"))})
-ROWS = [{"name": f"row {i}", "ids": [i] * 4} for i in range(100)]
 
 
 def exported(folder, run=None, **options):
@@ -74,10 +70,6 @@ def saved(folder, load):
 
 
 class TestParquet:
-    def test_each_table_of_the_run_is_a_config_that_load_dataset_opens(self, load):
-        rows = {config: len(load(config)) for config in ("traces", "calls", "sessions", "events")}
-        assert rows == {"traces": 4, "calls": 7, "sessions": 2, "events": 1}
-
     def test_traces_are_those_of_prefix_merging(self, folder, load):
         assert load("traces") == rows_of(folder / "run", TraceOptions())
 
@@ -90,16 +82,16 @@ class TestParquet:
         recorded = RecordedCalls(folder / "run")
         assert rebuilt == [(session, call.prompt_ids) for session, calls in recorded.items() for call in calls]
 
-    def test_a_prompt_is_stored_once_however_many_calls_continue_it(self, load):
+    def test_every_config_holds_what_was_recorded_and_a_prompt_once(self, load):
         stored = {call["call_id"]: call["prompt_tail_ids"] for call in load("calls")}
         assert (stored["s-0"], stored["s-1"], stored["s-2"]) == ([1, 2], [5], [8])
-
-    def test_sessions_and_events_hold_what_was_recorded(self, load):
         s, t = sorted(load("sessions"), key=lambda session: session["session_id"])
         assert (s["harness"], s["reward"], s["started_at"]) == ("pi", 0.25, START)
         assert (t["harness"], t["reward"], t["status"]) == ("codex", None, "timeout")
         [event] = load("events")
         assert (event["kind"], event["host"], event["at"].astimezone(UTC)) == ("refused", "example.com", START)
+        rows = {config: len(load(config)) for config in ("traces", "calls", "sessions", "events")}
+        assert rows == {"traces": 4, "calls": 7, "sessions": 2, "events": 1}
 
     def test_only_the_last_row_of_a_session_is_exported(self, run, tmp_path):
         add_rows(run, make_session("t"))
@@ -163,6 +155,7 @@ class TestParquet:
 
 class TestSavedTraces:
     def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(self, saved):
+        assert load_from_disk(saved).features == TRACE_FEATURES
         main, helper, alone, unknown = sorted(load_from_disk(saved), key=lambda trace: trace["prompt_ids"])
         assert main == {
             "session_id": "s",
@@ -185,14 +178,6 @@ class TestSavedTraces:
         assert (helper["role"], helper["completion_ids"], helper["reward"]) == ("subagent", [22, 23, 24], 0.25)
         labels = [(t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)]
         assert labels == [("t", "task", "g", None), ("u", "", "", None)]
-
-    def test_columns_are_described_and_have_small_types(self, saved):
-        features = load_from_disk(saved).features
-        assert features == TRACE_FEATURES
-        assert features["prompt_ids"] == features["completion_ids"] == List(Value("int32"))
-        assert features["completion_mask"] == List(Value("int8"))
-        assert features["logprobs"] == List(Value("float32"))
-        assert [name for names in TRACE_COLUMNS for name in names.split(", ")] == list(features)
 
     def test_the_rows_are_the_traces_of_the_sessions(self, run, tmp_path):
         save(run, tmp_path / "out", TraceOptions("per_request"))
@@ -268,17 +253,14 @@ class TestCard:
 
 
 class TestSpool:
-    def test_rows_come_back_in_their_order_and_without_further_keys(self, tmp_path):
-        with Spool(FEATURES, tmp_path / "out") as spooled:
-            spooled.add(ROWS)
-            spooled.add(row | {"more": 1} for row in ROWS)
+    def test_rows_are_in_a_file_in_their_order_and_the_file_is_deleted(self, tmp_path):
+        rows = [{"name": f"row {i}", "ids": [i] * 4} for i in range(100)]
+        features = Features({"name": Value("string"), "ids": List(Value("int32"))})
+        with Spool(features, tmp_path / "out") as spooled:
+            spooled.add(row | {"more": 1} for row in rows)
             dataset, shards = spooled.dataset()
-            assert (list(dataset), dataset.features, shards) == (ROWS * 2, FEATURES, 1)
-
-    def test_rows_are_in_a_file_and_not_in_memory_and_the_file_is_deleted(self, tmp_path):
-        with Spool(FEATURES, tmp_path / "out") as spooled:
-            spooled.add(ROWS)
-            [file] = spooled.dataset()[0].cache_files
+            assert (list(dataset), dataset.features, shards) == (rows, features, 1)
+            [file] = dataset.cache_files
             assert os.path.dirname(os.path.dirname(file["filename"])) == str(tmp_path)
         assert list(tmp_path.iterdir()) == []
 

@@ -29,22 +29,17 @@ async def recorded(harness, scripted_engine):
     return session
 
 
-async def test_it_is_one_conversation_and_a_title(recorded):
+async def test_the_conversation_is_trained_and_the_title_is_context_in_every_format(recorded):
     lines, faults = session_conversations(recorded)
     title, conversation = sorted(lines, key=lambda line: len(line["messages"]))
-    assert faults == {}
-    assert (title["role"], title["left_out"]) == ("auxiliary", "auxiliary")
+    assert (faults, title["role"], title["left_out"]) == ({}, "auxiliary", "auxiliary")
     assert [message["role"] for message in conversation["messages"]] == ["user", "assistant", "tool", "assistant"]
     asked = conversation["messages"][1]
-    assert (asked["reasoning_content"], asked["tool_calls"][0]["function"]["arguments"]) == (
-        "I look.",
-        {"command": "ls"},
-    )
+    assert asked["reasoning_content"] == "I look."
+    assert asked["tool_calls"][0]["function"]["arguments"] == {"command": "ls"}
     assert conversation["messages"][3]["content"] == "a.txt"
     assert conversation["call_ids"] == [recorded.calls[0].call_id, recorded.calls[2].call_id]
 
-
-async def test_its_trace_trains_the_conversation_and_keeps_the_title_as_context(recorded):
     trace = json.loads(json.dumps(training_trace(recorded), allow_nan=False))
     check_trace(trace)
     roles = [(turn["metadata"]["role"], any(turn["loss_mask"])) for turn in trace["turns"]]
@@ -53,12 +48,9 @@ async def test_its_trace_trains_the_conversation_and_keeps_the_title_as_context(
     assert [message["role"] for message in last["messages"]] == ["user", "assistant", "tool"]
     assert [tool["function"]["name"] for tool in last["tools"]] == ["bash"]
 
-
-async def test_its_trajectory_has_the_result_beside_the_call_and_the_title_embedded(recorded):
     document = trajectory(recorded, "tiny")
     Trajectory.model_validate(document)
     first, last = (step for step in document["steps"] if step["source"] == "agent")
-    assert first["observation"]["results"][0]["content"] == "a.txt"
-    assert last["message"] == "a.txt"
+    assert (first["observation"]["results"][0]["content"], last["message"]) == ("a.txt", "a.txt")
     (title,) = document["subagent_trajectories"]
     assert (title["extra"]["role"], title["steps"][-1]["message"]) == ("auxiliary", "Files")
