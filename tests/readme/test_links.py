@@ -1,4 +1,4 @@
-"""Links inside of the repository lead to files and headings that are there."""
+"""Links inside of the repository lead to files and headings that are there, and a row of a table is one line."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 from tests.readme.blocks import DOCUMENTS, prose_of
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+BROKEN_ROW = re.compile(r"^\|.*[^|\n]$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 READERS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
 
@@ -31,11 +32,13 @@ def broken(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", READERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_to_a_file_and_a_heading(document):
+def test_every_link_leads_to_a_file_and_a_heading_and_a_row_is_one_line(document):
     assert broken(document) == []
+    assert BROKEN_ROW.findall(prose_of(document)) == []
 
 
-def test_a_link_to_nothing_is_found(tmp_path):
+def test_a_link_to_nothing_and_a_broken_row_are_found(tmp_path):
+    assert BROKEN_ROW.findall("| a | b |\n| c | broken\nover two lines |\n") == ["| c | broken"]
     page = tmp_path / "page.md"
     page.write_text("# A title: of `code`\n[a](page.md#a-title-of-code) [b](#b) [c](none.md) [d](https://x.y/none)\n")
     assert broken(page) == ["#b", "none.md"]

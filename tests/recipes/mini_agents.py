@@ -4,7 +4,7 @@ An instruction ends with the name of the attempt that the agent makes: see `ask`
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
@@ -69,7 +69,7 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
         if "<tools>" not in prompt:
             return Say("A duration")  # a side question
         (attempt,) = set(re.findall(r"\(attempt: ([\w-]+)\)", prompt))
-        turns = [turn for step in ATTEMPTS[attempt] for turn in AGENTS[harness](step, files, _folder(prompt))]
+        turns = [turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, _folder(prompt))]
         if harness == "mini-swe-agent":
             turns.append(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}))
         done = prompt.count("<tool_response>")
@@ -84,54 +84,39 @@ def _folder(prompt: str) -> str:
     return said[1] if said else ""
 
 
-def _claude_code(step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    if isinstance(step, Run):
-        return [("Bash", {"command": step.command, "description": "Work"})]
-    change = {"file_path": step.path, "old_string": step.old, "new_string": step.new}
-    return [("Read", {"file_path": step.path}), ("Edit", change)]
-
-
-def _codex(step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    if isinstance(step, Run):
-        return [("exec_command", {"cmd": step.command})]
-    lines = _changed_lines(step, files)
-    patch = "\n".join(["*** Begin Patch", f"*** Update File: {step.path}", "@@", *lines, "*** End Patch"])
-    return [("exec_command", {"cmd": f"apply_patch <<'EOF'\n{patch}\nEOF"})]
-
-
-def _changed_lines(step: Edit, files: Mapping[str, str]) -> list[str]:
-    """Return the lines of a change as those of a patch without context."""
-    before = files[step.path].splitlines()
-    after = files[step.path].replace(step.old, step.new).splitlines()
-    return [f"-{line}" for line in before if line not in after] + [f"+{line}" for line in after if line not in before]
-
-
-def _qwen_code(step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    if isinstance(step, Run):
-        return [("run_shell_command", {"command": step.command, "is_background": False})]
-    path = f"{folder}/{step.path}"
-    change = {"file_path": path, "old_string": step.old, "new_string": step.new}
-    return [("read_file", {"file_path": path}), ("edit", change)]
-
-
-def _pi(step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    if isinstance(step, Run):
-        return [("bash", {"command": step.command, "timeout": None})]
-    return [("edit", {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]})]
-
-
-def _mini_swe_agent(step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    if isinstance(step, Run):
-        return [("bash", {"command": step.command})]
-    text = files[step.path].replace(step.old, step.new)
-    return [("bash", {"command": f"cat > {step.path} <<'EOF'\n{text}EOF"})]
-
-
-AGENTS: Mapping[str, Callable[[Edit | Run, Mapping[str, str], str], list[Turn]]] = {
-    "claude-code": _claude_code,
-    "codex": _codex,
-    "qwen-code": _qwen_code,
-    "pi": _pi,
-    "mini-swe-agent": _mini_swe_agent,
+AGENTS: Mapping[str, tuple[str, str, dict]] = {
+    "claude-code": ("Bash", "command", {"description": "Work"}),
+    "codex": ("exec_command", "cmd", {}),
+    "qwen-code": ("run_shell_command", "command", {"is_background": False}),
+    "pi": ("bash", "command", {"timeout": None}),
+    "mini-swe-agent": ("bash", "command", {}),
 }
-"""Harness -> the turns in which it does one step. Arguments: the step, the files of the start, the workspace."""
+"""Harness -> the tool that runs a command, its argument with the command, and the other arguments."""
+
+
+def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
+    """Return the turns in which a harness does one step. `files` are those of the start, `folder` the workspace."""
+    if isinstance(step, Edit):
+        change = {"old_string": step.old, "new_string": step.new}
+        after = files[step.path].replace(step.old, step.new)
+        match harness:
+            case "claude-code":
+                return [("Read", {"file_path": step.path}), ("Edit", {"file_path": step.path, **change})]
+            case "qwen-code":
+                path = {"file_path": f"{folder}/{step.path}"}
+                return [("read_file", path), ("edit", path | change)]
+            case "pi":
+                return [("edit", {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]})]
+            case "codex":
+                step = Run(f"apply_patch <<'EOF'\n{_patch(step.path, files[step.path], after)}\nEOF")
+            case _:
+                step = Run(f"cat > {step.path} <<'EOF'\n{after}EOF")
+    tool, argument, others = AGENTS[harness]
+    return [(tool, {argument: step.command, **others})]
+
+
+def _patch(path: str, before: str, after: str) -> str:
+    """Return a change as a patch without context."""
+    old, new = before.splitlines(), after.splitlines()
+    lines = [f"-{line}" for line in old if line not in new] + [f"+{line}" for line in new if line not in old]
+    return "\n".join(["*** Begin Patch", f"*** Update File: {path}", "@@", *lines, "*** End Patch"])

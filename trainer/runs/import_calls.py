@@ -82,19 +82,22 @@ class ImportLine(BaseModel):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
         sampled = len(self.completion_ids)
         spans = [VersionSpan(version=self.policy_version, start=0, end=sampled)] if sampled else []
+        as_given = {
+            "session_id",
+            "call_id",
+            "prompt_ids",
+            "completion_ids",
+            "parent_id",
+            "status",
+            "role",
+            "finish_reason",
+        }
         return Call(
-            session_id=self.session_id,
-            call_id=self.call_id,
-            prompt_ids=self.prompt_ids,
-            completion_ids=self.completion_ids,
+            **self.model_dump(include=as_given),
             logprobs=logprobs,
             weight_versions=spans,
-            parent_id=self.parent_id,
             kind_reason="imported",
-            status=self.status,
             violation=None if self.logprobs is None else find_violation(self.completion_ids, logprobs, spans),
-            role=self.role,
-            finish_reason=self.finish_reason,
             started_at=self.started_at or imported_at,
         )
 

@@ -28,7 +28,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,12 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
         main.refer_to(line)
     version = (recorded.session.harness_version if recorded.session else "") or UNKNOWN
     agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": version, "model_name": model}
+    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+    row.pop("session_id", None)
     document = {
         **main.document(recorded.session_id, agent),
         "session_id": recorded.session_id,
-        "extra": _session_extra(recorded),
+        "extra": _known(row),
     }
     embedded = [{**line.document(line.last.call_id, agent), "extra": {"role": line.last.role}} for line in others]
     return {**document, "subagent_trajectories": embedded} if embedded else document
@@ -163,12 +164,6 @@ class _Line:
             self._asking = self._add({"source": "agent", **_said(message), "is_copied_context": True})
         else:
             self._add({"source": message["role"], "message": message["content"], **mark})
-
-
-def _session_extra(recorded: RecordedSession) -> dict[str, Any]:
-    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
-    row.pop("session_id", None)
-    return _known({name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()})
 
 
 def _call_step(conversation: CallConversation, left_out: str | None, copied: bool) -> Step:

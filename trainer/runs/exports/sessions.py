@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterator
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
 
 
 def dump_json(value: Any) -> str:
-    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(json.loads(json.dumps(value), parse_constant=str), ensure_ascii=False)
+    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`.
+
+    Times are in ISO 8601.
+    """
+    text = json.dumps(value, ensure_ascii=False, default=datetime.isoformat)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
+    return text
 
 
 def parsed_session(session: Session) -> dict[str, Any]:

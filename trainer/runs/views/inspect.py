@@ -20,14 +20,13 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.rewards import session_rows
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.names import some
-from rolltap.trainer.runs.exports.sessions import parsed_session
+from rolltap.trainer.runs.exports.sessions import dump_json, parsed_session
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
+from rolltap.trainer.traces.reader import RecordedSession, SessionRows, iter_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
 from rolltap.trainer.traces.tokens import common_length, pack
 from rolltap.trainer.traces.tree import start_order
@@ -83,7 +82,8 @@ class SessionView(JupyterMixin):
         """Return the view as JSON values, the columns that hold JSON parsed."""
         session = self.session and parsed_session(self.session)
         revisions = [parsed_session(row) for row in self.revisions]
-        return json_values(asdict(self) | {"session": session, "revisions": revisions})
+        values: dict[str, Any] = json.loads(dump_json(asdict(self) | {"session": session, "revisions": revisions}))
+        return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         title = Text.assemble(("session ", "bold"), self.session_id)
@@ -142,13 +142,9 @@ class CallView(JupyterMixin):
         call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
         call["messages"] = self.messages
         difference = self.difference and asdict(self.difference)
-        return json_values({"call": call, "left_out": self.left_out, "difference": difference})
-
-
-def json_values(value: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON values: timestamps as ISO 8601; NaN and the infinities, which JSON lacks, as their names."""
-    values: dict[str, Any] = json.loads(json.dumps(value, default=lambda time: time.isoformat()), parse_constant=str)
-    return values
+        shown = {"call": call, "left_out": self.left_out, "difference": difference}
+        values: dict[str, Any] = json.loads(dump_json(shown))
+        return values
 
 
 def find_id(prefix: str, ids: Collection[str], what: str, where: str) -> str:
@@ -193,7 +189,7 @@ def view_session(run: Path, prefix: str) -> SessionView:
         calls=call_nodes(recorded.calls),
         ledger=ledger,
         policy_versions=versions,
-        suspicions=session_suspicions(recorded, _events(run, recorded.session_id)),
+        suspicions=session_suspicions(recorded, SessionRows(run).of("events", recorded.session_id, EVENT_COLUMNS)),
         revisions=session_rows(run, recorded.session_id),
         diff=diff if (run / diff).is_file() else None,
     )
@@ -205,12 +201,6 @@ def session_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ..
         return suspected(recorded.session)
     calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
     return recorded_suspicions(calls, events)
-
-
-def _events(run: Path, session_id: str) -> list[tuple[Any, ...]]:
-    with SessionIndex(run, "events") as index:
-        batches = [batch.to_pydict() for batch in index.batches(session_id, EVENT_COLUMNS)]
-    return [row for batch in batches for row in zip(*batch.values(), strict=True)]
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:

@@ -31,7 +31,7 @@ from rolltap.trainer.runs.views.inspect import (
 )
 from rolltap.trainer.runs.views.report import MOST_SESSIONS, summarize
 from rolltap.trainer.traces.ledger import Ledger
-from tests.factories import START, add_rows, make_call, make_session, write_run
+from tests.factories import START, add_rows, make_call, make_session, says, write_run
 from tests.trainer.forests import forget_a_call
 
 
@@ -41,22 +41,17 @@ def call(number, call_id, prompt, sampled, *, parent=None, session="first", **fi
     return make_call(number, prompt, sampled, after=parent, version="default", **{**defaults, **fields})
 
 
-def said(text, **more):
-    return json.dumps({"role": "assistant", "content": text, **more})
-
-
 @pytest.fixture
 def small_run(tmp_path, tokenizer_folder):
     """Write a run. `first` has the chain root - second - third, and a fourth call that diverges. `other` has no row."""
     asked = json.dumps([{"role": "user", "content": "Count [bold]them[/bold]."}])
     tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
-    root = call(1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=said("I look\nat it."))
-    shell = [{"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]
-    second = call(2, "a2", [50], [51, 52], parent=root, reply=said("", tool_calls=shell))
-    third = call(3, "b3", [60], [61], parent=second, reply=said("x" * 80))
+    root = call(1, "a1", [40, 41, 42], [43, 44], messages=asked, tools=tools, reply=says("I look\nat it."))
+    second = call(2, "a2", [50], [51, 52], parent=root, reply=says("", "ls"))
+    third = call(3, "b3", [60], [61], parent=second, reply=says("x" * 80))
     why = "2 earlier calls fit equally well up to message 3"
-    fourth = call(4, "b4", [40, 41, 42, 43, 99, 98], [97], kind="rendered", kind_reason=why, reply=said("Once more."))
-    broken = call(5, "b5", [70], [71], parent=second, violation="log-probability 0 is positive", reply=said("Hm."))
+    fourth = call(4, "b4", [40, 41, 42, 43, 99, 98], [97], kind="rendered", kind_reason=why, reply=says("Once more."))
+    broken = call(5, "b5", [70], [71], parent=second, violation="log-probability 0 is positive", reply=says("Hm."))
     other = call(6, "z1", [40], [41, 42], session="other", status="aborted", finish_reason=None)
     ended = make_session("first", harness="codex", exit_status=0, reward=0.5, policy_version=None)
     return write_run(tmp_path, root, second, third, fourth, broken, other, ended, model=str(tokenizer_folder))
@@ -162,10 +157,8 @@ class TestSession:
 class TestCall:
     def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
         text = printed(small_run, "first", "a1")
-        assert "user: Count [bold]them[/bold]." in text
-        assert tokenizer.decode([43, 44]) in text
-        assert "default [0:2]" in text
-        assert "bash" in text
+        for shown in ("user: Count [bold]them[/bold].", tokenizer.decode([43, 44]), "default [0:2]", "bash"):
+            assert shown in text
 
     def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
         write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
@@ -211,10 +204,9 @@ class TestCall:
 
     def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
         view = json.loads(printed(small_run, "first", "a1", "--json"))
-        assert view["call"]["messages"][0]["role"] == "user"
-        assert view["call"]["reply"]["content"] == "I look\nat it."
-        assert view["call"]["tools"][0]["function"]["name"] == "bash"
-        assert view["call"]["prompt_ids"] == [40, 41, 42]
+        call = view["call"]
+        assert (call["messages"][0]["role"], call["reply"]["content"]) == ("user", "I look\nat it.")
+        assert (call["tools"][0]["function"]["name"], call["prompt_ids"]) == ("bash", [40, 41, 42])
         assert view["difference"] is None
         assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
 
