@@ -226,11 +226,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     sampled = sum(len(call.completion_ids) for call in calls)
     try:
         traces, ledger = build_traces(
-            calls,
-            options.strategy,
-            roles=options.roles,
-            max_tokens=options.max_tokens,
-            weights=options.weights,
+            calls, options.strategy, roles=options.roles, max_tokens=options.max_tokens, weights=options.weights
         )
         if ledger.sampled != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")

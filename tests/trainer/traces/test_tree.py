@@ -7,14 +7,7 @@ from hypothesis import strategies as st
 
 from rolltap.trainer.traces.tree import find_ends, link_calls, parents_first, path_to, split_lines, start_order
 from tests.deep import examples
-from tests.trainer.forests import (
-    START,
-    follow,
-    forests,
-    make_call,
-    parents_by_definition,
-    superseded_by_definition,
-)
+from tests.trainer.forests import START, follow, forests, make_call, parents_by_definition, superseded_by_definition
 
 
 def linked(calls):

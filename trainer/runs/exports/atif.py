@@ -81,11 +81,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
     agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": version, "model_name": model}
     row = parsed_session(public_session(recorded.session)) if recorded.session else {}
     row.pop("session_id", None)
-    document = {
-        **main.document(recorded.session_id, agent),
-        "session_id": recorded.session_id,
-        "extra": _known(row),
-    }
+    document = {**main.document(recorded.session_id, agent), "session_id": recorded.session_id, "extra": _known(row)}
     embedded = [{**line.document(line.last.call_id, agent), "extra": {"role": line.last.role}} for line in others]
     return {**document, "subagent_trajectories": embedded} if embedded else document
 

@@ -70,10 +70,7 @@ class TestTrajectory:
             (
                 recording.compaction,
                 ["user: So far: We went.", "c3", "user: On.", "c4"],
-                {
-                    "c1": ["c0", "user: More.", "c1"],
-                    "c2": ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"],
-                },
+                {"c1": ["c0", "user: More.", "c1"], "c2": ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"]},
             ),
             (recording.aborted, ["c0", "user: More.", "c1"], {}),
             (recording.only_side_questions, ["user: Title?", "c0"], {}),
