@@ -60,13 +60,10 @@ def code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def test_it_is_committed_without_outputs(code):
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
-
-
-def test_it_is_a_valid_notebook_for_any_python_3(notebook):
+def test_it_is_valid_for_any_python_3_and_committed_without_outputs(notebook, code):
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
 def test_every_notebook_is_tested():

@@ -82,18 +82,8 @@ class ImportLine(BaseModel):
             logprobs = np.array(self.logprobs or [], np.float32).tolist()
         sampled = len(self.completion_ids)
         spans = [VersionSpan(version=self.policy_version, start=0, end=sampled)] if sampled else []
-        as_given = {
-            "session_id",
-            "call_id",
-            "prompt_ids",
-            "completion_ids",
-            "parent_id",
-            "status",
-            "role",
-            "finish_reason",
-        }
         return Call(
-            **self.model_dump(include=as_given),
+            **self.model_dump(exclude={*_SESSION_FIELDS, "logprobs", "started_at", "policy_version"}),
             logprobs=logprobs,
             weight_versions=spans,
             kind_reason="imported",
@@ -211,7 +201,7 @@ def import_calls(
         summary = ImportSummary(skipped=bad)
         with RunWriter(staged, "never") as writer:
             for done, (session_id, noted) in enumerate(sessions.items(), start=1):
-                calls = _link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
+                calls = link([line.to_call(imported_at) for line in _read(lines, noted.offsets)])
                 for call in calls:
                     writer.add_call(call)
                 writer.add_session(_session(session_id, noted, calls))
@@ -265,7 +255,7 @@ def _read(lines: BinaryIO, offsets: Iterable[int]) -> Iterator[ImportLine]:
             raise InputError(f"the file changed while it was read: {describe(error)}") from error
 
 
-def _link(calls: list[Call]) -> list[Call]:
+def link(calls: list[Call]) -> list[Call]:
     """Sort calls by `start_order`, and set the parent and the shared prefix of each. Return `calls`."""
     calls.sort(key=start_order)
     for call, parent in zip(calls, link_calls(calls)[0], strict=True):

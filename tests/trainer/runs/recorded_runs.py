@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Call, Event, VersionSpan, find_violation
 from rolltap.addons.store.tables import TABLES, read_rows
+from rolltap.trainer.runs.import_calls import link
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
-from rolltap.trainer.traces.tree import link_calls, start_order
 from tests.factories import START, make_call, make_session, write_run
 
 TOKENS = st.lists(st.integers(0, 2), max_size=3)
@@ -110,16 +110,7 @@ def record(run, sessions, **metadata):
 
 def linked(calls):
     """Return copies of the calls with their parents and prefix lengths."""
-    calls = sorted(calls, key=start_order)
-    copies = []
-    for call, parent in zip(calls, link_calls(calls)[0], strict=True):
-        if parent is None:
-            copies.append(replace(call, parent_id=None, kind_reason="first"))
-        else:
-            prefix_length = len(calls[parent].prompt_ids) + len(calls[parent].completion_ids)
-            parent_id = calls[parent].call_id
-            copies.append(replace(call, parent_id=parent_id, prefix_length=prefix_length, kind="bridged"))
-    return copies
+    return link([replace(call, kind_reason="first") for call in calls])
 
 
 def rows_of(run):

@@ -128,19 +128,14 @@ class TestInvariants:
         run = make_run(tmp_path / "run", [make_call("a"), b])
         assert found(run) == [("damage", "session s, call b", what)]
 
-    @pytest.mark.parametrize(
-        "fields", [{"logprobs": []}, {"logprobs": [0.5], "violation": "log-probability 0 is positive (0.5)"}], ids=str
-    )
-    def test_a_call_that_is_marked_as_not_trainable_is_no_damage(self, tmp_path, fields):
-        assert found(make_run(tmp_path / "run", [make_call("a", **fields)])) == []
+    def test_a_call_that_is_marked_as_not_trainable_is_no_damage(self, tmp_path):
+        marked = make_call("b", logprobs=[0.5], violation="log-probability 0 is positive (0.5)")
+        assert found(make_run(tmp_path / "run", [make_call("a", logprobs=[]), marked])) == []
 
     def test_a_call_that_is_recorded_twice_is_damage(self, run):
         path = calls_file(run)
         shutil.copy(path, path.with_name("calls-copy.arrow"))
-        assert found(run) == [
-            ("damage", "session s, call a", "it is recorded 2 times"),
-            ("damage", "session s, call b", "it is recorded 2 times"),
-        ]
+        assert found(run) == [("damage", f"session s, call {name}", "it is recorded 2 times") for name in "ab"]
 
     def test_calls_that_are_each_others_parents_are_damage(self, tmp_path):
         a = make_call("a", [1], [], parent_id="b", prefix_length=1)
@@ -329,11 +324,7 @@ class TestRepair:
         path = calls_file(run)
         path.write_bytes(path.read_bytes() + bytes(8) + b"half a commit")
         before = contents(run)
-
-        def fail(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(os, "fsync", no_room)
         with pytest.raises(OSError, match="No space"):
             verify(run, repair=True)
         assert contents(run) == before
