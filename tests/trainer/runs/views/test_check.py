@@ -262,11 +262,6 @@ class TestOnARealEngine:
         status, output = check(run, engine.url, "--json")
         assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
 
-    def test_a_run_without_a_comparable_call_is_an_error_that_says_why(self, engine, tmp_path):
-        run = write(tmp_path, [call(version="7")])
-        with pytest.raises(InputError, match=r"can be compared: 1 other weights; .* sampled by the weights 7, and the"):
-            check(run, engine.url)
-
     def test_tokens_of_another_vocabulary_are_an_error_that_says_what_to_do(self, engine, tmp_path):
         run = write(tmp_path, [call(sampled=(5, 999_999))], engine.model_dir)
         with pytest.raises(EngineError, match=r"out of vocabulary.*start it with the model that run.json names"):
