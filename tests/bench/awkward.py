@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.bench.vocabulary import Vocabulary
+from tests.harness.programs import Program, fill
 
 _COMMANDS = [
     "ls -la",
@@ -50,44 +50,37 @@ _WORDS = [
 ]
 
 
-def replies(vocabulary: Vocabulary, rng: random.Random, cwd: str) -> list[str]:
+def replies(program: Program, rng: random.Random, cwd: str) -> list[str]:
     """Return the model's replies in one session: four to eight, of which the last ends the session."""
-    turns = [_turn(vocabulary, rng, n, cwd) for n in range(1, rng.randint(4, 8))]
-    if vocabulary.end is not None:
-        return [*turns, _reply([vocabulary.end], rng)]
+    turns = [_turn(program, rng, n, cwd) for n in range(1, rng.randint(4, 8))]
+    if program.end is not None:
+        return [*turns, _reply([program.end], rng)]
     return [*turns, _thinking(rng) + rng.choice(["Done.", "  Done: naïve café 🎉\n", "Done.\n\n* one\n* two"])]
 
 
-def _turn(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> str:
-    if vocabulary.texts:
-        return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(vocabulary.texts).format(n=n)
-    return _reply(_calls(vocabulary, rng, n, cwd), rng)
+def _turn(program: Program, rng: random.Random, n: int, cwd: str) -> str:
+    if program.texts:
+        return _thinking(rng) + rng.choice(_TEXTS) + rng.choice(program.texts).format(n=n)
+    return _reply(_calls(program, rng, n, cwd), rng)
 
 
-def _calls(vocabulary: Vocabulary, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
+def _calls(program: Program, rng: random.Random, n: int, cwd: str) -> list[tuple[str, dict[str, Any]]]:
     """Return one or two tool calls with their arguments filled in."""
     number = 10 * n + rng.randint(1, 9)  # all turns differ: some harnesses detect loops
-    chosen = rng.choices(vocabulary.actions, k=rng.choice([1, 1, 2]))
+    chosen = rng.choices(program.actions, k=rng.choice([1, 1, 2]))
     return [(name, _filled(arguments, rng, n=number + 100 * i, cwd=cwd)) for i, (name, arguments) in enumerate(chosen)]
 
 
 def _filled(arguments: dict[str, Any], rng: random.Random, **values: object) -> dict[str, Any]:
-    filled = {}
-    for key, value in arguments.items():
-        optional = key.endswith("?")
-        if optional and rng.random() < 0.5:
-            continue
-        filled[key.removesuffix("?")] = _fill(value, rng, values)
-    return filled
+    def text(word: str) -> str:
+        texts = {"COMMAND": _COMMANDS, "CONTENT": _CONTENTS}.get(word)
+        return (rng.choice(texts) if texts else word).format(**values)
 
-
-def _fill(value: Any, rng: random.Random, values: dict[str, object]) -> Any:
-    if isinstance(value, list):
-        return [_fill(inner, rng, values) for inner in value]
-    if isinstance(value, str):
-        texts = {"COMMAND": _COMMANDS, "CONTENT": _CONTENTS}.get(value)
-        return (rng.choice(texts) if texts else value).format(**values)
-    return value
+    return {
+        key.removesuffix("?"): fill(value, text)
+        for key, value in arguments.items()
+        if not key.endswith("?") or rng.random() >= 0.5
+    }
 
 
 def _reply(calls: Sequence[tuple[str, dict[str, Any]]], rng: random.Random) -> str:

@@ -31,7 +31,7 @@ from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.bench.awkward import replies
 from tests.bench.frame import Rows, command, model_option
 from tests.bench.verdict import first_words
-from tests.bench.vocabulary import VOCABULARIES
+from tests.harness.programs import PROGRAMS
 
 CONCURRENCY = 2
 TIMEOUT = 180.0
@@ -46,17 +46,17 @@ def _task(number: int) -> Task:
 
 def _model(harness: str, tokenizer: Any) -> Callable[[dict[str, Any]], Reply]:
     """Return a model that gives the replies of each session in order. The instruction names the session."""
-    vocabulary = VOCABULARIES[harness]
+    program = PROGRAMS[harness]
     left: dict[str, list[str]] = {}
 
     def reply(request: dict[str, Any]) -> Reply:
         prompt = tokenizer.decode(request["token_ids"])
         case = _CASE.search(prompt)
-        if case is None or vocabulary.agent not in prompt:
-            return Say(vocabulary.aside)
+        if case is None or program.agent not in prompt:
+            return Say(program.aside)
         if case[0] not in left:
             cwd = _CWD.search(prompt)
-            left[case[0]] = replies(vocabulary, random.Random(case[0]), cwd[0] if cwd else ".")
+            left[case[0]] = replies(program, random.Random(case[0]), cwd[0] if cwd else ".")
         session = left[case[0]]
         return Say(session.pop(0) if len(session) > 1 else session[0])
 

@@ -1,17 +1,99 @@
-"""The engine that leads the programs, whose context window fits the longest first prompt; a server for their tools."""
+"""The engine that leads the programs, whose context window fits the longest first prompt, and what records them."""
 
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
+from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
+from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from tests.harness.play import Played, play_session, tool_call
+
+KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder")
 
 
 @pytest.fixture
 def scripted_engine(tokenizer):
     with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
         yield engine
+
+
+@pytest.fixture
+def lead(scripted_engine):
+    """Lead the engine by a function: the text of a prompt -> the text or `Reply` that it samples."""
+
+    def lead(reply):
+        def otherwise(request):
+            said = reply(scripted_engine.tokenizer.decode(request["token_ids"]))
+            return Say(said) if isinstance(said, str) else said
+
+        scripted_engine.otherwise = otherwise
+
+    return lead
+
+
+@pytest.fixture
+def write_twice(lead):
+    """Lead the engine to write the file of the instruction in two turns, then to end. A prompt without tools ends."""
+
+    def reply(prompt):
+        turn = prompt.count("<tool_response>") if "<tools>" in prompt else 2
+        path = prompt.partition(".txt, twice")[0].rpartition("Write ")[2] + ".txt"
+        if turn == 2:
+            return f"<think>\nTwice.\n</think>\n\nI wrote {path}."
+        return tool_call("write_file", {"path": path, "content": f"héllo {turn}\n"})
+
+    lead(reply)
+
+
+@pytest.fixture
+def play(scripted_engine, tokenizer_folder, tmp_path):
+    """Record one session of a program on a task, with a budget and further options of the recorder."""
+
+    async def play(harness, task, **options):
+        return await play_session(harness, task, scripted_engine, tokenizer_folder, tmp_path, **options)
+
+    return play
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
+    """Record a command in `workspace` as users do. A harness is given its instruction instead of the command."""
+
+    def record(*command, harness=None, keys=KEYS):
+        options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
+        if harness is not None:
+            options += ["--harness", harness.name]
+            command = harness.command_for(*command)[1 + len(harness.arguments) :]
+        ended = subprocess.run(
+            [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *command],
+            cwd=workspace,
+            env={**clean_environment(home), **keys},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return Played(tmp_path / "run", ended.stdout)
+
+    return record
 
 
 class Pong(BaseHTTPRequestHandler):

@@ -3,45 +3,40 @@
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.rollouts.config import Budget, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.runs.views.report import Summary, summarize
+from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.traces.reader import iter_sessions
+from tests.harness.programs import PROGRAMS
 
 REQUIRED = "ROLLTAP_REQUIRE_HARNESSES"
 """Variable that is set where every program is installed: a failed installation must not look like a success."""
 
 
-@dataclass(frozen=True)
 class Played:
-    """The records of a session that has ended."""
+    """A run with the one session of a program that has ended, none without a call; and the output of the program."""
 
-    session: Session
-    calls: list[Call]
-    events: list[dict]
-    summary: Summary
-    log: str
-    """Output of the program."""
-    recorder_log: str
-
-    @property
-    def main(self) -> list[Call]:
-        """Return the calls with the role `agent`."""
-        return [call for call in self.calls if call.role == "agent"]
+    def __init__(self, run: Path, log: str) -> None:
+        self.run, self.log = run, log
+        sessions = list(iter_sessions(run))
+        assert len(sessions) <= 1
+        self.session = sessions[0].session if sessions else None
+        self.calls = sessions[0].calls if sessions else []
+        self.main = [call for call in self.calls if call.role == "agent"]
+        self.events = list(read_rows(run, "events"))
+        self.kinds = {event["kind"] for event in self.events}
+        self.summary = summarize(run)
 
     def of(self, kind: str) -> list[dict]:
-        """Return the events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
 
 
@@ -66,34 +61,21 @@ def _python_312() -> bool:
     return shutil.which("python3.12") is not None or any(pyenv.glob("versions/3.12*"))
 
 
-async def play(
+async def play_session(
     harness: Harness, task: Task, engine, model: Path, folder: Path, *, budget: Budget | None = None, **options: str
 ) -> Played:
     """Record one session into its own run under `folder`, with a budget and further options of the recorder."""
     run = folder / "run"
     recorder = {"confdir": str(folder / "mitmproxy"), **options}
-    config = RolloutConfig(timeout=120, retries=0, budget=budget or Budget(), recorder=recorder)
+    config = RolloutConfig(timeout=240, retries=0, budget=budget or Budget(), recorder=recorder)
     async with Worker(config, harness=harness, engine=engine.url, model=model, out=run) as worker:
-        (session,) = await worker.run([Group(task, task.id, [f"{task.id}-0"])])
-    return Played(
-        session=session,
-        calls=RecordedCalls(run)[session.session_id],
-        events=list(read_rows(run, "events")),
-        summary=summarize(run),
-        log=next((run / "logs").glob("*[0-9].log")).read_text(),
-        recorder_log=(run / "recorder.log").read_text(),
-    )
+        await worker.run([Group(task, task.id, [f"{task.id}-0"])])
+    return Played(run, next((run / "logs").glob("*[0-9].log")).read_text())
 
 
 def shell(harness: Harness, command: str) -> str:
     """Return a turn that runs `command` with the program's own shell tool."""
-    name, arguments = {
-        "claude-code": ("Bash", {"command": command, "description": "Work"}),
-        "codex": ("exec_command", {"cmd": command}),
-        "mini-swe-agent": ("bash", {"command": command}),
-        "qwen-code": ("run_shell_command", {"command": command, "is_background": False}),
-    }[harness.name]
-    return tool_call(name, arguments)
+    return tool_call(*PROGRAMS[harness.name].call(0, {"COMMAND": command}))
 
 
 def tool_call(name: str, arguments: dict) -> str:

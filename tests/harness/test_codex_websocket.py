@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.tasks.task import Task
-from tests.harness.play import installed, play, shell
+from tests.harness.play import installed, shell
 
 pytestmark = pytest.mark.harness
 
@@ -38,26 +37,26 @@ addons = [*runpy.run_path({recorder!r})["addons"], Spy()]
 
 
 async def test_every_turn_goes_over_the_socket_with_only_its_new_items(
-    scripted_engine, tokenizer_folder, tmp_path, monkeypatch
+    lead, play, scripted_engine, tmp_path, monkeypatch
 ):
     codex = installed("codex")
 
-    def reply(request):
-        turn = scripted_engine.tokenizer.decode(request["token_ids"]).count("<tool_response>")
-        return Say(shell(codex, f"echo {turn} >> lines.txt") if turn < 3 else "Done.")
+    def reply(prompt):
+        turn = prompt.count("<tool_response>")
+        return shell(codex, f"echo {turn} >> lines.txt") if turn < 3 else "Done."
 
-    scripted_engine.otherwise = reply
+    lead(reply)
     spy, seen = tmp_path / "spy.py", tmp_path / "seen.jsonl"
     spy.write_text(SPY.format(seen=str(seen), recorder=str(Recorder.script())))
     monkeypatch.setattr(mitmdump, "script", lambda: spy)
-    played = await play(codex, TASK, scripted_engine, tokenizer_folder, tmp_path, rolltap_websocket="true")
+    played = await play(codex, TASK, rolltap_websocket="true")
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.role) for call in played.calls] == [("root", "agent")] + [("bridged", "agent")] * 3
     assert {(call.host, call.path, call.dialect) for call in played.calls} == {
         ("api.openai.com", "/v1/responses", "openai-responses")
     }
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in played.calls]
-    assert {event["kind"] for event in played.events} == {"session_started", "call_started", "ended"}
+    assert played.kinds == {"session_started", "call_started", "ended"}
     assert played.summary.uncaptured_calls == 0
     facts = [json.loads(line) for line in seen.read_text().splitlines()]
     # the only POST is the scheduler's, which ends the session

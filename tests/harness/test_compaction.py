@@ -2,9 +2,8 @@
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.tasks.task import Task
-from tests.harness.play import installed, play, shell
+from tests.harness.play import installed, shell
 
 pytestmark = pytest.mark.harness
 
@@ -22,22 +21,21 @@ SUMMARY = "I was looking at numbers."
     ],
 )
 async def test_the_session_continues_from_the_programs_own_summary(
-    name, env, window, digits, refused, scripted_engine, tokenizer_folder, tmp_path
+    name, env, window, digits, refused, lead, play, scripted_engine
 ):
     harness = installed(name)
     harness = harness.model_copy(update={"env": {**harness.env, **env}})
     scripted_engine.max_model_len = window
 
-    def reply(request):
-        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
+    def reply(prompt):
         if SUMMARY in prompt:
-            return Say("Done." if "aft\\u0065rwards" in prompt else shell(harness, "echo done > afterwards.txt"))
+            return "Done." if "aft\\u0065rwards" in prompt else shell(harness, "echo done > afterwards.txt")
         if "summary" in prompt.rsplit("<|im_start|>user", 1)[1]:
-            return Say(f"<think>\nI sum up.\n</think>\n\n<summary>{SUMMARY}</summary>")
-        return Say(shell(harness, f"head -c {digits} /dev/zero | tr '\\0' 7"))  # a digit is a token
+            return f"<think>\nI sum up.\n</think>\n\n<summary>{SUMMARY}</summary>"
+        return shell(harness, f"head -c {digits} /dev/zero | tr '\\0' 7")  # a digit is a token
 
-    scripted_engine.otherwise = reply
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
+    lead(reply)
+    played = await play(harness, TASK)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert len(played.of("rejected")) == refused
     roles = [call.role for call in played.calls]

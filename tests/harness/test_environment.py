@@ -1,17 +1,15 @@
-"""Programs that are neither harness nor SDK, recorded as a user does: servers of their own, and Node's own `fetch`."""
+"""Servers that programs start or reach on loopback, directly and not through the recorder; and Node's own `fetch`."""
 
 import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.tasks.task import Task
+from tests.deep import cases
+from tests.harness.play import installed, shell
 
 pytestmark = pytest.mark.harness
 
@@ -45,38 +43,33 @@ fetch("https://api.openai.com/v1/chat/completions", asked)
 """
 
 
-@pytest.fixture
-def record(scripted_engine, tokenizer_folder, tmp_path):
-    """Return a function that records a command and returns its output."""
-
-    def run(*command):
-        scripted_engine.otherwise = lambda request: Say("Hi.")
-        options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
-        ended = subprocess.run(
-            [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *command],
-            env=clean_environment(tmp_path),
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
-    return run
-
-
-def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_refused_as_without_a_recorder(
-    record, tmp_path
-):
+def test_a_server_that_the_program_starts_is_reached_and_one_that_is_gone_is_refused_as_without_a_recorder(record):
+    played = record(sys.executable, "-c", SERVER)
     pages = ["the agent's own page"] * 4
-    assert record(sys.executable, "-c", SERVER).splitlines() == [*pages, "[Errno 111] Connection refused"]
-    assert {event["kind"] for event in read_rows(tmp_path / "run", "events")} <= {"ended"}
+    assert played.log.splitlines() == [*pages, "[Errno 111] Connection refused"]
+    assert played.kinds <= {"ended"}
 
 
-def test_nodes_own_fetch_is_recorded(record, tmp_path):
+def test_nodes_own_fetch_is_recorded(record, lead):
     node = shutil.which("node")
     version = subprocess.run([node, "--version"], capture_output=True, text=True).stdout if node else "v0.0"
     if tuple(int(number) for number in version[1:].split(".")[:2]) < (22, 21):
         pytest.skip("needs Node 22.21: tests/run.sh installs it")
-    assert record(node, "-e", FETCH) == "Hi.\n"
-    ((call,),) = RecordedCalls(tmp_path / "run").values()
+    lead(lambda prompt: "Hi.")
+    played = record(node, "-e", FETCH, keys={})
+    assert played.log == "Hi.\n"
+    (call,) = played.calls
     assert (call.host, call.status) == ("api.openai.com", "completed")
+
+
+@pytest.mark.parametrize("name", cases(["codex", "mini-swe-agent"]))
+async def test_a_shell_of_a_session_reaches_a_local_server(name, local_server, lead, play):
+    harness = installed(name)
+    end = shell(harness, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT") if name == "mini-swe-agent" else "It answered."
+    asks = shell(harness, f"curl -sS {local_server} > answer.txt")
+    lead(lambda prompt: end if "<tool_response>" in prompt else asks)
+    task = Task(id="ask", instruction="Ask the local server.", evaluate=["grep", "-q", "pong", "answer.txt"])
+    played = await play(harness, task)
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    assert [call.kind for call in played.calls] == ["root", "bridged"]
+    assert not [event for event in played.of("refused") if event["host"] in ("localhost", "127.0.0.1")]

@@ -5,7 +5,7 @@ import pytest
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.tasks.task import Task
 from tests.deep import cases
-from tests.harness.play import installed, play, shell
+from tests.harness.play import installed, shell
 
 pytestmark = pytest.mark.harness
 
@@ -16,36 +16,32 @@ BREAK_AFTER = 8
 """Token count before the failure: in the middle of the reasoning."""
 
 
-def lead(scripted_engine, harness, fault=None):
-    """Script two turns that write a line, then the end. The first attempt at the second turn is `fault` or breaks off.
+def lines(harness, fault=None):
+    """Return two turns that write a line, then the end. The first attempt at the second turn is `fault` or breaks off.
 
     A later request gets the tokens that are missing in its prompt.
     """
     broken = []
 
-    def reply(request):
-        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
+    def reply(prompt):
         turn = prompt.count("<tool_response>")
         text = shell(harness, f"echo {turn} >> lines.txt") if turn < 2 else "Done."
         if turn == 1 and not broken:
             broken.append(turn)
             return fault or Say(text, break_after=BREAK_AFTER)
-        return Say(text.removeprefix(prompt.rsplit("<|im_start|>assistant\n", 1)[1]))
+        return text.removeprefix(prompt.rsplit("<|im_start|>assistant\n", 1)[1])
 
-    scripted_engine.otherwise = reply
+    return reply
 
 
 @pytest.mark.parametrize("name", cases(["claude-code", "codex"]))
-async def test_the_program_sees_one_unbroken_reply(name, scripted_engine, tokenizer_folder, tmp_path):
+async def test_the_program_sees_one_unbroken_reply(name, lead, play, scripted_engine):
     harness = installed(name)
-    lead(scripted_engine, harness)
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
+    lead(lines(harness))
+    played = await play(harness, TASK)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
-    assert [(call.kind, call.status) for call in played.calls] == [
-        ("root", "completed"),
-        ("bridged", "completed"),
-        ("bridged", "completed"),
-    ]
+    kinds = ["root", "bridged", "bridged"]
+    assert [(call.kind, call.status) for call in played.calls] == [(kind, "completed") for kind in kinds]
     second = played.calls[1]
     (continued,) = played.of("continued")
     assert continued["call_id"] == second.call_id
@@ -63,12 +59,10 @@ async def test_the_program_sees_one_unbroken_reply(name, scripted_engine, tokeni
         ("qwen-code", Answer(200, '{"error": {"message": "no memory left", "code": 500}}')),
     ],
 )
-async def test_without_patience_the_program_gets_an_error_and_retries(
-    name, fault, scripted_engine, tokenizer_folder, tmp_path
-):
+async def test_without_patience_the_program_gets_an_error_and_retries(name, fault, lead, play):
     harness = installed(name)
-    lead(scripted_engine, harness, fault)
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path, rolltap_patience="0")
+    lead(lines(harness, fault))
+    played = await play(harness, TASK, rolltap_patience="0")
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert [(call.kind, call.status) for call in played.calls] == [
         ("root", "completed"),

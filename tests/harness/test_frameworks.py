@@ -1,17 +1,10 @@
 """Agents written with frameworks and with SDKs for JavaScript, recorded as a user does: `rolltap record --`."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.runs.views.report import summarize
-from rolltap.trainer.traces.reader import RecordedCalls
 from tests.deep import cases
 from tests.harness.play import missing, tool_call
 
@@ -20,7 +13,6 @@ pytestmark = pytest.mark.harness
 SCRIPTS = Path(__file__).parent / "frameworks"
 INSTALLED = Path(__file__).parents[2] / ".venvs" / "frameworks"
 OPENAI, ANTHROPIC, GOOGLE = "api.openai.com", "api.anthropic.com", "generativelanguage.googleapis.com"
-KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder")
 OTHER_TRAFFIC = {
     "openai_agents.py": {"/v1/traces/ingest"},
     "litellm_agent.py": {"/BerriAI/litellm/main/model_prices_and_context_window.json"},
@@ -66,13 +58,9 @@ OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"
         19,
     ),
 )
-def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engine, tokenizer_folder, tmp_path):
-    written = [tool_call("write_file", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
-    lead(scripted_engine, [*written, "<think>\nTwice.\n</think>\n\nI wrote it."])
-    workspace = tmp_path / "workspace"
-    workspace.mkdir()
-    run = record([*command(script, workspace), mode], workspace, scripted_engine, tokenizer_folder)
-    (calls,) = RecordedCalls(run).values()
+def test_an_agent_of_a_framework_is_continued(script, mode, host, write_twice, record_agent, command, scripted_engine):
+    played = record_agent(*command(script), mode)
+    calls = played.calls
     assert {call.host for call in calls} == {host}
     last = ("rendered", OWN_CHANGES[script]) if script in OWN_CHANGES else ("bridged", None)
     assert [(call.kind, call.kind_reason) for call in calls[1:]] == [("bridged", None), last]
@@ -81,10 +69,9 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engin
     assert [call.parent_id for call in calls[1:]] == previous
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
     assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
-    refused = {event["path"] for event in read_rows(run, "events") if event["kind"] == "refused"}
-    assert refused <= OTHER_TRAFFIC.get(script, set())
-    assert summarize(run).uncaptured_calls == 0
-    assert summarize(run).hidden == (len(calls) if mode == "image" else 0)
+    assert {event["path"] for event in played.of("refused")} <= OTHER_TRAFFIC.get(script, set())
+    assert played.summary.uncaptured_calls == 0
+    assert played.summary.hidden == (len(calls) if mode == "image" else 0)
 
 
 @pytest.mark.parametrize(
@@ -92,78 +79,69 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, scripted_engin
     cases([("openai_agents.py", "whole"), ("langchain_agent.py", "chat"), ("openai_node.mjs", "chat")], 0, 2),
 )
 def test_a_tool_of_a_framework_reaches_a_local_server(
-    script, mode, local_server, scripted_engine, tokenizer_folder, tmp_path
+    script, mode, local_server, lead_turns, record_agent, command, scripted_engine
 ):
     asked = tool_call("get_page", {"url": local_server})
     written = tool_call("write_file", {"path": "notes.txt", "content": "héllo 1\n"})
-    lead(scripted_engine, [asked, written, "I wrote it."])
-    workspace = tmp_path / "workspace"
-    workspace.mkdir()
-    run = record([*command(script, workspace), mode], workspace, scripted_engine, tokenizer_folder)
-    (calls,) = RecordedCalls(run).values()
-    assert [call.kind for call in calls] == ["root", "bridged", "bridged"]
-    assert "pong" in scripted_engine.tokenizer.decode(calls[1].prompt_ids)
-    refused = [event["host"] for event in read_rows(run, "events") if event["kind"] == "refused"]
-    assert "localhost" not in refused
+    lead_turns(asked, written, "I wrote it.")
+    played = record_agent(*command(script), mode)
+    assert [call.kind for call in played.calls] == ["root", "bridged", "bridged"]
+    assert "pong" in scripted_engine.tokenizer.decode(played.calls[1].prompt_ids)
+    assert "localhost" not in [event["host"] for event in played.of("refused")]
 
 
-def test_gptme_is_continued(scripted_engine, tokenizer_folder, tmp_path):
+def test_gptme_is_continued(lead_turns, record_agent):
     gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
     if not gptme.exists():
         missing("gptme")
     written = [tool_call("save", {"path": "notes.txt", "content": f"héllo {turn}\n"}) for turn in range(2)]
     first = written[0].replace("<tool_call>", "So:\n\n<tool_call>")
-    lead(scripted_engine, [first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}"])
-    workspace = tmp_path / "workspace"
-    workspace.mkdir()
-    options = ["--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice."]
-    run = record([gptme, *options], workspace, scripted_engine, tokenizer_folder)
-    (calls,) = RecordedCalls(run).values()
-    main = [call for call in calls if call.role == "agent"]
+    lead_turns(first, written[1], f"I wrote it.\n\n{tool_call('complete', {})}")
+    played = record_agent(gptme, "--non-interactive", "--model", "openai/gpt-4.1", "Write notes.txt, twice.")
+    calls, main = played.calls, played.main
     assert [(call.kind, call.kind_reason) for call in main[1:]] == [("bridged", None)] * 2
     assert [call.parent_id for call in main[1:]] == [call.call_id for call in main[:-1]]
     assert [call.role for call in calls if call not in main] == ["auxiliary"]  # the title of the conversation
-    assert summarize(run).uncaptured_calls == 0
+    assert played.summary.uncaptured_calls == 0
 
 
-def lead(engine, turns):
-    """Let `engine` give one of `turns`, by the results of tools in the prompt. A prompt without tools gets the last."""
+@pytest.fixture
+def lead_turns(lead):
+    """Lead the engine by turns, by the results of tools in the prompt. A prompt without tools gets the last one."""
 
-    def reply(request):
-        prompt = engine.tokenizer.decode(request["token_ids"])
-        return Say(turns[prompt.count("<tool_response>")] if "<tools>" in prompt else turns[-1])
+    def lead_turns(*turns):
+        lead(lambda prompt: turns[prompt.count("<tool_response>") if "<tools>" in prompt else -1])
 
-    engine.otherwise = reply
-
-
-def record(program, workspace, engine, model):
-    """Record a program that writes notes.txt in `workspace`, and return its run."""
-    run, home = workspace.with_name("run"), workspace.with_name("home")
-    home.mkdir()
-    options = ["--out", run, "--engine", engine.url, "--model", model]
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", *program],
-        cwd=workspace,
-        env={**clean_environment(home), **KEYS},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "I wrote it." in ended.stdout
-    assert (workspace / "notes.txt").read_text() == "héllo 1\n"
-    return run
+    return lead_turns
 
 
-def command(script, workspace):
+@pytest.fixture
+def record_agent(record, workspace):
+    """Record a program that writes notes.txt in `workspace`."""
+
+    def record_agent(*program):
+        played = record(*program)
+        assert "I wrote " in played.log
+        assert (workspace / "notes.txt").read_text() == "héllo 1\n"
+        return played
+
+    return record_agent
+
+
+@pytest.fixture
+def command(workspace):
     """Return the command that starts a script. One for Node is copied to `workspace`, beside its packages."""
-    if script.endswith(".py"):
-        python = INSTALLED / "bin" / "python"
-        if not python.exists():
-            missing("the environment of the frameworks")
-        return [python, SCRIPTS / script]
-    if not (INSTALLED / "node_modules").is_dir():
-        missing("the folder of the SDKs for JavaScript")
-    shutil.copy(SCRIPTS / script, workspace)
-    (workspace / "node_modules").symlink_to(INSTALLED / "node_modules")
-    return ["node", script]
+
+    def command(script):
+        if script.endswith(".py"):
+            python = INSTALLED / "bin" / "python"
+            if not python.exists():
+                missing("the environment of the frameworks")
+            return [python, SCRIPTS / script]
+        if not (INSTALLED / "node_modules").is_dir():
+            missing("the folder of the SDKs for JavaScript")
+        shutil.copy(SCRIPTS / script, workspace)
+        (workspace / "node_modules").symlink_to(INSTALLED / "node_modules")
+        return ["node", script]
+
+    return command

@@ -10,16 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.rollouts.config import RolloutConfig
-from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.reader import RecordedCalls
 from tests.deep import cases
-from tests.harness.play import installed
+from tests.harness.play import installed, play_session
 
 pytestmark = [pytest.mark.harness, pytest.mark.engine]
 
@@ -53,18 +47,11 @@ def parrot(engine, tmp_path_factory):
 
 @pytest.mark.parametrize("name", cases(["claude-code", "codex", "pi", "qwen-code"], 0, 1))
 async def test_a_session_completes_and_its_ledger_adds_up(name, parrot, tmp_path):
-    harness = installed(name)
-    run = tmp_path / "run"
-    config = RolloutConfig(timeout=240, retries=0, recorder={"confdir": str(tmp_path / "mitmproxy")})
-    async with Worker(config, harness=harness, engine=parrot.url, model=parrot.model_dir, out=run) as worker:
-        (session,) = await worker.run([Group(TASK, TASK.id, [f"{TASK.id}-0"])])
-    log = next((run / "logs").glob("*[0-9].log")).read_text()
-    assert (session.status, session.error) == ("completed", None), log
-    calls = RecordedCalls(run)[session.session_id]
-    assert calls
+    played = await play_session(installed(name), TASK, parrot, parrot.model_dir, tmp_path)
+    session, calls, summary = played.session, played.calls, played.summary
+    assert (session.status, session.error) == ("completed", None), played.log
     assert {(call.status, call.violation, call.finish_reason) for call in calls} == {("completed", None, "stop")}
-    assert ANSWER in log
-    assert not [event for event in read_rows(run, "events") if event["kind"] in ("rejected", "unauthorised")]
-    summary = summarize(run)
+    assert ANSWER in played.log
+    assert not played.of("rejected") + played.of("unauthorised")
     assert summary.uncaptured_calls == 0
     assert summary.ledger.sampled == sum(len(call.completion_ids) for call in calls)

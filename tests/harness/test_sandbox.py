@@ -11,7 +11,7 @@ from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import sandboxed
 from tests.deep import DEEP
 from tests.harness.play import installed
-from tests.harness.test_harnesses import INSTRUCTION, SCRIPTS, lead
+from tests.harness.test_harnesses import INSTRUCTION, greeting
 
 pytestmark = [pytest.mark.harness, sandboxed]
 
@@ -20,12 +20,10 @@ SHORT = ("codex", "mini-swe-agent", "pi")
 
 
 @pytest.mark.parametrize("name", [name for name in Harness.names() if DEEP or name in SHORT])
-async def test_a_harness_works_in_the_sandbox(name, scripted_engine, tokenizer_folder, tmp_path):
+async def test_a_harness_works_in_the_sandbox(name, lead, scripted_engine, tokenizer_folder, tmp_path, workspace, home):
     harness = installed(name)
-    lead(scripted_engine, SCRIPTS[name])
-    workspace, home, log = (tmp_path / part for part in ("workspace", "home", "log"))
-    workspace.mkdir()
-    home.mkdir()
+    lead(greeting(name))
+    log = tmp_path / "log"
     with Recorder(tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder) as recorder:
         outside = recorder.environment("s1")
         address = outside["HTTPS_PROXY"].rpartition("@")[2]

@@ -1,20 +1,11 @@
 """Agents written with the official SDKs, recorded as a user does: `rolltap record --` before the command."""
 
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say
-from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.runs.views.report import summarize
-from rolltap.trainer.traces.reader import RecordedCalls
-from tests.harness.play import tool_call
-
-pytestmark = pytest.mark.harness
+pytestmark = [pytest.mark.harness, pytest.mark.usefixtures("write_twice")]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HOSTS = {
@@ -23,42 +14,37 @@ HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_genai": "generativelanguage.googleapis.com",
 }
-KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), "placeholder")
+BY_ID = {"openai_by_id": ["previous", "references", "conversation"], "google_cached": ["cached"]}
+"""Scripts that send only what is new, and name the rest by its id; and the files that each writes."""
+
+
+def run_script(script, files, record, workspace, scripted_engine):
+    played = record(sys.executable, SCRIPTS / f"{script}.py")
+    written = [line for line in played.log.splitlines() if line.startswith("I wrote")]
+    assert written == [f"I wrote {name}.txt." for name in files]
+    assert {(workspace / f"{name}.txt").read_text() for name in files} == {"héllo 1\n"}
+    sent = [request["token_ids"] for request in scripted_engine.requests]
+    assert sent == [call.prompt_ids for call in played.calls]
+    assert played.summary.uncaptured_calls == 0
+    return played
 
 
 @pytest.mark.parametrize("script", HOSTS)
-def test_a_script_that_uses_an_sdk_is_recorded(script, scripted_engine, tokenizer_folder, tmp_path):
-    def reply(request):
-        """Write the task's file in two turns, then end."""
-        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
-        turn, path = prompt.count("<tool_response>"), re.search(r"Write (\w+\.txt), twice", prompt)[1]
-        if turn == 2:
-            return Say(f"<think>\nTwice.\n</think>\n\nI wrote {path}.")
-        return Say(tool_call("write_file", {"path": path, "content": f"héllo {turn}\n"}))
-
-    scripted_engine.otherwise = reply
-    run, workspace = tmp_path / "run", tmp_path / "workspace"
-    workspace.mkdir()
-    options = ["--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder]
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("rolltap"), "record", *options, "--", sys.executable, SCRIPTS / f"{script}.py"],
-        cwd=workspace,
-        env={**clean_environment(tmp_path), **KEYS},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines() == ["I wrote whole.txt.", "I wrote streamed.txt."]
-    (calls,) = RecordedCalls(run).values()
+def test_a_script_that_uses_an_sdk_is_recorded(script, record, workspace, scripted_engine):
+    played = run_script(script, ["whole", "streamed"], record, workspace, scripted_engine)
+    calls = played.calls
     assert {call.host for call in calls} == {HOSTS[script]}
-    for streamed, path in ((False, "whole.txt"), (True, "streamed.txt")):
-        assert (workspace / path).read_text() == "héllo 1\n"
-        agents = [call for call in calls if call.stream == streamed]
-        assert [call.kind for call in agents[1:]] == ["bridged", "bridged"]
+    for streamed in (False, True):
+        assert [call.kind for call in calls if call.stream == streamed][1:] == ["bridged", "bridged"]
     assert {(call.status, call.violation, call.role) for call in calls} == {("completed", None, "agent")}
-    assert [request["token_ids"] for request in scripted_engine.requests] == [call.prompt_ids for call in calls]
-    assert {event["kind"] for event in read_rows(run, "events")} == {"call_started", "ended"}
-    summary = summarize(run)
-    assert summary.uncaptured_calls == 0
+    assert played.kinds == {"call_started", "ended"}
     sampled = sum(len(call.completion_ids) for call in calls)
-    assert (summary.ledger.sampled, summary.ledger.left_out) == (sampled, {"no_reward": sampled})
+    ledger = played.summary.ledger
+    assert (ledger.sampled, ledger.left_out) == (sampled, {"no_reward": sampled})
+
+
+@pytest.mark.parametrize("script", BY_ID)
+def test_a_script_that_sends_ids_is_continued(script, record, workspace, scripted_engine):
+    played = run_script(script, BY_ID[script], record, workspace, scripted_engine)
+    assert [call.kind for call in played.calls] == ["root", "bridged", "bridged"] * len(BY_ID[script])
+    assert played.kinds == {"call_started", "stored", "ended"}

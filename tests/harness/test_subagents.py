@@ -2,9 +2,8 @@
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.tasks.task import Task
-from tests.harness.play import installed, play, shell, tool_call
+from tests.harness.play import installed, shell, tool_call
 
 pytestmark = pytest.mark.harness
 
@@ -19,19 +18,18 @@ START = {
 
 
 @pytest.mark.parametrize("name", START)
-async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, scripted_engine, tokenizer_folder, tmp_path):
+async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, lead, play, scripted_engine):
     harness = installed(name)
     tool, arguments, evidence = START[name]
 
-    def reply(request):
-        prompt = scripted_engine.tokenizer.decode(request["token_ids"])
+    def reply(prompt):
         worked = "<tool_response>" in prompt
         if TASK.instruction in prompt:
-            return Say("Done." if worked else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED}))
-        return Say(TOLD if worked else shell(harness, "echo done > helper.txt"))
+            return "Done." if worked else tool_call(tool, {**arguments, "description": "Help", "prompt": ASKED})
+        return TOLD if worked else shell(harness, "echo done > helper.txt")
 
-    scripted_engine.otherwise = reply
-    played = await play(harness, TASK, scripted_engine, tokenizer_folder, tmp_path)
+    lead(reply)
+    played = await play(harness, TASK)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     helper = [call for call in played.calls if call.role == "subagent"]
     assert len(helper) == 2

@@ -36,10 +36,6 @@ def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
     assert sorted(installed) == sorted(map(place, sources))
 
 
-def test_type_checkers_are_told_to_read_it():
-    assert Path(rolltap.__file__).with_name("py.typed").is_file()
-
-
 def test_the_recorder_s_script_is_in_the_wheel():
     assert rolltap.Recorder.script() == Path(rolltap.__file__).parent / "addons" / "record.py"
 

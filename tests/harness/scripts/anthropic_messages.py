@@ -1,18 +1,9 @@
 """An agent in a few lines: the anthropic SDK's Messages API, first whole and then streamed."""
 
-from pathlib import Path
-
 import anthropic
+from tool import DECLARED, PARAMETERS, write_file
 
-TOOL = {
-    "name": "write_file",
-    "description": "Write a file.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        "required": ["path", "content"],
-    },
-}
+TOOL = {**DECLARED, "input_schema": PARAMETERS}
 
 
 def agent(client, task, streamed):
@@ -30,8 +21,7 @@ def agent(client, task, streamed):
             return message.content[0].text
         results = []
         for call in calls:
-            Path(call.input["path"]).write_text(call.input["content"])
-            results.append({"type": "tool_result", "tool_use_id": call.id, "content": "written"})
+            results.append({"type": "tool_result", "tool_use_id": call.id, "content": write_file(**call.input)})
         messages.append({"role": "user", "content": results})
 
 

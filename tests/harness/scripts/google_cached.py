@@ -1,12 +1,11 @@
 """An agent in a few lines whose instructions, tools and first message are a cached content of the Gemini API."""
 
-from pathlib import Path
-
 from google import genai
 from google.genai import types
+from tool import DECLARED, write_file
 
 PARAMETERS = {"type": "OBJECT", "properties": {"path": {"type": "STRING"}, "content": {"type": "STRING"}}}
-TOOL = types.FunctionDeclaration(name="write_file", description="Write a file.", parameters=PARAMETERS)
+TOOL = types.FunctionDeclaration(**DECLARED, parameters=PARAMETERS)
 
 client = genai.Client()
 cached = client.caches.create(
@@ -26,7 +25,6 @@ while True:
         print(reply.text)
         break
     for call in reply.function_calls:
-        Path(call.args["path"]).write_text(call.args["content"])
-        answer = types.FunctionResponse(id=call.id, name=call.name, response={"output": "written"})
+        answer = types.FunctionResponse(id=call.id, name=call.name, response={"output": write_file(**call.args)})
         contents.append(types.Content(role="user", parts=[types.Part(function_response=answer)]))
 client.caches.delete(name=cached.name)

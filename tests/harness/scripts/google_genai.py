@@ -4,20 +4,12 @@ The second request is asynchronous: the SDK uses another HTTP client for it.
 """
 
 import asyncio
-from pathlib import Path
 
 from google import genai
 from google.genai import types
+from tool import DECLARED, PARAMETERS, write_file
 
-TOOL = types.FunctionDeclaration(
-    name="write_file",
-    description="Write a file.",
-    parameters_json_schema={
-        "type": "object",
-        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        "required": ["path", "content"],
-    },
-)
+TOOL = types.FunctionDeclaration(**DECLARED, parameters_json_schema=PARAMETERS)
 
 
 async def agent(client, task, streamed):
@@ -36,8 +28,7 @@ async def agent(client, task, streamed):
             return "".join(part.text for part in parts if part.text and not part.thought)
         results = []
         for call in calls:
-            Path(call.args["path"]).write_text(call.args["content"])
-            result = types.FunctionResponse(id=call.id, name=call.name, response={"result": "written"})
+            result = types.FunctionResponse(id=call.id, name=call.name, response={"result": write_file(**call.args)})
             results.append(types.Part(function_response=result))
         contents.append(types.UserContent(results))
 

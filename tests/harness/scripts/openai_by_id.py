@@ -1,22 +1,9 @@
 """Agents in a few lines that send only what is new: the openai SDK's Responses API, with what the server stored."""
 
 import json
-from pathlib import Path
 
 import openai
-
-TOOL = {
-    "type": "function",
-    "name": "write_file",
-    "description": "Write a file.",
-    "parameters": {
-        "type": "object",
-        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        "required": ["path", "content"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+from tool import STRICT, write_file
 
 
 def agent(client, task, ask):
@@ -24,15 +11,14 @@ def agent(client, task, ask):
     while calls := [item for item in response.output if item.type == "function_call"]:
         results = []
         for call in calls:
-            arguments = json.loads(call.arguments)
-            Path(arguments["path"]).write_text(arguments["content"])
-            results.append({"type": "function_call_output", "call_id": call.call_id, "output": "written"})
+            output = write_file(**json.loads(call.arguments))
+            results.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
         response = ask(response, results)
     return response.output_text
 
 
 client = openai.OpenAI()
-how = {"model": "gpt-5.5", "instructions": "Be brief.", "tools": [TOOL]}
+how = {"model": "gpt-5.5", "instructions": "Be brief.", "tools": [STRICT]}
 
 
 def by_previous_response(response, new):
@@ -58,6 +44,5 @@ def by_conversation(response, new):
 print(agent(client, "Write previous.txt, twice.", by_previous_response))
 print(agent(client, "Write references.txt, twice.", by_references))
 print(agent(client, "Write conversation.txt, twice.", by_conversation))
-assert (
-    len(list(client.conversations.items.list(conversation.id))) == 6 + 3
-)  # a message, results, calls, texts, thoughts
+# a message, results, calls, texts, thoughts
+assert len(list(client.conversations.items.list(conversation.id))) == 6 + 3

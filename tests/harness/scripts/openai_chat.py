@@ -1,22 +1,11 @@
 """An agent in a few lines: the openai SDK's Chat Completions, first whole and then streamed."""
 
 import json
-from pathlib import Path
 
 import openai
+from tool import DECLARED, PARAMETERS, write_file
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "write_file",
-        "description": "Write a file.",
-        "parameters": {
-            "type": "object",
-            "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-            "required": ["path", "content"],
-        },
-    },
-}
+TOOL = {"type": "function", "function": {**DECLARED, "parameters": PARAMETERS}}
 
 
 def agent(client, task, streamed):
@@ -33,9 +22,8 @@ def agent(client, task, streamed):
         if not message.tool_calls:
             return message.content
         for call in message.tool_calls:
-            arguments = json.loads(call.function.arguments)
-            Path(arguments["path"]).write_text(arguments["content"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "written"})
+            content = write_file(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
 for name in ("whole", "streamed"):

@@ -1,28 +1,15 @@
 """An agent in a few lines: the openai SDK's Responses API, first whole and then streamed."""
 
 import json
-from pathlib import Path
 
 import openai
-
-TOOL = {
-    "type": "function",
-    "name": "write_file",
-    "description": "Write a file.",
-    "parameters": {
-        "type": "object",
-        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
-        "required": ["path", "content"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+from tool import STRICT, write_file
 
 
 def agent(client, task, streamed):
     items = [{"role": "user", "content": task}]
     while True:
-        asked = {"model": "gpt-5.5", "input": items, "tools": [TOOL], "store": False}
+        asked = {"model": "gpt-5.5", "input": items, "tools": [STRICT], "store": False}
         if streamed:
             with client.responses.stream(**asked) as stream:
                 response = stream.get_final_response()
@@ -33,9 +20,8 @@ def agent(client, task, streamed):
         if not calls:
             return response.output_text
         for call in calls:
-            arguments = json.loads(call.arguments)
-            Path(arguments["path"]).write_text(arguments["content"])
-            items.append({"type": "function_call_output", "call_id": call.call_id, "output": "written"})
+            output = write_file(**json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
 
 
 for name in ("whole", "streamed"):
