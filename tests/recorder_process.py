@@ -18,11 +18,24 @@ CHAT = "https://api.openai.com/v1/chat/completions"
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
+def start_mitmdump(*options, settings, log, env, command=()):
+    """Start mitmdump, one of whose scripts announces its address. Return the process and the address, or None."""
+    ready, told = os.pipe()
+    command = [*command, MITMDUMP, *options]
+    for name, value in {**settings, "rolltap_ready": f"/dev/fd/{told}"}.items():
+        command += ["--set", f"{name}={value}"]
+    with log.open("a") as output:
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told])
+    os.close(told)
+    with open(ready) as pipe:
+        line = pipe.readline()
+    return process, json.loads(line) if line else None
+
+
 class Recorder:
     """A mitmdump process with the addon."""
 
     def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=(), scripts=()):
-        ready, told = os.pipe()
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"
         settings = {
@@ -31,20 +44,16 @@ class Recorder:
             "rolltap_engine": engine_url,
             "rolltap_model": model,
             **dict(setting.split("=", 1) for setting in extra),
-            "rolltap_ready": f"/dev/fd/{told}",
         }
-        command = [*command, MITMDUMP, "-s", ADDON, "--listen-port", "0", *scripts]
-        for name, value in settings.items():
-            command += ["--set", f"{name}={value}"]
         self._log = tmp_path / "mitmdump.log"
-        with self._log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **(env or {})}, pass_fds=[told]
-            )
-        os.close(told)
-        with open(ready) as pipe:
-            line = pipe.readline()
-        self.address = "{host}:{port}".format(**json.loads(line)) if line else None
+        self.process, address = start_mitmdump(
+            *("-s", ADDON, "--listen-port", "0", *scripts),
+            settings=settings,
+            log=self._log,
+            env={**os.environ, **(env or {})},
+            command=command,
+        )
+        self.address = "{host}:{port}".format(**address) if address else None
 
     def client(self, user="s1", password="x"):
         context = ssl.create_default_context(cafile=self.confdir / "mitmproxy-ca-cert.pem")

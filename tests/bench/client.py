@@ -8,36 +8,16 @@ import re
 import ssl
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 
 from tests.bench.engines import FIRST_PACED
-from tests.bench.processes import Mitmdump, cpu_seconds
+from tests.bench.processes import Mitmdump
 
-HOST = "https://api.openai.com"
-CHAT = "/v1/chat/completions"
+URL = "https://api.openai.com/v1/chat/completions"
 _TEXT = re.compile(rb'"content": ?"[^"]')
 _numbers = itertools.count(FIRST_PACED)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The destination of requests: the engine itself, or a proxy process whose CPU time is measured."""
-
-    name: str
-    url: str
-    proxy: str | None = None
-    ca: Path | None = None
-    pid: int | None = None
-
-    @classmethod
-    def of(cls, proxy: Mitmdump) -> "Target":
-        return cls(proxy.name, HOST + CHAT, proxy.url, proxy.ca, proxy.process.pid)
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds that the proxy has used, summed over its threads; 0 without a proxy."""
-        return cpu_seconds(self.pid) if self.pid is not None else 0.0
+_sessions = itertools.count()
 
 
 @dataclass
@@ -55,14 +35,11 @@ class Timings:
 class Client:
     """One connection and session. `opening` is the body of its first request."""
 
-    def __init__(self, target: Target, session_id: str, opening: dict, timings: Timings) -> None:
-        self._target, self._timings = target, timings
+    def __init__(self, proxy: Mitmdump, opening: dict, timings: Timings) -> None:
+        self._timings = timings
         self._body = {**opening, "messages": list(opening["messages"])}
-        self._options: dict = {}
-        if target.proxy is not None:
-            context = ssl.create_default_context(cafile=target.ca)
-            auth = aiohttp.BasicAuth(session_id, "x")
-            self._options = {"proxy": target.proxy, "proxy_auth": auth, "ssl": context}
+        auth = aiohttp.BasicAuth(f"s{next(_sessions)}", "x")
+        self._options = {"proxy": proxy.url, "proxy_auth": auth, "ssl": ssl.create_default_context(cafile=proxy.ca)}
 
     async def __aenter__(self):
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
@@ -97,29 +74,26 @@ class Client:
     def post(self, body: dict):
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json", "authorization": "Bearer x"}
-        return self._session.post(self._target.url, data=data, headers=headers, **self._options)
+        return self._session.post(URL, data=data, headers=headers, **self._options)
 
 
-_sessions = itertools.count()
-
-
-async def play(target: Target, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0) -> Timings:
+async def play(proxy: Mitmdump, opening: dict, *, connections: int, turns: int, paced_seconds: float = 0.0) -> Timings:
     """Open `connections` sessions and play `turns` requests on each, concurrently. The first request of each session is
     not measured: no proxy knows its prefix. With `paced_seconds` the replies are streamed and the starts are spread
     over that time."""
     timings = Timings()
-    clients = [Client(target, f"s{next(_sessions)}", opening, timings) for _ in range(connections)]
+    clients = [Client(proxy, opening, timings) for _ in range(connections)]
     async with contextlib.AsyncExitStack() as stack:
         for client in clients:
             await stack.enter_async_context(client)
         await asyncio.gather(*(client.turn() for client in clients))
         timings.requests.clear()
-        started, cpu = time.perf_counter(), target.cpu_seconds()
+        started, cpu = time.perf_counter(), proxy.cpu_seconds()
         starts = [paced_seconds * i / connections for i in range(connections)]
         await asyncio.gather(
             *(_take_turns(c, turns, s, paced_seconds > 0) for c, s in zip(clients, starts, strict=True))
         )
-        timings.wall, timings.cpu = time.perf_counter() - started, target.cpu_seconds() - cpu
+        timings.wall, timings.cpu = time.perf_counter() - started, proxy.cpu_seconds() - cpu
     return timings
 
 

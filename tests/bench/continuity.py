@@ -98,8 +98,7 @@ def _has_context(call: Call) -> bool:
 @click.option("--sessions", default=20, show_default=True, help="Sessions of each harness.")
 @click.option("--harness", "names", multiple=True, type=click.Choice(Harness.names()), help="Only these.")
 @model_option
-@click.option("--out", type=click.Path(path_type=Path), help="A folder to keep the runs in, one for each harness.")
-def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None) -> dict[str, Rows]:
+def main(sessions: int, names: tuple[str, ...], model: Path) -> dict[str, Rows]:
     """Count the calls of every installed harness that are continued token for token."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,9 +107,8 @@ def main(sessions: int, names: tuple[str, ...], model: Path, out: Path | None) -
             if shutil.which(harness.program) is None:
                 click.echo(f"{name} is not installed: {harness.install}", err=True)
                 continue
-            run = (out or Path(scratch)) / name
-            play(harness, sessions, run, model)
-            rows.append(count(name, run))
+            play(harness, sessions, Path(scratch, name), model)
+            rows.append(count(name, Path(scratch, name)))
     if not rows:
         raise click.ClickException("no harness is installed")
     return {"awkward replies": rows}

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,15 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+_WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
+
+
+def prose(rng: random.Random, words: int) -> str:
+    """Return consecutive words of a source file."""
+    start = rng.randrange(len(_WORDS) - words)
+    return " ".join(_WORDS[start : start + words])
 
 
 def _existing(context: click.Context, parameter: click.Parameter, folder: Path) -> Path:

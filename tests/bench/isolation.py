@@ -29,9 +29,9 @@ import click
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
-from rolltap.trainer.rollouts.runtimes.container import system_root
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended, Runtime
 from tests.bench.frame import Rows, command
+from tests.boxes import make_spec, spec_in
 
 PEER = Path(__file__).with_name("peer.py")
 PYTHON = "/usr/bin/python3"
@@ -51,10 +51,10 @@ def peer() -> Iterator[str]:
         process.wait()
 
 
-def available(names: tuple[str, ...]) -> dict[str, Runtime]:
+def available() -> dict[str, Runtime]:
     """Return the runtimes that this machine has, and say which ones it lacks."""
     found = {}
-    for name in names:
+    for name in NAMES:
         runtime = make_runtime(name)
         try:
             runtime.check()
@@ -66,26 +66,14 @@ def available(names: tuple[str, ...]) -> dict[str, Runtime]:
 
 
 def spec(name: str, folder: Path, proxy: str) -> BoxSpec:
+    """Return a new box; in a container with a root folder of this machine's programs."""
     number = len(list(folder.iterdir()))
-    workspace, home = folder / f"{number}-workspace", folder / f"{number}-home"
-    workspace.mkdir()
-    home.mkdir()
-    (workspace / PEER.name).write_bytes(PEER.read_bytes())
-    image, mounts = None, []
-    if name == "container":  # a root folder of this machine's programs
-        root = folder / f"{number}-root"
-        for part in ("etc", "tmp"):
-            (root / part).mkdir(parents=True)
-        image, mounts = str(root), system_root(root)
-    return BoxSpec(
-        name=f"bench-{folder.name}-{name}-{number}",
-        workspace=workspace,
-        workdir="/workspace",
-        home=home,
-        image=image,
-        mounts=mounts,
-        proxy=proxy,
-    )
+    fields = {"name": f"bench-{folder.name}-{name}-{number}", "workdir": "/workspace", "proxy": proxy}
+    box = folder / str(number)
+    box.mkdir()
+    made = make_spec(box, **fields) if name == "container" else spec_in(box, **fields)
+    (made.workspace / PEER.name).write_bytes(PEER.read_bytes())
+    return made
 
 
 async def start_and_end(runtime: Runtime, spec: BoxSpec) -> dict[str, float]:
@@ -120,9 +108,9 @@ def _check(ended: Ended, runtime: Runtime, spec: BoxSpec) -> None:
         raise click.ClickException(f"{runtime.name}: the program ended with {ended}: {said}")
 
 
-async def measure(names: tuple[str, ...], boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
+async def measure(boxes: int, rounds: int, sizes: Sequence[int]) -> Rows:
     """Return a row for each runtime: medians, and their ratios to the first runtime."""
-    runtimes = available(names)
+    runtimes = available()
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in runtimes}
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch, peer() as address:
         for number in range(max(boxes, rounds)):
@@ -142,20 +130,14 @@ async def measure(names: tuple[str, ...], boxes: int, rounds: int, sizes: Sequen
 
 
 @command
-@click.option("--runtime", "names", multiple=True, type=click.Choice(NAMES), default=NAMES, help="Only these.")
 @click.option("--boxes", default=20, show_default=True, help="Boxes whose start and end are measured.")
 @click.option("--rounds", default=5, show_default=True, help="Boxes whose way out is measured.")
 @click.option("--round-trips", default=2_000, show_default=True, help="Of 1 KiB over one connection, a box.")
 @click.option("--connections", default=200, show_default=True, help="New ones with one round trip each, a box.")
 @click.option("--megabytes", default=200, show_default=True, help="In each direction over one connection, a box.")
-def main(
-    names: tuple[str, ...], boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int
-) -> dict[str, Rows]:
+def main(boxes: int, rounds: int, round_trips: int, connections: int, megabytes: int) -> dict[str, Rows]:
     """Measure the start and the end of a box and its way out, in every runtime that this machine has."""
-    rows = asyncio.run(measure(names, boxes, rounds, (round_trips, connections, megabytes)))
-    if not rows:
-        raise click.ClickException("this machine has no runtime that was asked for")
-    return {"runtimes": rows}
+    return {"runtimes": asyncio.run(measure(boxes, rounds, (round_trips, connections, megabytes)))}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.bench.processes import ROOT
+from tests.bench.frame import prose
 from tests.bench.wire import APIS, Failure
 
 ATTEMPTS = 12
@@ -24,14 +24,13 @@ SPREAD_SECONDS = 3.0
 HANG_UPS = 0.15
 """Share of streamed attempts that the client ends by closing the connection, during chaos."""
 _RETRYABLE = {408, 409, 429}
-_WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
 
 
 @dataclass(frozen=True)
 class Plan:
     """Facts that all clients need. Times are `time.time`, as those of the rows are."""
 
-    proxies: list[str]
+    proxy: str
     ca: Path
     chaos: float
     """When chaos begins."""
@@ -69,7 +68,7 @@ async def play(plan: Plan, sessions: int) -> Log:
 
 
 class Session:
-    """One session. Its number decides its API, its proxy, and whether its replies are streamed."""
+    """One session. Its number decides its API, and whether its replies are streamed."""
 
     def __init__(self, plan: Plan, number: int, context: ssl.SSLContext, log: Log) -> None:
         self._plan, self._log = plan, log
@@ -77,10 +76,12 @@ class Session:
         self._api = APIS[number % len(APIS)]
         self._streamed = number // len(APIS) % 2 == 0
         self._rng = random.Random(number)
-        # the sessions of a recorder have all APIs, so not by the number's remainder
-        proxy = self._rng.choice(plan.proxies)
-        self._options: dict[str, Any] = {"proxy": proxy, "proxy_auth": aiohttp.BasicAuth(self._id, "x"), "ssl": context}
-        self._items = self._api.said(f"Fix the program of session {self._id}. {self._words(300)}")
+        self._options: dict[str, Any] = {
+            "proxy": plan.proxy,
+            "proxy_auth": aiohttp.BasicAuth(self._id, "x"),
+            "ssl": context,
+        }
+        self._items = self._api.said(f"Fix the program of session {self._id}. {prose(self._rng, 300)}")
 
     async def play(self) -> None:
         """Take turns until the end of the plan, or until a turn failed for good."""
@@ -109,7 +110,7 @@ class Session:
                 pause = min(FIRST_PAUSE_SECONDS * 2**attempt, LONGEST_PAUSE_SECONDS)
                 await asyncio.sleep(max(failure.after, pause * self._rng.uniform(0.75, 1)))
                 continue
-            text = self._words(self._rng.randint(10, 150))
+            text = prose(self._rng, self._rng.randint(10, 150))
             self._items = [*self._items, *answer.items]
             self._items += self._api.results(answer, text) if answer.calls else self._api.said(text)
             return True
@@ -157,7 +158,3 @@ class Session:
 
     def _count(self, kind: str) -> None:
         self._log.errors[time.time() >= self._plan.chaos, kind] += 1
-
-    def _words(self, number: int) -> str:
-        start = self._rng.randrange(len(_WORDS) - number)
-        return " ".join(_WORDS[start : start + number])

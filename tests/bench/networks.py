@@ -1,20 +1,12 @@
 """Models with random weights: small ones for two CPU cores, and ones of real dimensions."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
-_SPECIAL: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 _FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -32,26 +24,30 @@ _SIZES = {
     "quickstart": (2048, 128, 384, 2, 2, 1, 64),
     "small": (2048, 256, 768, 2, 4, 2, 64),
     "small-hybrid": (2048, 256, 768, 4, 4, 2, 64),
-    "4b": (151_936, 2560, 9728, 36, 32, 8, 128),
-    "4b-hybrid": (248_320, 2560, 9216, 32, 16, 4, 256),
 }
-"""Name -> values of `_FIELDS`. `4b` is Qwen3-4B, `4b-hybrid` the text part of Qwen3.5-4B, with 32 value heads
-assumed."""
-_LINEAR_SIZES = {
-    "tiny-hybrid": (2, 4, 16, 16),
-    "small-hybrid": (2, 4, 64, 64),
-    "4b-hybrid": (16, 32, 128, 128),
-}
+"""Name -> values of `_FIELDS`."""
+_LINEAR_SIZES = {"tiny-hybrid": (2, 4, 16, 16), "small-hybrid": (2, 4, 64, 64)}
 """Name -> values of `_LINEAR_FIELDS`, of the models in which three of four layers are Gated DeltaNet."""
-_ROPE: dict[str, dict[str, Any]] = {
-    "4b": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "4b-hybrid": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
-}
-NETWORKS = list(_SIZES)
+_REAL = {"4b": "qwen3-4b", "4b-hybrid": "qwen3.5-4b"}
+"""Name -> a configuration in `tests/models`, of which the text part is taken."""
+NETWORKS = [*_SIZES, *_REAL]
+
+
+def configuration(name: str) -> Any:
+    """Return the configuration of a model, for long traces and the special tokens of the bench."""
+    if name in _REAL:
+        config = AutoConfig.from_pretrained(Path(__file__).parents[1] / "models" / _REAL[name]).get_text_config()
+    elif name in _LINEAR_SIZES:
+        sizes = zip(_FIELDS + _LINEAR_FIELDS, _SIZES[name] + _LINEAR_SIZES[name], strict=True)
+        config = Qwen3_5TextConfig(**dict(sizes))
+    else:
+        config = Qwen3Config(**dict(zip(_FIELDS, _SIZES[name], strict=True)))
+    config.update({"max_position_embeddings": 2**20, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None})
+    return config
 
 
 def vocabulary(name: str) -> int:
-    return _SIZES[name][0]
+    return int(configuration(name).vocab_size)
 
 
 def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
@@ -59,30 +55,13 @@ def network(name: str, *, device: str, dtype: torch.dtype, lora: bool) -> Any:
 
     The adapter's two factors are both random, so that all of its gradients are different from 0.
     """
-    dimensions: dict[str, Any] = dict(zip(_FIELDS, _SIZES[name], strict=True)) | {"max_position_embeddings": 2**20}
-    if name in _ROPE:
-        dimensions |= {"tie_word_embeddings": True, "rope_parameters": _ROPE[name]}
     torch.manual_seed(0)
     with torch.device(device):
-        if name in _LINEAR_SIZES:
-            dimensions |= dict(zip(_LINEAR_FIELDS, _LINEAR_SIZES[name], strict=True))
-            config: Any = Qwen3_5TextConfig(**dimensions | _SPECIAL)
-            model: Any = Qwen3_5ForCausalLM._from_config(config, dtype=dtype)
-        else:
-            config = Qwen3Config(**dimensions | _SPECIAL)
-            model = Qwen3ForCausalLM._from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(configuration(name), dtype=dtype)
         if lora:
             adapter = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
             model = get_peft_model(model, adapter, autocast_adapter_dtype=False)
     return model.train()
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer, which the trainer asks for and does not use."""
-    words = {"<pad>": 0, "<eos>": 1}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<eos>")), pad_token="<pad>", eos_token="<eos>"
-    )
 
 
 def layers(config: Any, kind: str) -> int:

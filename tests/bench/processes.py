@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import click
 
+from tests.recorder_process import ADDON, start_mitmdump
+
 ROOT = Path(__file__).resolve().parents[2]
-RECORDER = ROOT / "addons" / "record.py"
 REDIRECT = Path(__file__).with_name("redirect.py")
 LAG = Path(__file__).with_name("lag.py")
-MITMDUMP = Path(sys.executable).with_name("mitmdump")
 _STOP_SECONDS = 30
 
 
@@ -43,6 +43,11 @@ class Child:
         if self.process.stdout is not None:
             self.process.stdout.close()
         self.process.wait()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds that the process has used, summed over its threads."""
+        # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
+        return time.clock_gettime((~self.process.pid << 3) | 2)
 
     def __enter__(self) -> Self:
         self.start()
@@ -83,16 +88,12 @@ class Mitmdump(Child):
         self.name = name
         self.log = folder / f"{name}.log"
         self._confdir = folder / "conf"
-        self._command: list[object] = [MITMDUMP, "--listen-host", "127.0.0.1"]
-        for script in scripts:
-            self._command += ["-s", script]
-        for key, value in {"confdir": self._confdir, **settings}.items():
-            self._command += ["--set", f"{key}={value}"]
+        self._scripts, self._settings = scripts, {"confdir": self._confdir, **settings}
 
     @classmethod
-    def recorder(cls, folder: Path, run: Path, engine: Engine, model: Path, *, name: str = "recorder") -> Self:
+    def recorder(cls, folder: Path, run: Path, engine: Engine, model: Path) -> Self:
         settings = {"rolltap_out": run, "rolltap_engine": engine.url, "rolltap_model": model}
-        return cls(name, folder, [RECORDER], settings)
+        return cls("recorder", folder, [ADDON], settings)
 
     @classmethod
     def bare(cls, folder: Path, engine: Engine) -> Self:
@@ -101,7 +102,8 @@ class Mitmdump(Child):
 
     def measuring(self, samples: Path) -> Self:
         """Append samples of the event loop's lateness to a file, from its start on. Returns itself."""
-        self._command += ["-s", LAG, "--set", f"bench_lag={samples}"]
+        self._scripts.append(LAG)
+        self._settings["bench_lag"] = samples
         return self
 
     @property
@@ -109,25 +111,14 @@ class Mitmdump(Child):
         return self._confdir / "mitmproxy-ca-cert.pem"
 
     def start(self) -> None:
-        ready, told = os.pipe()
-        command = [*self._command, "--listen-port", self.port, "--set", f"rolltap_ready=/dev/fd/{told}"]
+        options = ["--listen-host", "127.0.0.1", "--listen-port", self.port]
+        for script in self._scripts:
+            options += ["-s", script]
         env = {"PYTHONUNBUFFERED": "1", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        with self.log.open("a") as output:
-            self.process = subprocess.Popen(
-                list(map(str, command)), stdout=output, stderr=output, env=env, pass_fds=[told], text=True
-            )
-        os.close(told)
-        with open(ready) as pipe:
-            line = pipe.readline()
-        if not line:
+        self.process, address = start_mitmdump(*options, settings=self._settings, log=self.log, env=env)
+        if address is None:
             raise click.ClickException(f"mitmdump ended:\n{self.log.read_text()}")
-        self.port = json.loads(line)["port"]
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds that a process has used, summed over its threads."""
-    # the id of another process's CPU clock on Linux: `man clock_getcpuclockid`
-    return time.clock_gettime((~pid << 3) | 2)
+        self.port = address["port"]
 
 
 def resident_mb(pid: int) -> float:

@@ -23,13 +23,11 @@ from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.rendering import Rendering
-from tests.bench.frame import Rows, command, model_option
-from tests.bench.processes import ROOT
+from tests.bench.frame import Rows, command, model_option, prose
 
 TURNS = 9
 """Number of turns that are measured before each length."""
 RENDERINGS = 5
-_WORDS = (ROOT / "trainer/doctor/scripted_engine.py").read_text().split(" ")
 
 
 @dataclass
@@ -47,7 +45,7 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     rng = random.Random(0)
     tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
     conversations = Conversations(rendering)
-    messages: list[Message] = [{"role": "system", "content": _text(rng, 100)}, {"role": "user", "content": "Fix it."}]
+    messages: list[Message] = [{"role": "system", "content": prose(rng, 100)}, {"role": "user", "content": "Fix it."}]
     for number in range(10_000):
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
@@ -60,23 +58,18 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         completion_ids = encode(_sampled(rng, number))
         reply = rendering.parse(prompt.ids, completion_ids, call.tools).to_message()
         conversations.add(str(number), prompt, completion_ids, reply)
-        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": _text(rng, 100)}
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": prose(rng, 100)}
         messages = [*messages, reply, result]
-
-
-def _text(rng: random.Random, words: int) -> str:
-    start = rng.randrange(len(_WORDS) - words)
-    return " ".join(_WORDS[start : start + words])
 
 
 def _tool(rng: random.Random, name: str) -> Tool:
     parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-    return {"type": "function", "function": {"name": name, "description": _text(rng, 20), "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": prose(rng, 20), "parameters": parameters}}
 
 
 def _sampled(rng: random.Random, number: int) -> str:
-    call = json.dumps({"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {_text(rng, 8)}"}})
-    return f"<think>\n{_text(rng, 30)}\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
+    call = json.dumps({"name": "bash", "arguments": {"command": f"sed -n {number}p file.py | {prose(rng, 8)}"}})
+    return f"<think>\n{prose(rng, 30)}\n</think>\n\nI look.\n<tool_call>\n{call}\n</tool_call><|im_end|>"
 
 
 def _render(rendering: Rendering, call: ModelCall) -> float:

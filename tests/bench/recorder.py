@@ -1,4 +1,4 @@
-"""Measure the recorder's cost against a bare mitmdump redirect and a direct call to the same engine.
+"""Measure the recorder's cost against a bare mitmdump redirect to the same engine.
 
     python -m tests.bench.recorder
 
@@ -23,7 +23,7 @@ import aiohttp
 import click
 from transformers import AutoTokenizer
 
-from tests.bench.client import CHAT, Target, Timings, play
+from tests.bench.client import play
 from tests.bench.frame import Rows, command, model_option
 from tests.bench.processes import Engine, Mitmdump
 from tests.bench.stalls import Loads, measure
@@ -68,33 +68,31 @@ async def _first_token_times(engine: str) -> dict[int, float]:
         return {int(number): seconds for number, seconds in (await response.json(content_type=None)).items()}
 
 
-def _plain(target: Target, opening: dict, connections: int, requests: int) -> dict[str, Any]:
+def _plain(proxy: Mitmdump, opening: dict, connections: int, requests: int) -> dict[str, Any]:
     rounds = max(1, round(requests / (connections * TURNS)))
     turns = min(TURNS, max(1, requests // connections))
-    played = [asyncio.run(play(target, opening, connections=connections, turns=turns)) for _ in range(rounds)]
+    played = [asyncio.run(play(proxy, opening, connections=connections, turns=turns)) for _ in range(rounds)]
     times = [seconds for timings in played for seconds in timings.requests]
     return {
         "connections": connections,
-        "target": target.name,
+        "target": proxy.name,
         "requests/s": len(times) / sum(timings.wall for timings in played),
         "p50 ms": 1e3 * statistics.median(times),
-        "CPU ms": 1e3 * sum(timings.cpu for timings in played) / len(times) if target.pid else None,
+        "CPU ms": 1e3 * sum(timings.cpu for timings in played) / len(times),
     }
 
 
 def _streamed(
-    target: Target, engine: Engine, opening: dict, connections: int, chunks: int, pace: float
+    proxy: Mitmdump, engine: Engine, opening: dict, connections: int, chunks: int, pace: float
 ) -> dict[str, Any]:
     turns = 3 if connections == 1 else 1
-    timings: Timings = asyncio.run(
-        play(target, opening, connections=connections, turns=turns, paced_seconds=chunks * pace)
-    )
+    timings = asyncio.run(play(proxy, opening, connections=connections, turns=turns, paced_seconds=chunks * pace))
     written = asyncio.run(_first_token_times(engine.url))
     delays = [seen - written[number] for number, seen in timings.first_deltas.items()]
     return {
         "connections": connections,
-        "target": target.name,
-        "CPU µs/chunk": 1e6 * timings.cpu / (len(timings.requests) * chunks) if target.pid else None,
+        "target": proxy.name,
+        "CPU µs/chunk": 1e6 * timings.cpu / (len(timings.requests) * chunks),
         "headers ms": 1e3 * statistics.median(timings.headers),
         "headers p99": 1e3 * sorted(timings.headers)[int(0.99 * len(timings.headers))],
         "first delta ms": 1e3 * statistics.median(delays),
@@ -104,7 +102,7 @@ def _streamed(
 def _with_ratios(rows: Rows, cost: str) -> Rows:
     """Return rows with the ratio of a cost to the bare redirect's."""
     bare = {row["connections"]: row[cost] for row in rows if row["target"] == "bare redirect"}
-    return [row | {"of bare": row[cost] / bare[row["connections"]] if row[cost] else None} for row in rows]
+    return [row | {"of bare": row[cost] / bare[row["connections"]]} for row in rows]
 
 
 def _costs(
@@ -119,10 +117,10 @@ def _costs(
         engine = stack.enter_context(Engine("prepared", folder, settings))
         bare = stack.enter_context(Mitmdump.bare(folder, engine))
         recorder = stack.enter_context(Mitmdump.recorder(folder, folder / "run", engine, model))
-        targets = [Target("direct", engine.url + CHAT), Target.of(bare), Target.of(recorder)]
-        plain = [_plain(target, opening, number, requests) for number in connections for target in targets]
+        proxies = [bare, recorder]
+        plain = [_plain(proxy, opening, number, requests) for number in connections for proxy in proxies]
         streamed = [
-            _streamed(target, engine, opening, number, chunks, pace) for number in connections for target in targets
+            _streamed(proxy, engine, opening, number, chunks, pace) for number in connections for proxy in proxies
         ]
     return {"replies at once": _with_ratios(plain, "CPU ms"), "streamed": _with_ratios(streamed, "CPU µs/chunk")}
 
@@ -148,7 +146,7 @@ def main(
     prompt_mb: float,
     model: Path,
 ) -> dict[str, Rows]:
-    """Measure the recorder beside a bare mitmdump redirect and a direct call to the same engine."""
+    """Measure the recorder beside a bare mitmdump redirect to the same engine."""
     with tempfile.TemporaryDirectory() as folder:
         found = _costs(Path(folder), model, connections, requests, chunks, pace) if connections != (0,) else {}
         if streams:

@@ -10,7 +10,6 @@ differs or is double.
 """
 
 import asyncio
-import itertools
 import os
 import shutil
 import subprocess
@@ -29,7 +28,7 @@ import numpy as np
 from tests.bench.frame import Rows, command, model_option
 from tests.bench.load import Log, Plan, play
 from tests.bench.model import Model
-from tests.bench.processes import ROOT, Engine, Mitmdump, cpu_seconds, resident_mb
+from tests.bench.processes import ROOT, Engine, Mitmdump, resident_mb
 from tests.bench.verdict import judge
 
 PACE = 1 / 30
@@ -43,33 +42,28 @@ DISK = "512m"
 """Size of the disk that is filled up."""
 
 
-def soak(
-    folder: Path, tokenizer: Path, disk: Path | None, sessions: int, seconds: int, chaos_seconds: int, recorders: int
-) -> Rows:
+def soak(folder: Path, tokenizer: Path, disk: Path | None, sessions: int, seconds: int, chaos_seconds: int) -> Rows:
     """Play the load and then chaos, with the run on `disk` if there is one. Returns a row for each phase."""
     run = (disk or folder) / "run"
     faults: Counter[str] = Counter()
     with ExitStack() as stack:
         settings = {"tokenizer": tokenizer, "lengths": LENGTHS, "burst": 0, "pace": PACE}
         engine = stack.enter_context(Engine("model", folder, settings))
-        names = [f"recorder-{n}" for n in range(recorders)]
-        taps = [Mitmdump.recorder(folder, run, engine, tokenizer, name=name) for name in names]
-        for tap in taps:
-            stack.enter_context(tap)
+        recorder = stack.enter_context(Mitmdump.recorder(folder, run, engine, tokenizer))
         chaos = time.time() + seconds
-        plan = Plan([tap.url for tap in taps], taps[0].ca, chaos, chaos + chaos_seconds)
+        plan = Plan(recorder.url, recorder.ca, chaos, chaos + chaos_seconds)
         # this thread has little to do, so that it does not keep the clients waiting
         playing = stack.enter_context(ThreadPoolExecutor(1)).submit(asyncio.run, play(plan, sessions))
-        before = _measure(taps)
+        before = _measure(recorder)
         time.sleep(max(0.0, plan.chaos - time.time()))
-        after = _measure(taps)
-        for fault in _faults(taps, engine, disk) if chaos_seconds else ():
+        after = _measure(recorder)
+        for fault in _faults(recorder, engine, disk) if chaos_seconds else ():
             faults[fault] += 1
             if time.time() + PAUSE_SECONDS >= plan.end:
                 break
             time.sleep(PAUSE_SECONDS)
         log = playing.result()
-        ended = _measure(taps)
+        ended = _measure(recorder)
     costs = {
         "CPU %": 100 * (after["CPU s"] - before["CPU s"]) / seconds,
         "start MB": before["MB"],
@@ -88,14 +82,9 @@ def soak(
     return phases
 
 
-def _measure(taps: list[Mitmdump]) -> dict[str, float]:
-    """Return figures of all recorders together."""
-    pids = [tap.process.pid for tap in taps]
-    return {
-        "CPU s": sum(map(cpu_seconds, pids)),
-        "MB": sum(map(resident_mb, pids)),
-        "log lines": sum(tap.log.read_bytes().count(b"\n") for tap in taps),
-    }
+def _measure(recorder: Mitmdump) -> dict[str, float]:
+    lines = recorder.log.read_bytes().count(b"\n")
+    return {"CPU s": recorder.cpu_seconds(), "MB": resident_mb(recorder.process.pid), "log lines": lines}
 
 
 def _headers(log: Log, plan: Plan, chaos: bool) -> dict[str, float]:
@@ -107,9 +96,9 @@ def _headers(log: Log, plan: Plan, chaos: bool) -> dict[str, float]:
     return {"headers ms": float(p50), "headers p99": float(p99)}
 
 
-def _faults(recorders: list[Mitmdump], engine: Engine, disk: Path | None) -> Iterator[str]:
+def _faults(recorder: Mitmdump, engine: Engine, disk: Path | None) -> Iterator[str]:
     """Make faults without an end, one after the other. All processes run after each."""
-    for recorder in itertools.cycle(recorders):
+    while True:
         recorder.kill()
         recorder.start()
         yield "kill -9 of a recorder"
@@ -150,12 +139,9 @@ def on_a_small_disk(folder: Path, command: list[str]) -> list[str] | None:
 @click.option("--sessions", default=64, show_default=True)
 @click.option("--seconds", default=60, show_default=True, help="Time without faults.")
 @click.option("--chaos-seconds", default=60, show_default=True, help="Time with faults; 0 for none.")
-@click.option("--recorders", default=1, show_default=True, help="Recorders on the run; sessions are spread over them.")
 @click.option("--disk", type=click.Path(path_type=Path), help="A small disk to fill up. Default: one that is mounted.")
 @model_option
-def main(
-    sessions: int, seconds: int, chaos_seconds: int, recorders: int, disk: Path | None, model: Path
-) -> dict[str, Rows]:
+def main(sessions: int, seconds: int, chaos_seconds: int, disk: Path | None, model: Path) -> dict[str, Rows]:
     """Load the recorder with many sessions and faults, and compare every token with the engine's."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as folder:
         if disk is None and chaos_seconds:
@@ -164,7 +150,7 @@ def main(
             if mounted := on_a_small_disk(Path(scratch), again):
                 sys.exit(subprocess.run(mounted, cwd=ROOT).returncode)
             click.echo("no full disk: this machine lets nobody mount a small one", err=True)
-        return {"phases": soak(Path(folder), model, disk, sessions, seconds, chaos_seconds, recorders)}
+        return {"phases": soak(Path(folder), model, disk, sessions, seconds, chaos_seconds)}
 
 
 if __name__ == "__main__":

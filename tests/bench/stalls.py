@@ -5,7 +5,6 @@ so their times are those of the proxy. The lateness of the loop is measured insi
 """
 
 import asyncio
-import itertools
 import sysconfig
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +15,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from tests.bench.client import Client, Target, Timings
+from tests.bench.client import Client, Timings
 from tests.bench.frame import Rows
 from tests.bench.processes import Engine, Mitmdump
 
@@ -27,7 +26,6 @@ PAUSE_SECONDS = 0.05
 _BYTES_PER_TOKEN = 2
 """A stream that has received so many bytes for each of its first tokens has received them all but a tool call. Words
 have more."""
-_names = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def measure(folder: Path, tokenizer: Path, loads: Loads) -> Rows:
             with proxy.measuring(samples):
                 for load in (_Streams(loads, length), _Prompt(loads)):
                     row = {"load": load.name, "target": proxy.name}
-                    rows.append(row | asyncio.run(_measure(load, Target.of(proxy), samples)))
+                    rows.append(row | asyncio.run(_measure(load, proxy, samples)))
     return rows
 
 
@@ -71,23 +69,23 @@ class _Streams:
         self._loads, self._length = loads, length
         self.name = f"{loads.streams} streams of {loads.tokens:,} tokens"
 
-    async def play(self, target: Target) -> Played:
+    async def play(self, proxy: Mitmdump) -> Played:
         """Play the load. It is measured from the last stream's first tokens to the end of the first stream."""
         long = [asyncio.Event() for _ in range(self._loads.streams)]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._stream(target, event)) for event in long]
+            tasks = [group.create_task(self._stream(proxy, event)) for event in long]
             await asyncio.gather(*(event.wait() for event in long))
             start = time.monotonic()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             end = time.monotonic()
         if end - start < self._loads.seconds / 4:
-            raise click.ClickException(f"{target.name}: streams ended before all had begun: give more --stream-seconds")
+            raise click.ClickException(f"{proxy.name}: streams ended before all had begun: give more --stream-seconds")
         return Played(start, end, {task.result() for task in tasks})
 
-    async def _stream(self, target: Target, long: asyncio.Event) -> int:
+    async def _stream(self, proxy: Mitmdump, long: asyncio.Event) -> int:
         body = {**_small(), "max_tokens": self._length, "stream": True}
         received = b""
-        async with _client(target) as client, client.post(body) as response:
+        async with _client(proxy) as client, client.post(body) as response:
             async for data in response.content.iter_any():
                 received += data
                 if len(received) >= _BYTES_PER_TOKEN * self._loads.tokens:
@@ -101,21 +99,21 @@ class _Prompt:
         self._bytes = int(loads.megabytes * 1e6)
         self.name = f"a prompt of {loads.megabytes:g} MB"
 
-    async def play(self, target: Target) -> Played:
+    async def play(self, proxy: Mitmdump) -> Played:
         body = _small(_source_text(self._bytes))
-        async with _client(target) as client:
+        async with _client(proxy) as client:
             start = time.monotonic()
             async with client.post(body) as response:
                 await response.read()
             return Played(start, time.monotonic(), {response.status})
 
 
-async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> dict:
+async def _measure(load: _Streams | _Prompt, proxy: Mitmdump, samples: Path) -> dict:
     waits: list[tuple[float, float]] = []
-    async with _others(target, waits):
-        cpu, started = target.cpu_seconds(), time.monotonic()
-        played = await load.play(target)
-        cpu_share = (target.cpu_seconds() - cpu) / (time.monotonic() - started)
+    async with _others(proxy, waits):
+        cpu, started = proxy.cpu_seconds(), time.monotonic()
+        played = await load.play(proxy)
+        cpu_share = (proxy.cpu_seconds() - cpu) / (time.monotonic() - started)
     last = played.end + PAUSE_SECONDS  # a pause can cover a short load
     others = [seconds for ended, seconds in waits if played.start <= ended and ended - seconds <= last]
     late = await _lateness(samples, played)
@@ -133,7 +131,7 @@ async def _measure(load: _Streams | _Prompt, target: Target, samples: Path) -> d
 
 
 @asynccontextmanager
-async def _others(target: Target, waits: list[tuple[float, float]]) -> AsyncIterator[None]:
+async def _others(proxy: Mitmdump, waits: list[tuple[float, float]]) -> AsyncIterator[None]:
     """Send small requests for the duration of the block, and append the end and the seconds of each to `waits`.
 
     The first one is answered before the block begins, the last one after it has ended.
@@ -152,7 +150,7 @@ async def _others(target: Target, waits: list[tuple[float, float]]) -> AsyncIter
         assert response.status == 200, answer
         waits.append((time.monotonic(), time.monotonic() - started))
 
-    async with _client(target) as client:
+    async with _client(proxy) as client:
         await ask()
         task = asyncio.create_task(ask_again())
         yield
@@ -172,8 +170,8 @@ async def _lateness(samples: Path, played: Played) -> np.ndarray:
         await asyncio.sleep(0.1)
 
 
-def _client(target: Target) -> Client:
-    return Client(target, f"stalls-{next(_names)}", {"messages": []}, Timings())
+def _client(proxy: Mitmdump) -> Client:
+    return Client(proxy, {"messages": []}, Timings())
 
 
 def _small(text: str = "Go on.") -> dict:

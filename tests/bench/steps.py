@@ -32,7 +32,8 @@ from rolltap.trainer.training.forward.passes import PaddedScorer, Scores
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.bench.groups import single
-from tests.bench.networks import network, tokenizer, vocabulary
+from tests.bench.networks import network, vocabulary
+from tests.trainer.training.grpo.tiny import tokenizer
 
 WARM_UP = 256
 """Tokens of a step before the measured ones, which allocates what is allocated once."""

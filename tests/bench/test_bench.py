@@ -28,7 +28,7 @@ def test_every_case_of_every_target_is_measured(tokenizer_folder):
     assert list(found) == ["replies at once", "streamed"]
     for rows in found.values():
         assert [(row["connections"], row["target"]) for row in rows] == [
-            (connections, target) for connections in (1, 2) for target in ("direct", "bare redirect", "recorder")
+            (connections, target) for connections in (1, 2) for target in ("bare redirect", "recorder")
         ]
         assert_above_zero(rows)
 
