@@ -75,12 +75,18 @@ class RunningEngine:
         """A client that has the key."""
 
 
-@contextmanager
-def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
-    """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
+def vllm_program() -> str:
+    """Return the command of vLLM. Skips the test when it is not installed."""
     vllm = os.environ.get("ROLLTAP_VLLM", "vllm")
     if shutil.which(vllm) is None:
         pytest.skip(f"vLLM is not installed ({vllm}): tests/run.sh installs it, or set ROLLTAP_VLLM")
+    return vllm
+
+
+@contextmanager
+def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
+    """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
+    vllm = vllm_program()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log, extra=extra)
@@ -92,7 +98,11 @@ def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterato
 
 @pytest.fixture(scope="session")
 def engine_key(tmp_path_factory) -> Iterator[None]:
-    """Name a key file in the environment, which all engines and their clients use."""
+    """Name a key file in the environment, which all engines and their clients use.
+
+    Without vLLM it skips before: nobody would write the file, and the tests of scripted engines that follow read it.
+    """
+    vllm_program()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path_factory.mktemp("key") / "engine.key"))
         yield
