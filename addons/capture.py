@@ -17,29 +17,26 @@ from rolltap.addons.endpoint.server import Endpoint, Expected
 from rolltap.addons.options import OPTIONS
 from rolltap.addons.recorder import open_run
 from rolltap.addons.sessions import SESSION
-from rolltap.addons.store.records import Event
+from rolltap.addons.store.records import Event, EventKind
 from rolltap.addons.store.rows import printable
 
 
 def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None = None) -> Event:
-    """Answer `flow` with `error`, and return the event to record.
-
-    `retry_after` is in seconds; None leaves the header out, when the same request will not succeed later.
-    """
+    """Answer `flow` with `error`, to be retried after so many seconds if ever. Return the event to record."""
     request = flow.request
     route = find_route(request.method, request.path, request.headers, ANY_PREFIX)
     headers = {"content-type": "application/json"}
     if retry_after is not None:
         headers["retry-after"] = str(retry_after)
     flow.response = http.Response.make(error.status, route.dialect.encode_error(error) if route else b"{}", headers)
-    return Event(
-        kind=event_kind(error),
-        session_id=flow.metadata.get(SESSION),
-        host=request.host,
-        method=request.method,
-        path=request.path.partition("?")[0],
-        detail=str(error),
-    )
+    return event_of(flow, event_kind(error), str(error))
+
+
+def event_of(flow: http.HTTPFlow, kind: EventKind, detail: str) -> Event:
+    """Return an event about a request, without its query."""
+    request = flow.request
+    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
+    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)
 
 
 logger = logging.getLogger(__name__)
@@ -157,7 +154,7 @@ class Capture:
         """Forget a connection that was closed, or not opened."""
         server = data.server
         if self.endpoint is not None and server.sockname and server.address == ("127.0.0.1", self.endpoint.port):
-            self._expected.forget(server.sockname[1])
+            self._expected.discard(server.sockname[1])
 
     server_connect_error = server_disconnected
 

@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary, WeakSet
 from mitmproxy import connection, ctx, exceptions, flow, http, tls
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
+from mitmproxy.net.tls import starts_like_tls_record
 from mitmproxy.proxy.layer import NextLayer
 from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
 from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.capture import CAPTURED
+from rolltap.addons.capture import CAPTURED, event_of
 from rolltap.addons.dialects.routes import advice, looks_like_model_call, not_served
-from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
-from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, close_server, is_open, is_tls
+from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, close_server, is_open
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Egress:
         in_tunnel = context.server.address is not None
         if is_open(data):
             nextlayer.layer = FirstBytes(context)
-        elif not is_tls(data) or isinstance(context.layers[-1], ClientTLSLayer):
+        elif not starts_like_tls_record(data) or isinstance(context.layers[-1], ClientTLSLayer):
             mode = HTTPMode.transparent if in_tunnel else HTTPMode.regular
             nextlayer.layer = Http(context, mode, self._report)
         elif in_tunnel:
@@ -182,14 +182,13 @@ class Egress:
         """Forget a server name that is none: mitmproxy cannot make a certificate for it."""
         client = data.context.client
         if client.sni is not None and not is_valid_host(client.sni):
-            self._record(Event(kind="refused", session_id=self._session_of(client), detail=f"SNI {client.sni!r}"))
+            self._refused(client, f"SNI {client.sni!r}")
             client.sni = None
 
     def tls_failed_client(self, data: tls.TlsData) -> None:
         """Record a client that began with TLS and did not go on with it, or does not trust our certificate."""
         host = (data.context.server.address or ("",))[0]
-        session_id, detail = self._session_of(data.context.client), f"TLS failed: {data.conn.error}"
-        self._record(Event(kind="refused", session_id=session_id, host=host, detail=detail))
+        self._refused(data.context.client, f"TLS failed: {data.conn.error}", host)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Answer a refused request before its body is read, or let it through as it arrives."""
@@ -197,7 +196,10 @@ class Egress:
         request = flow.request
         if flow.response is not None or flow.error is not None:
             return
-        decision = self._decide(flow)
+        # decided by the host that mitmproxy connects to: the harness can put anything into the Host header
+        decision: Decision = "allowed" if is_allowed(self._patterns, request.host, request.port) else "refused"
+        if flow.metadata.get(CAPTURED):
+            decision = "served"
         if decision == "refused":
             flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})
             flow.response.content = not_served(request.method, request.path, request.headers)
@@ -205,7 +207,7 @@ class Egress:
             self._tell(flow, decision)
         if decision == "allowed" and (other := other_name(request, flow.client_conn.sni)):
             flow.response = http.Response.make(421, b"{}", {"content-type": "application/json"})
-            self._record(_event("refused", flow, f"the request names another host: {other}"))
+            self._record(event_of(flow, "refused", f"the request names another host: {other}"))
         if flow.response is None:
             _keep_to_http(request)
             request.stream = request.stream or True
@@ -216,7 +218,9 @@ class Egress:
         """Forward a reply as it arrives. Close a connection that would change to another protocol than WebSocket."""
         assert flow.response is not None
         if flow.response.status_code == 101 and not _opens_websocket(flow):
-            self._record(_event("refused", flow, f"a change to {flow.response.headers.get('upgrade', 'no protocol')}"))
+            self._record(
+                event_of(flow, "refused", f"a change to {flow.response.headers.get('upgrade', 'no protocol')}")
+            )
             flow.kill()
         else:
             flow.response.stream = flow.response.stream or True
@@ -235,8 +239,7 @@ class Egress:
             data.server.error = error
             data.server.sni = one_name(host)
         else:
-            detail = "a connection for a request that no addon answered"
-            self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
+            self._refused(data.client, "a connection for a request that no addon answered", host)
 
     def server_connected(self, data: ServerConnectionHookData) -> None:
         """Close a connection to an allowed host that is on this machine or in a private network, before it is used."""
@@ -245,49 +248,37 @@ class Egress:
         (host, port, *_), address = data.server.address, data.server.peername[0]
         if data.client not in self._served and not may_be_used(self._patterns, host, address, port):
             close_server(data.client, data.server)
-            detail = f"the host has the address {address}, which is not public: allow {address}:{port}"
-            self._record(Event(kind="refused", session_id=self._session_of(data.client), host=host, detail=detail))
+            why = f"the host has the address {address}, which is not public: allow {address}:{port}"
+            self._refused(data.client, why, host)
 
     def tcp_start(self, flow: flow.Flow) -> None:
         """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
         flow.kill()
-        session_id, host = self._session_of(flow.client_conn), (flow.server_conn.address or ("",))[0]
-        self._record(Event(kind="refused", session_id=session_id, host=host, detail=f"{flow.type}, not HTTP"))
+        self._refused(flow.client_conn, f"{flow.type}, not HTTP", (flow.server_conn.address or ("",))[0])
 
     udp_start = dns_request = tcp_start
 
-    def _decide(self, flow: http.HTTPFlow) -> Decision:
-        """Decide by the host that mitmproxy connects to: the harness can put anything into the Host header."""
-        if flow.metadata.get(CAPTURED):
-            return "served"
-        return "allowed" if is_allowed(self._patterns, flow.request.host, flow.request.port) else "refused"
-
     def _report(self, client: connection.Client, request: http.Request | None, reason: str) -> None:
         host, method, path = (request.host, request.method, request.path) if request else ("", "", "")
-        session_id, path = self._session_of(client), path.partition("?")[0]
-        self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=reason))
+        self._refused(client, reason, host, method, path.partition("?")[0])
+
+    def _refused(self, client: connection.Client, why: str, host: str = "", method: str = "", path: str = "") -> None:
+        session_id = self._session_of(client)
+        self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=why))
 
     def _tell(self, flow: http.HTTPFlow, decision: Decision) -> None:
         method, target = flow.request.method, flow.request.path
         if decision == "refused" and (wanted := advice(method, target)):
-            self._record(_event("uncaptured", flow, f"refused: {wanted}"))
+            self._record(event_of(flow, "uncaptured", f"refused: {wanted}"))
         elif looks_like_model_call(method, target):
-            self._record(_event("uncaptured", flow, "refused" if decision == "refused" else "let through"))
+            self._record(event_of(flow, "uncaptured", "refused" if decision == "refused" else "let through"))
         elif decision == "refused":
-            self._record(_event("refused", flow, ""))
-
-
-def _event(kind: Literal["refused", "uncaptured"], flow: http.HTTPFlow, detail: str) -> Event:
-    request = flow.request
-    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
-    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)
+            self._record(event_of(flow, "refused", ""))
 
 
 def _keep_to_http(request: http.Request) -> None:
-    """Remove what asks for another protocol than HTTP/1 and WebSocket, and for compressed WebSocket messages.
-
-    A proxy may ignore `Upgrade` (RFC 9110, 7.8). mitmproxy decompresses messages without a bound.
-    """
+    """Remove what asks for other protocols: a proxy may ignore `Upgrade` (RFC 9110, 7.8); and for compressed messages,
+    which mitmproxy decompresses without a bound."""
     for name in ("http2-settings", "sec-websocket-extensions"):
         request.headers.pop(name, None)
     if request.headers.get("upgrade", "").lower() not in ("", "websocket"):

@@ -28,8 +28,8 @@ class EngineError(RolltapError):
     """The engine did not start, does not answer, or refused a request.
 
     `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True when the same request
-    may succeed later. `answered` is True when the engine refused this request: it may still serve others. `told` is
-    the text for the harness, where the message names adapters or folders, which are not its business.
+    may succeed later. `answered` is True when the engine refused this request: it may still serve others.
+    `for_harness` replaces a message that names adapters or folders, which are not the harness's business.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class EngineError(RolltapError):
         status: int = 503,
         retryable: bool = False,
         answered: bool = False,
-        told: str | None = None,
+        for_harness: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.told = told or message
+        self.for_harness = for_harness or message
         self.status = status
         self.retryable = retryable
         self.answered = answered

@@ -43,7 +43,25 @@ class _State:
     """True while a request with credentials has no complete reply."""
 
 
-class Descriptors:
+class _Requests:
+    """Tells when a request is over: `_end` gets its connection."""
+
+    def _end(self, client: connection.Client) -> None:
+        raise NotImplementedError
+
+    def response(self, flow: http.HTTPFlow) -> None:
+        """End a request whose reply is complete."""
+        if flow.websocket is None:
+            self._end(flow.client_conn)
+
+    def error(self, flow: http.HTTPFlow) -> None:
+        """End a request that failed, or that opened a WebSocket which was closed."""
+        self._end(flow.client_conn)
+
+    websocket_end = error
+
+
+class Descriptors(_Requests):
     """Raises the soft limit of descriptors to the hard one, and refuses what does not fit.
 
     When there is no room, connections without a running request are closed: first those that have shown no credentials,
@@ -109,17 +127,6 @@ class Descriptors:
             message = "The recorder has as many calls as it has file descriptors for. Try again later."
             self._record(refuse(flow, DialectError(message, status=503, code="overloaded"), retry_after=5))
 
-    def response(self, flow: http.HTTPFlow) -> None:
-        """End a request whose reply is complete."""
-        if flow.websocket is None:
-            self._rest(flow.client_conn)
-
-    def error(self, flow: http.HTTPFlow) -> None:
-        """End a request that failed, or that opened a WebSocket which was closed."""
-        self._rest(flow.client_conn)
-
-    websocket_end = error
-
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
         self._servers[data.client] += 1
@@ -132,7 +139,7 @@ class Descriptors:
 
     server_connect_error = server_disconnected
 
-    def _rest(self, client: connection.Client) -> None:
+    def _end(self, client: connection.Client) -> None:
         if (state := self._clients.pop(client, None)) is not None:
             state.busy = False
             self._clients[client] = state
@@ -170,8 +177,8 @@ class _Usage:
         return data
 
 
-@dataclass(slots=True)
-class Limits:
+@dataclass
+class Limits(_Requests):
     """Answers 429 to a request over a limit of its session, and records it as `rejected`.
 
     All requests of a session count, also to hosts that are refused. Bytes are those of bodies. They are counted while
@@ -215,17 +222,6 @@ class Limits:
         usage = self._running.get(flow.client_conn)
         if usage is not None and flow.response is not None:
             flow.response.stream = usage.count
-
-    def response(self, flow: http.HTTPFlow) -> None:
-        """End a request whose reply is complete."""
-        if flow.websocket is None:
-            self._end(flow.client_conn)
-
-    def error(self, flow: http.HTTPFlow) -> None:
-        """End a request that failed, or that opened a WebSocket which was closed."""
-        self._end(flow.client_conn)
-
-    websocket_end = error
 
     def client_disconnected(self, client: connection.Client) -> None:
         """End the request of a connection that was closed."""

@@ -19,11 +19,10 @@ ERROR = "error: "
 
 
 class Log:
-    """Cuts mitmproxy's lines for connections and requests, which hold queries, and filters all other lines.
+    """Cuts mitmproxy's lines for connections and requests, which hold queries, and makes others printable and short.
 
-    Each line becomes printable text of at most `LONGEST_LINE` characters, with `ERROR` before it if it is one. A place
-    in the code logs `LISTED` lines, and after that those at powers of two. Lines of refusals are counted by session:
-    see `Refusals`.
+    A place in the code logs `LISTED` lines, and after that those at powers of two. Lines of refusals are counted by
+    session: see `Refusals`.
     """
 
     def __init__(self) -> None:

@@ -60,10 +60,7 @@ class Option:
     """From mitmproxy's value to the field's. Raises ValueError with the end of a sentence that begins with the name."""
 
     def value(self, given: Any) -> Any:
-        """Return mitmproxy's value of the texts of `--set`, or of a value in its configuration file.
-
-        Raises ValueError as `parse`.
-        """
+        """Return mitmproxy's value of texts of `--set`, or of one in its configuration file. Raises as `parse`."""
         kind = type(self.default)
         if type(given) is kind:
             return given
@@ -95,6 +92,10 @@ def _option(default: Any, text: str, **more: Any) -> Any:
 
 def _limit(text: str) -> Any:
     return _option(0, f"{text} A request over it gets 429. 0 is no limit.")
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser()
 
 
 def _urls(text: str) -> tuple[str, ...]:
@@ -135,12 +136,7 @@ def _prefixes(prefixes: Sequence[str]) -> tuple[str, ...]:
 class RecorderOptions:
     """Options of the recorder. A field `NAME` is mitmproxy's option `rolltap_NAME`."""
 
-    out: Path = _option(
-        "",
-        "Run folder to record to. Created if it does not exist.",
-        required=True,
-        parse=lambda text: Path(text).expanduser(),
-    )
+    out: Path = _option("", "Run folder to record to. Created if it does not exist.", required=True, parse=_folder)
     engine: tuple[str, ...] = _option(
         "",
         "Base URL of the vLLM server, for instance `http://127.0.0.1:8000`. Separate several servers of the same model "

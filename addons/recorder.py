@@ -5,8 +5,9 @@ import gc
 import logging
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,10 +45,22 @@ def open_run(settings: OptManager) -> Endpoint:
     serves another model, and when the run folder cannot be written or belongs to another tokenizer.
     """
     options = RecorderOptions.read(settings)
-    key, rendering = _key(options), _rendering(options)
-    warnings = _compare(options.engine, key, rendering)
+    with _naming("rolltap_engine_key_file"):
+        key = read_key(options.engine_key_file)
+    with _naming("rolltap_model, rolltap_renderer"):
+        rendering = Rendering(resolve_model(options.model), options.renderer)
+    if rendering.name == "default":
+        advice = "tool calls are not parsed. Set rolltap_renderer if a renderer of the model's family exists."
+        logger.warning("no renderer matches the chat template of %s: %s", rendering.model, advice)
+    if rendering.refusal:
+        why = "conversations cannot be continued token for token, each call is rendered"
+        logger.warning("%s: %s", why, rendering.refusal)
+    own = OwnModel.of(rendering.model, rendering.encode)
+    # mitmdump serves nobody yet: its event loop may wait
+    with ThreadPoolExecutor(1) as pool, _naming("rolltap_model"):
+        warnings = pool.submit(asyncio.run, require_model(options.engine, key, own)).result()
     metadata = {
-        "model": resolve_model(options.model),
+        "model": rendering.model,
         "renderer": rendering.name,
         "bridge_refusal": rendering.refusal,
         **rendering.digests,
@@ -61,48 +74,19 @@ def open_run(settings: OptManager) -> Endpoint:
         "images": options.images,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
     }
-    try:
+    with _naming("rolltap_out"):
         write_metadata(options.out, metadata)
         add_recorder(options.out, recorder)
-    except (RunError, OSError) as error:
-        raise OptionsError(f"rolltap_out: {error}") from error
     return Endpoint(rendering, RunWriter(options.out, options.fsync), options, engine_key=key, warnings=warnings)
 
 
-def _key(options: RecorderOptions) -> str | None:
+@contextmanager
+def _naming(options: str) -> Iterator[None]:
+    """Turn an error into one that names the options which are wrong."""
     try:
-        return read_key(options.engine_key_file)
-    except InputError as error:
-        raise OptionsError(f"rolltap_engine_key_file: {error}") from error
-
-
-def _rendering(options: RecorderOptions) -> Rendering:
-    model = resolve_model(options.model)
-    try:
-        rendering = Rendering(model, options.renderer)
-    except InputError as error:
-        raise OptionsError(f"rolltap_model, rolltap_renderer: {error}") from error
-    if rendering.name == "default":
-        advice = "tool calls are not parsed. Set rolltap_renderer if a renderer of the model's family exists."
-        logger.warning("no renderer matches the chat template of %s: %s", model, advice)
-    if rendering.refusal:
-        logger.warning(
-            "conversations cannot be continued token for token, each call is rendered: %s", rendering.refusal
-        )
-    return rendering
-
-
-def _compare(urls: Sequence[str], key: str | None, rendering: Rendering) -> list[str]:
-    """Return warnings. Raises `OptionsError` if an engine serves another model.
-
-    mitmdump serves nobody yet: its event loop may wait.
-    """
-    own = OwnModel.of(rendering.model, rendering.encode)
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            return pool.submit(asyncio.run, require_model(urls, key, own)).result()
-        except WrongModel as error:
-            raise OptionsError(f"rolltap_model: {error}") from error
+        yield
+    except (InputError, WrongModel, RunError, OSError) as error:
+        raise OptionsError(f"{options}: {error}") from error
 
 
 class Startup:
@@ -113,10 +97,7 @@ class Startup:
     """
 
     def load(self, loader: Loader) -> None:
-        """Declare the options. Refuse unknown names and values of another type: nothing is opened then.
-
-        Raises `OptionsError` after it has logged each refusal. The logged ones stop mitmdump.
-        """
+        """Declare the options. Log each unknown name and value of another type, and raise `OptionsError` for them."""
         RecorderOptions.load(loader)
         given = {name: getattr(value, "val", value) for name, value in ctx.options.deferred.items()}
         refusals = [*unknown_options(ctx.options), *typed(given)[1]]

@@ -1,8 +1,7 @@
 """The recorder's secret: how a process gets and hides it, and the credentials that it gives a session.
 
-The proxy credentials of a session are its id as the user name and an HMAC of the id as the password. They are checked
-without a registry of sessions. With a secret, a session cannot compute another session's password. Nothing here needs
-mitmproxy: `rolltap env` prints credentials without it.
+A session's proxy credentials are its id and an HMAC of the id: no registry is needed, and no session can compute those
+of another. Nothing here needs mitmproxy: `rolltap env` prints credentials without it.
 """
 
 import base64
@@ -23,10 +22,7 @@ def password(secret: str, session_id: str) -> str:
 
 
 def valid(secret: str, session_id: str, given: str) -> bool:
-    """Return True when `given` is the session's password. With an empty secret every password is accepted.
-
-    Empty and unprintable session ids, and blanks at an end, are refused: the id becomes the value of a header.
-    """
+    """Return True for the password of a session, any one without a secret. An id that no header can hold has none."""
     if not session_id or not session_id.isprintable() or session_id != session_id.strip():
         return False
     return not secret or hmac.compare_digest(password(secret, session_id).encode(), given.encode())
@@ -72,9 +68,8 @@ def read_secret(path: str | Path) -> str:
 
 
 def hide_process() -> None:
-    """Hide the memory, environment and descriptors of this process from the other processes of its user, except root.
+    """Hide memory, environment and descriptors of this process from the others of its user, except root (see prctl(2)).
 
-    They cannot trace it either, and it dumps no core (`PR_SET_DUMPABLE` of prctl(2)). Programs that it starts are not
-    hidden.
+    They cannot trace it either, and it dumps no core. Programs that it starts are not hidden.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
-    ["addons.errors", "addons.offload"],
+    ["addons.errors", "addons.concurrency"],
     ["addons.options"],
     ["addons.dialects", "trainer.engine.in_vllm", "trainer.rollouts.runtimes.inside"],
     ["addons.store", "trainer", "trainer.models"],
@@ -27,9 +27,7 @@ LAYERS = [
 """Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no other of its own.
 `addons` and `trainer` are the files directly in these folders, without `LEAVES`. The packages of one API belong to
 `addons.dialects`."""
-LEAVES = {
-    ROOT / "addons" / name: f"addons.{name.removesuffix('.py')}" for name in ("errors.py", "offload.py", "options.py")
-}
+LEAVES = {ROOT / "addons" / f"{name}.py": f"addons.{name}" for name in ("errors", "concurrency", "options")}
 """Files of `addons` that all others may import."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 

@@ -1,14 +1,13 @@
-"""Async functions from blocking code, blocking functions from async code, pauses between retries, and single flight."""
+"""Async functions from blocking code, blocking functions from async code, and single flight."""
 
 import asyncio
-import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from rolltap.addons.offload import finished_in
+from rolltap.addons.concurrency import finished_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,16 +96,6 @@ async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
     wait for it. When the caller is cancelled, CancelledError is raised after the function has returned.
     """
     return await finished_in(_FOLDER_THREADS, function, *args, **kwargs)
-
-
-def backoff(retries: int, first: float, longest: float = math.inf) -> Iterator[float | None]:
-    """Yield the pause after each attempt of a loop with so many retries, in seconds, and None after the last attempt.
-
-    The first pause is `first`; each one after it is twice as long, and none is over `longest`.
-    """
-    for number in range(retries):
-        yield min(first * 2**number, longest)
-    yield None
 
 
 class Once(Generic[K, V]):

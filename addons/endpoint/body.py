@@ -1,8 +1,4 @@
-"""Reads the bodies of requests: bounded on the wire, in time, in memory and after decompression.
-
-A body counts against a memory quota of its session, and of all sessions, from its first byte until it has been worked
-on. Decompression has a bound of what a body becomes and of the work that it makes.
-"""
+"""Reads the bodies of requests: bounded on the wire, in time, in memory and after decompression."""
 
 import asyncio
 import io
@@ -17,8 +13,8 @@ import brotli  # type: ignore[import-untyped]
 import zstandard
 from aiohttp import web
 
+from rolltap.addons.concurrency import finished_in
 from rolltap.addons.dialects.model_call import DialectError
-from rolltap.addons.offload import finished_in
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""
@@ -38,46 +34,30 @@ _MOST_MEMBERS = 16
 
 
 class Bodies:
-    """The bodies of all sessions. Create it inside the event loop that uses it.
+    """The bodies of all sessions, of which each decompresses one at a time. Create it inside the event loop."""
 
-    A session decompresses one body at a time, in threads that do nothing else.
-    """
-
-    def __init__(
-        self,
-        limit: int = BODY_LIMIT,
-        session_quota: int = SESSION_QUOTA,
-        total_quota: int = TOTAL_QUOTA,
-        *,
-        seconds: float = BODY_SECONDS,
-        patience: float = _PATIENCE,
-    ) -> None:
-        self.quota = MemoryQuota(session_quota, total_quota, patience)
+    def __init__(self, limit: int = BODY_LIMIT, of_session: int = SESSION_QUOTA, of_all: int = TOTAL_QUOTA) -> None:
+        self.quota = MemoryQuota(of_session, of_all, _PATIENCE)
         self._limit = limit
-        self._seconds = seconds
+        self._seconds = BODY_SECONDS
         self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """A lock lives as long as somebody uses it."""
 
     @asynccontextmanager
     async def read(self, request: web.Request, session_id: str) -> AsyncIterator[bytes]:
         """Yield the body of `request`, decompressed as its Content-Encoding says: zstd, gzip, deflate or br.
 
-        The body counts against the quota until the end of the context. A request over the quota waits, and does not
-        read on.
-
-        Raises `DialectError` with status 413 when the body is longer than the limit, before or after decompression,
-        400 when it cannot be decompressed, 408 when it takes too long to arrive, and as `Reservation.take` over the
-        quota.
+        The body counts against the quota until the end of the context. Raises `DialectError` with status 413 when the
+        body is longer than the limit, before or after decompression, 400 when it cannot be decompressed, 408 when it
+        takes too long to arrive, and as `Reservation.take` over the quota.
         """
         with self.quota.reserve(session_id) as held:
             body = await self._received(request, held)
             encoding = request.headers.get("content-encoding", "").strip().lower()
             if body and encoding not in ("", "identity"):
-                # the lock lives as long as somebody uses it
-                turn = self._turns.setdefault(session_id, asyncio.Lock())
-                async with turn:
-                    # its decompressed size is not known yet
-                    await held.take(self._limit)
+                async with self._turns.setdefault(session_id, asyncio.Lock()):
+                    await held.take(self._limit)  # the decompressed size is not known yet
                     body = await finished_in(self._threads, decompress, body, encoding, self._limit)
                     held.free(held.num_bytes - len(body))
             yield body
@@ -166,8 +146,6 @@ class Reservation:
         Raises `DialectError` when it does not for a while: with status 429 when the session itself holds too much,
         which is no fault of ours, and 503 otherwise.
         """
-        if self.try_take(num_bytes):
-            return
         try:
             async with asyncio.timeout(self._quota.patience):
                 while not self.try_take(num_bytes):
@@ -198,10 +176,7 @@ class Reservation:
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return `body` decompressed, at most `limit` bytes.
-
-    Raises `DialectError` with status 413 when it becomes longer, and with status 400 when it cannot be decompressed.
-    """
+    """Return `body` decompressed. Raises `DialectError`: 413 for more than `limit` bytes, 400 for what cannot be."""
     if encoding not in _DECODERS:
         known = ", ".join(_DECODERS)
         raise DialectError(f"The request body has the content encoding {encoding[:50]!r}: use one of {known}.")

@@ -1,7 +1,7 @@
 """Budgets of a session: its model calls, its sampled tokens, and the prompt tokens of one call.
 
-A call takes from the budgets before it begins, and gives back what it did not use. Calls that run at the same time can
-therefore not use more than there is. What was used is counted from the session's rows after a restart.
+A call takes from the budgets before it begins, and gives back what it did not use, so that calls at the same time
+cannot use more than there is. Used is what the session's rows say, after a restart too.
 """
 
 import asyncio
@@ -57,10 +57,6 @@ class Budgets:
             raise ContextOverflow(prompt_tokens, context_window)
 
 
-UNBOUNDED = Budgets()
-"""No budgets."""
-
-
 @dataclass(slots=True)
 class Used:
     """Model calls that an engine was asked, and sampled tokens, of a session. Calls that end in a fault of ours, and
@@ -103,15 +99,8 @@ class Grant:
         if self.cut:
             asked["max_tokens"], sampling["max_tokens"] = sampling["max_tokens"], self.tokens
 
-    def cancel(self) -> None:
-        """Give all back: the call did not begin."""
-        self.budget.free(self)
-
     def settle(self, call: Call, *, fault: bool = False) -> Event | None:
-        """Give back what an ended call did not use. Return an event `budget` when its reply was cut.
-
-        `fault` is True when it ended for a reason of ours.
-        """
+        """Give back what an ended call did not use. Return an event `budget` when its reply was cut."""
         self.budget.free(self)
         self.budget.used.add(call.status, len(call.completion_ids), call.error, fault=fault)
         if not self.cut or call.finish_reason != "length":
@@ -131,9 +120,9 @@ class SessionBudget:
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, dialect: Dialect, max_tokens: int) -> Grant | None:
-        """Grant a call of at most `max_tokens` sampled tokens, or fewer when the budget has no more.
+        """Grant a call up to `max_tokens` sampled tokens, or what is left. Raises `BudgetUsedUp`.
 
-        Returns None when running calls may give back what is missing: try again after `settled`. Raises `BudgetUsedUp`.
+        Returns None when running calls may give back what is missing: try again after `settled`.
         """
         most = self.budgets
         if most.max_calls and self.used.calls + len(self.running) >= most.max_calls:
@@ -161,10 +150,7 @@ class SessionBudget:
 
 
 def uncut(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded sampling parameters with the token limit that the call had before its budget cut it.
-
-    `Grant.record_cut` has put that limit among the parameters that were `asked`, so that a retry is known by it.
-    """
+    """Return recorded sampling parameters with the token limit from before `record_cut`, by which a retry is known."""
     asked = dict(sampling.get("asked", {}))
     limit = asked.pop("max_tokens", sampling.get("max_tokens"))
     return {**sampling, "max_tokens": limit, "asked": asked}

@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -42,11 +43,9 @@ def event_kind(error: Exception) -> EventKind:
     """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
 
     An invalid request is a `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
-    an engine's refusal with a status below 500, because the recorder made the request that it refuses.
-
-    An unexpected error is not: decoding, rendering and parsing depend on what was asked and sampled, such as the roles
-    of messages, for which chat templates raise. An agent that could cause a fault could take back a session that would
-    fail.
+    an engine's refusal with a status below 500, because the recorder made the request that it refuses. An unexpected
+    error is not: decoding, rendering and parsing depend on what was asked and sampled, and an agent that could cause a
+    fault could take back a session that would fail.
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
@@ -64,7 +63,7 @@ def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
     if isinstance(error, DialectError):
         return error
     if isinstance(error, EngineError):
-        return DialectError(error.told, status=error.status, code="engine_error")
+        return DialectError(error.for_harness, status=error.status, code="engine_error")
     if isinstance(error, RunError):
         return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
     if isinstance(error, OSError):
@@ -159,11 +158,6 @@ class Refusals:
 
 
 def _printable(event: Event) -> Event:
-    return replace(
-        event,
-        session_id=None if event.session_id is None else printable(event.session_id),
-        host=printable(event.host),
-        method=printable(event.method),
-        path=printable(event.path),
-        detail=printable(event.detail),
-    )
+    session_id = None if event.session_id is None else printable(event.session_id)
+    texts: dict[str, Any] = {name: printable(getattr(event, name)) for name in ("host", "method", "path", "detail")}
+    return replace(event, session_id=session_id, **texts)

@@ -1,7 +1,4 @@
-"""One HTTP exchange: a request and its reply, streamed or plain.
-
-A stream's headers are sent immediately, text while it is sampled, and the last event after the call is committed.
-"""
+"""One HTTP exchange: a request and its reply, streamed or plain."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -89,10 +86,7 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
 
 
 async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Answer with JSON that the caller's quota holds: in pieces, without a second copy of it.
-
-    A client that takes longer than `SENDING_SECONDS` loses its connection.
-    """
+    """Answer with JSON in pieces, without a second copy. A client that is slower than `SENDING_SECONDS` is cut off."""
     response = web.StreamResponse(headers={"content-type": "application/json", "content-length": str(len(body))})
     await response.prepare(request)
     try:

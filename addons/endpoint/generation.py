@@ -50,6 +50,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
+from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.model_call import DialectError, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED, Grant
 from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
@@ -59,7 +60,6 @@ from rolltap.addons.engine.connections import SILENCE_SECONDS
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.offload import Workers
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
 from rolltap.addons.store.records import CallStatus, find_violation, utc_now
@@ -118,6 +118,7 @@ class Generation:
 
     def __init__(self, session: Owner, prepared: PreparedCall, policy: SessionPolicy, grant: Grant) -> None:
         self.call = prepared.call
+        self.call_id = prepared.call.call_id
         self.digest = prepared.digest
         self.pieces: list[tuple[str, str]] = []
         self.reply: Reply | None = None
@@ -148,11 +149,6 @@ class Generation:
         return self._state not in NEXT
 
     @property
-    def call_id(self) -> str:
-        """The id of the call."""
-        return self.call.call_id
-
-    @property
     def abandoned(self) -> bool:
         """True when no request listens and the reply was never fully delivered."""
         return not self.listeners and not self.delivered
@@ -164,10 +160,7 @@ class Generation:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for the duration of the block.
-
-        The reply counts as delivered when the block ends without an exception after the call is done.
-        """
+        """Listen for the duration of the block. A reply is delivered when a block ends well after the call is done."""
         self._linger.cancel()
         self.listeners += 1
         self._heard.set()
@@ -189,10 +182,7 @@ class Generation:
         return await _happens(self._done, timeout)
 
     def advance(self) -> bool:
-        """Append the new text of the completion so far to `pieces`. Return False without new tokens.
-
-        Amortised O(new tokens).
-        """
+        """Append new text of the completion to `pieces`, in amortised O(new tokens). Return False without any."""
         if self.done:
             return False
         self._changed.clear()
@@ -251,8 +241,10 @@ class Generation:
             raise RuntimeError(f"call {self.call_id} is {self._state.name} and cannot become {state.name}")
         if isinstance(outcome, Exception):
             self.error = as_dialect_error(outcome)
-            if state is State.ABORTED:
-                self.call.error = self._unanswered()
+            silence = asyncio.get_running_loop().time() - self._token_at
+            hung = self._state is State.SAMPLING and silence > UNANSWERED_SECONDS  # it may answer `/health`
+            if state is State.ABORTED and self.call.error is None and hung:
+                self.call.error = f"the engine at {self.call.engine} sent no token for {silence:.0f} s"
             self._note_fault(state, outcome)
         if self._state in UNRECORDED and state not in UNRECORDED:
             try:
@@ -272,22 +264,8 @@ class Generation:
             self._done.set()
             self._changed.set()
 
-    def _unanswered(self) -> str | None:
-        """Return why the engine does not answer the call, or None while it does.
-
-        It has failed and no token came since, or it is silent for more than `UNANSWERED_SECONDS`: a hung engine may
-        answer `/health`.
-        """
-        silence = asyncio.get_running_loop().time() - self._token_at
-        if self.call.error is None and self._state is State.SAMPLING and silence > UNANSWERED_SECONDS:
-            return f"the engine at {self.call.engine} sent no token for {silence:.0f} s"
-        return self.call.error
-
     def _note_fault(self, state: State, error: Exception) -> None:
-        """Record an event `fault` when the call ends for a reason of ours, before the harness gets the error.
-
-        Reasons of ours are errors, and an abort of a call that the engine did not answer.
-        """
+        """Record an event `fault` for an error of ours, or an abort of a call that the engine did not answer."""
         known = error if isinstance(error, EngineError) else self.error
         detail = self.call.error if state is State.ABORTED else str(known)
         if detail is not None and event_kind(error) == "fault":

@@ -52,10 +52,7 @@ class RecordedCall:
 
 
 def parents_first(rows: dict[str, Row]) -> list[Row]:
-    """Return rows in their order, but each parent before its children. Writers whose clocks differ may mix them.
-
-    `rows` has each row under its call.
-    """
+    """Return rows, by call id, in their order but each parent first: writers whose clocks differ may mix them."""
     ordered: list[Row] = []
     seen: set[str] = set()
     for own in rows.values():
@@ -70,10 +67,7 @@ def parents_first(rows: dict[str, Row]) -> list[Row]:
 
 
 def readable_calls(rows: Iterable[Row]) -> Iterator[RecordedCall]:
-    """Yield the calls among the rows of a session, parents first, whose prompts can be rebuilt.
-
-    The others are left out with a warning.
-    """
+    """Yield the calls of a session's rows whose prompts can be rebuilt. The others are left out with a warning."""
     found: dict[str | None, RecordedCall] = {}
     for row in rows:
         parent = found.get(row["parent_id"])
@@ -123,10 +117,7 @@ class Recovery:
         self._calls: SessionIndex | None = None
 
     def load(self) -> None:
-        """Read the session ids of the run: 50 µs a call that is not compacted. `recover` does it if it was not done.
-
-        Raises `OSError`, and `RunError` when the folder cannot be read.
-        """
+        """Read the session ids of the run: 50 µs a call that is not compacted. Raises `OSError` and `RunError`."""
         with self._lock:
             self._refresh(own=False)
 
@@ -177,10 +168,7 @@ class Recovery:
 
 
 class RecoveredSession:
-    """A session's state. Not thread-safe: one worker at a time.
-
-    A session can be dropped whenever it has no running generation: `Recovery.recover` brings it back.
-    """
+    """A session's state. Not thread-safe: one worker at a time. It can be dropped whenever no generation runs."""
 
     def __init__(self, recovery: Recovery, session_id: str, ended: bool) -> None:
         self.ended = ended
@@ -228,9 +216,16 @@ class RecoveredSession:
         for recorded in calls:
             theirs = recorded.row["dialect"]
             rule = model_call.echo_rule if theirs == dialect else None
-            if (theirs, rule) not in self._indexed:
-                past += self._past(recorded, rule) if first else ()
-                restored += self._restore(recorded, rule)
+            if (theirs, rule) in self._indexed:
+                continue
+            try:
+                if first:
+                    past.append(self._past(recorded, rule))
+                if recorded.reply is not None:
+                    restored.append((recorded, self._restore(recorded, recorded.reply, rule)))
+            except _NOT_A_RECORDERS as error:
+                self.conversations.history.incomplete = True
+                leave_out(recorded.row, f"its messages are not those of a recorder ({error!r})")
         self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
         if first:
             self.roles.restore(past)
@@ -243,44 +238,25 @@ class RecoveredSession:
                 if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
                     self.finished.append(call)
 
-    def _past(self, recorded: RecordedCall, rule: EchoRule | None) -> Iterator[PastCall]:
-        """Yield the call for `SessionRoles`; nothing when its messages are not those of a recorder."""
+    def _past(self, recorded: RecordedCall, rule: EchoRule | None) -> PastCall:
         row, model_call = recorded.row, recorded.model_call(rule)
-        try:
-            sampled_by = self.conversations.sampled_by(model_call) if row["kind"] == "rendered" else row["parent_id"]
-            yield PastCall(
-                call_id=row["call_id"],
-                parent_id=row["parent_id"],
-                sampled_by=sampled_by,
-                role=row["role"],
-                started_at=row["started_at"],
-                finished_at=row["finished_at"] or self._recovery.started,
-                model_call=model_call,
-                reply=recorded.reply,
-            )
-        except _NOT_A_RECORDERS as error:
-            leave_out(row, f"its messages are not those of a recorder ({error!r})")
+        sampled_by = self.conversations.sampled_by(model_call) if row["kind"] == "rendered" else row["parent_id"]
+        return PastCall(
+            call_id=row["call_id"],
+            parent_id=row["parent_id"],
+            sampled_by=sampled_by,
+            role=row["role"],
+            started_at=row["started_at"],
+            finished_at=row["finished_at"] or self._recovery.started,
+            model_call=model_call,
+            reply=recorded.reply,
+        )
 
-    def _restore(self, recorded: RecordedCall, rule: EchoRule | None) -> Iterator[tuple[RecordedCall, Turn]]:
-        """Let later calls continue a completed one, and yield it; nothing when it cannot be continued."""
-        row, reply = recorded.row, recorded.reply
-        if reply is None:
-            return
-        try:
-            turn = self.conversations.restore(
-                row["call_id"],
-                row["parent_id"],
-                row["prompt_tail_ids"],
-                row["completion_ids"],
-                recorded.model_call(rule),
-                reply,
-                row["kind"],
-            )
-        except _NOT_A_RECORDERS as error:
-            self.conversations.history.incomplete = True
-            leave_out(row, f"its messages are not those of a recorder ({error!r})")
-        else:
-            yield recorded, turn
+    def _restore(self, recorded: RecordedCall, reply: Message, rule: EchoRule | None) -> Turn:
+        """Let later calls continue a completed one."""
+        row, model_call = recorded.row, recorded.model_call(rule)
+        ids = row["prompt_tail_ids"], row["completion_ids"]
+        return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, reply, row["kind"])
 
     def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> FinishedCall | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""

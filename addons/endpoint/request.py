@@ -25,10 +25,7 @@ END = "end"
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request of a session, without its body.
-
-    `host`, `method` and `path` are recorded, so they are printable and cut.
-    """
+    """A request of a session, without its body. `host`, `method` and `path` are printable and cut, for the record."""
 
     session_id: str
     host: str
@@ -84,10 +81,7 @@ class PreparedCall:
 def sampling_parameters(
     own: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return vLLM's sampling parameters: the recorder's `own`, and the harness's token limit, stop texts and grammar.
-
-    `max_new_tokens` is the room that the prompt leaves in the context window.
-    """
+    """Return vLLM's parameters: the recorder's `own`, and the harness's token limit, stop texts and grammar."""
     limits = max_new_tokens, own.get("max_tokens", max_new_tokens), model_call.max_tokens or max_new_tokens
     sampling = {**own, "max_tokens": min(limits), "stop_token_ids": stop_token_ids}
     if model_call.stop:

@@ -20,10 +20,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class FinishedCall:
-    """A completed call whose reply can be given again. To listeners it is a `Generation` that is done.
-
-    It holds no tokens: a session keeps `_REMEMBERED` of them.
-    """
+    """A completed call whose reply can be given again, to listeners a `Generation` that is done. Has no tokens."""
 
     call_id: str
     digest: bytes
@@ -88,10 +85,7 @@ AnyCall = Generation | FinishedCall
 
 
 def find_retried(calls: Sequence[AnyCall], digest: bytes, headers: Mapping[str, str]) -> AnyCall | None:
-    """Return the newest of `calls` that a request repeats, or None for a sample of its own.
-
-    `digest` is its `request_digest`. `headers` need lookups that ignore case, or lower-case keys.
-    """
+    """Return the newest of `calls` with this digest that a request repeats, or None. `headers` ignore case."""
     equal = [call for call in reversed(calls) if call.error is None and call.digest == digest]
     abandoned = [call for call in equal if call.abandoned]
     marked = headers.get(_RETRY_COUNT, "0") != "0"

@@ -1,9 +1,8 @@
 """Role of a call, from the harness's headers and the structure of the request.
 
-A call that is sampled under a grammar comes first: its role is one that is not trained. The rules that name a harness
-were observed in its traffic, and come next. Then a conversation keeps the role of its earlier calls, and one that
-begins while a tool call of another waits is a sub-agent's (`SessionRoles`). A call that matches no rule has the role
-`agent`.
+A call under a grammar comes first: it is not trained. The rules that name a harness were observed in its traffic, and
+come next. Then a conversation keeps the role of its earlier calls, and one that begins while a tool call of another
+waits is a sub-agent's (`SessionRoles`). A call that matches no rule has the role `agent`.
 """
 
 import json
@@ -166,10 +165,7 @@ class SessionRoles:
         """Id of a tool call -> the call that sampled it, in the order in which these completed."""
 
     def ask(self, messages: Sequence[Message], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
-        """Note a request, and return what earlier calls say about its role.
-
-        `sampled_by` is the call that it continues, or else one whose reply is among its messages.
-        """
+        """Note a request that continues, or has the reply of, `sampled_by`. Return what earlier calls say of it."""
         return self._begin(_answered(messages), tools, opening, sampled_by)
 
     def _begin(self, answered: set[str], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:

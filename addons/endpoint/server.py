@@ -1,8 +1,7 @@
 """HTTP server of the model APIs, on loopback, in the event loop of mitmdump.
 
 mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It passes the session id, the
-host and the route in headers, together with a per-process secret that authenticates them. The server reads the body,
-starts or joins a generation through `Session`, and sends the reply.
+host and the route in headers, with a per-process secret that authenticates them.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from functools import partial
 
 from aiohttp import web
 
+from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
@@ -43,7 +43,6 @@ from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError, InputError, RunError
-from rolltap.addons.offload import Workers
 from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
@@ -61,37 +60,22 @@ ACCEPTED = 20
 """Number of connections that are accepted before the first one is looked at."""
 IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
-REWARD_SOURCE = "/end"
-"""Value of `GivenReward.source` for a reward from a session's end."""
 
 
-class Expected:
+class Expected(set[int]):
     """The local ports of the proxy's connections to the endpoint.
 
     Every process of this machine can connect to a port on loopback. The proxy chooses its own port for each connection
     before it connects, so the endpoint knows whom to expect, and closes all others before they can send a byte.
     """
 
-    def __init__(self) -> None:
-        self._ports: set[int] = set()
-
     def choose(self) -> tuple[str, int]:
-        """Return a free local address for a connection that is about to be opened, and expect it.
-
-        Raises `OSError` when none is free. If another process takes the port first, connecting fails.
-        """
+        """Expect a connection from a free local address, and return it. Raises `OSError` when none is free."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address: tuple[str, int] = free.getsockname()
-        self._ports.add(address[1])
+        self.add(address[1])
         return address
-
-    def forget(self, port: int) -> None:
-        """Expect a connection no longer: it has been closed, or could not be opened."""
-        self._ports.discard(port)
-
-    def __contains__(self, port: object) -> bool:
-        return port in self._ports
 
 
 class Gate(asyncio.Protocol):
@@ -114,10 +98,7 @@ class Gate(asyncio.Protocol):
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `start` begins to serve, `close` stops and aborts running calls.
-
-    `engine_key` is sent to the engines. `warnings` are sentences for the user about the engines' models.
-    """
+    """An aiohttp application that answers model calls. `warnings` are sentences for the user about the engines."""
 
     def __init__(
         self,
@@ -184,25 +165,20 @@ class Endpoint:
             # the first request of each session tries again, and its error is the answer
             logger.error("cannot read %s: %s", self.writer.run, error)
         await self._runner.setup()
-        await self._listen()
-        self._forgetting = asyncio.create_task(self._forget())
-
-    async def _listen(self) -> None:
         make = self._runner.server
         assert make is not None
         gate = make if self.expected is None else partial(Gate, self.expected, make)
         self._server = await asyncio.get_running_loop().create_server(gate, sock=self._socket, backlog=ACCEPTED)
         self._socket.listen(BACKLOG)
+        self._forgetting = asyncio.create_task(self._forget())
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
         self._server.close()
-        for session in self.sessions.values():
-            session.abort("the recorder was stopped")
+        self._abort()
         self._forgetting.cancel()
         await self._runner.cleanup()
-        for session in self.sessions.values():
-            session.abort("the recorder was stopped")  # of requests whose prompt was being made
+        self._abort()  # calls whose prompt was being made
         self.refusals.close()
         for task in self._described.values():
             task.cancel()
@@ -210,6 +186,10 @@ class Endpoint:
         await self.engines.close()
         self._workers.close()
         self._bodies.close()
+
+    def _abort(self) -> None:
+        for session in self.sessions.values():
+            session.abort("the recorder was stopped")
 
     def running(self, session_id: str) -> int:
         """Return the number of generations of a session that run, listened to or not."""
@@ -259,7 +239,7 @@ class Endpoint:
             match route.service:
                 case "models":
                     engine, window = await self._engine(asked)
-                    models = [ServedModel(engine.model, self.budgets.window(window))]
+                    models = [ServedModel(engine.lookup.model, self.budgets.window(window))]
                     return _json(route.dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     async with self._bodies.read(request, asked.session_id) as body:
@@ -272,9 +252,8 @@ class Endpoint:
                         generation, model_call = await self._begin(route.dialect, body, asked)
         except Exception as error:
             return error_response(route.dialect, self._reject(asked, error))
-        context = ReplyContext(
-            generation.call_id, int(time.time()), request.raw_path, model_call, generation.usage.prompt
-        )
+        num_prompt, now = generation.usage.prompt, int(time.time())
+        context = ReplyContext(generation.call_id, now, request.raw_path, model_call, num_prompt)
         answer = stream if model_call.stream else respond
         try:
             return await answer(generation, route.dialect, context, request)
@@ -283,10 +262,7 @@ class Endpoint:
                 session.settle()
 
     async def _serve_stored(self, request: web.Request, asked: ClientRequest, dialect: Dialect) -> web.StreamResponse:
-        """Answer a request about what a session stored. The answer counts against the quota until it is sent.
-
-        Raises as `Bodies.read` and `Session.store`.
-        """
+        """Answer a request about what a session stored. The answer counts against the quota until it is sent."""
         with self._bodies.quota.reserve(asked.session_id) as held:
             async with self._bodies.read(request, asked.session_id) as body:
                 await held.take(STORED_BYTES)
@@ -303,12 +279,9 @@ class Endpoint:
         try:
             async with self._bodies.read(request, asked.session_id) as body:
                 if body and not self.options.accept_rewards:
-                    raise DialectError(
-                        "this recorder accepts no rewards: start it with rolltap_accept_rewards, or use "
-                        "`rolltap reward`",
-                        status=403,
-                    )
-                given = GivenReward.parse(body, REWARD_SOURCE) if body else None
+                    advice = "start it with rolltap_accept_rewards, or use `rolltap reward`"
+                    raise DialectError(f"this recorder accepts no rewards: {advice}", status=403)
+                given = GivenReward.parse(body, "/end") if body else None
         except (DialectError, InputError) as error:
             self.refusals.record(asked.event("refused", f"a body with a reward: {error}"))
             return web.Response(status=error.status if isinstance(error, DialectError) else 400, text=str(error))
@@ -322,8 +295,7 @@ class Endpoint:
             return web.Response(status=409, text=str(error))
         except (RunError, OSError) as error:
             logger.error("cannot write to %s: %s", self.writer.run, error)
-            why = f"the session has ended, but its calls may not be on disk: {error}"
-            return web.Response(status=500, text=why)
+            return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
         return web.Response()
 
     def _session(self, request: ClientRequest) -> Session:
@@ -332,7 +304,7 @@ class Endpoint:
         return self.sessions[request.session_id]
 
     async def _begin(self, dialect: Dialect, body: bytes, request: ClientRequest) -> tuple[AnyCall, ModelCall]:
-        """Start or join the generation of a request. Raises `EngineError`, and the errors of `Session.begin`.
+        """Start or join the generation of a request. Raises as `Session.begin`.
 
         A harness that gives up after it waited more than `UNANSWERED_SECONDS` for an engine has an event `fault`. Time
         in which the request waited for others of its session does not count.
@@ -353,10 +325,7 @@ class Endpoint:
         return await self._session(request).begin(dialect, body, request, context_window)
 
     async def _engine(self, request: ClientRequest) -> tuple[Engine, int]:
-        """Return the engine of the session and its context window in tokens. Raises `EngineError`.
-
-        The first use of an engine starts a task that writes its description to `run.json`.
-        """
+        """Return a session's engine and its window in tokens, and describe it in `run.json`. Raises `EngineError`."""
         engine, window = await self.engines.ready(request.session_id)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
@@ -26,7 +27,6 @@ from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.stored import Archive, SessionStore
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.offload import INLINE_BYTES, LARGE_BYTES, Workers
 from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
@@ -39,13 +39,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """The conversations and generations of one session, and what it shares with the others of its recorder.
-
-    After `end`, all requests are refused: the session may already be judged and read.
-
-    Not thread-safe: use it in the event loop. Prompts are made one after another, in the order of the requests, in
-    threads (`Workers`).
-    """
+    """The conversations and generations of a session, and what it shares with others. For the event loop alone."""
 
     session_id: str
     options: RecorderOptions
@@ -87,12 +81,11 @@ class Session:
     ) -> tuple[AnyCall, ModelCall]:
         """Return the call that the request repeats, or start a new generation; and the decoded request.
 
-        A new call's `call_started` event is committed before the engine is asked. `context_window` returns the
-        engine's, in tokens, and may wait for the engine. Raises what it raises, `DialectError` for an invalid request,
-        when the session has ended and when the prompt fills the window, and `OSError` when a new call cannot be begun:
-        its event cannot be committed, or the disk is nearly full.
+        `context_window` returns the engine's, in tokens, and may wait for the engine. Raises what it raises,
+        `DialectError` for an invalid request, when the session has ended, a budget is used up or the prompt fills the
+        window, and `OSError` when the call's event cannot be committed or the disk is nearly full.
 
-        A call that needs what running ones have reserved of a budget waits for their ends. Raises `BudgetUsedUp`.
+        A call that needs what running ones have reserved of a budget waits for their ends.
         """
         self._touch()
         while True:
@@ -116,10 +109,7 @@ class Session:
             await budget.settled()
 
     async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
-        """Return the number of prompt tokens of a call, which may be more than the context window.
-
-        Raises `DialectError` for an invalid request and when the session has ended.
-        """
+        """Return the prompt tokens of a call, which may be more than the window. Raises `DialectError` as `begin`."""
         self._touch()
         async with self._order:
             recovered = await self._open()
@@ -128,11 +118,7 @@ class Session:
             return len(prompt.ids)
 
     async def store(self, dialect: Dialect, body: bytes, request: ClientRequest) -> bytes:
-        """Answer a request about what the session stored. What it adds is committed before.
-
-        Raises `DialectError` for an invalid request, when the session has ended, and for what it did not store;
-        `OSError` when nothing can be written.
-        """
+        """Answer a request about what the session stored, as `SessionStore.answer`."""
         self._touch()
         async with self._order:
             recovered = await self._open()
@@ -161,7 +147,7 @@ class Session:
     async def end(self) -> None:
         """Abort the running generations, free the conversations, and refuse later calls. Idempotent.
 
-        Commits that the session has ended. Raises `OSError` when that fails; calls are refused even then.
+        Raises `OSError` when the end cannot be committed; calls are refused even then.
         """
         self._ended = True
         self.abort("the session ended")
@@ -195,7 +181,7 @@ class Session:
                 self._check_open()  # the session may have ended meanwhile
             self.writer.add_event(call.event("call_started"))
         except BaseException:
-            grant.cancel()
+            grant.budget.free(grant)
             raise
         if model_call.hidden:
             self.refusals.record(call.event("hidden", str(model_call.hidden)))
@@ -206,23 +192,15 @@ class Session:
         return self.generations[-1]
 
     def _prepare(
-        self,
-        recovered: RecoveredSession,
-        dialect: Dialect,
-        model_call: ModelCall,
-        request: ClientRequest,
-        context_window: int,
+        self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall, request: ClientRequest, window: int
     ) -> PreparedCall:
-        """Make the call of a request. A conversation that cannot fit into the window is refused untokenised.
-
-        Raises `DialectError`, and `PromptOverBudget` for a prompt that fits into the engine's window only.
-        """
+        """Make the call of a request. A conversation that cannot fit into the window is refused untokenised."""
         budgets = self.budgets
-        least = self.rendering.least_tokens(model_call.messages, model_call.tools, budgets.window(context_window))
-        budgets.require_fit(least, context_window)
+        least = self.rendering.least_tokens(model_call.messages, model_call.tools, budgets.window(window))
+        budgets.require_fit(least, window)
         prompt = self._prompt(recovered, dialect, model_call)
-        budgets.require_fit(len(prompt.ids), context_window)
-        room = context_window - len(prompt.ids)
+        budgets.require_fit(len(prompt.ids), window)
+        room = window - len(prompt.ids)
         sampling = sampling_parameters(self.options.sampling, self.rendering.stop_token_ids(), model_call, room)
         call = Call(
             session_id=self.session_id,
@@ -249,7 +227,7 @@ class Session:
         return recovered.conversations.prompt(model_call)
 
     async def _open(self) -> RecoveredSession:
-        """Return what the session's earlier calls were. Raises `DialectError` when the session has ended."""
+        """Return what the session's earlier calls were."""
         self._check_open()
         if self._recovered is None:
             recovered = await asyncio.to_thread(self.recovery.recover, self.session_id)
@@ -265,7 +243,8 @@ class Session:
             model_calls = [await self.workers.run(len(body), dialect.decode, body, request.target)]
         except NamesStored as named:
             num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
-            model_calls = await self.workers.run(num_bytes, self._store.decoded, named)
+            stored = await self.workers.run(num_bytes, self._store.read)
+            model_calls = await self.workers.run(num_bytes, named.decoded, stored)
         if self.options.images == "refuse":
             refuse_hidden(model_calls[-1].hidden)
         return model_calls
@@ -286,8 +265,5 @@ class Session:
     def _check_open(self) -> None:
         if self._ended:
             # not 409: the OpenAI and Anthropic SDKs retry it
-            raise DialectError(
-                "This session has ended and takes no more calls: use another session id.",
-                status=410,
-                code="session_ended",
-            )
+            why = "This session has ended and takes no more calls: use another session id."
+            raise DialectError(why, status=410, code="session_ended")

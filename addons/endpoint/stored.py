@@ -1,8 +1,4 @@
-"""Replies, conversations and cached contents that a session stored, read from its rows.
-
-Nothing of it is kept in memory: a restart, and the end of a state that nobody used, change nothing. A session finds
-only what is its own.
-"""
+"""Replies, conversations and cached contents that a session stored, read from its own rows at each request."""
 
 import json
 import threading
@@ -18,8 +14,8 @@ import pyarrow.compute as pc
 
 from rolltap.addons.dialects import google, openai_responses
 from rolltap.addons.dialects.images import refuse_hidden
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Usage, dump_json
-from rolltap.addons.dialects.stored import Entry, NamesStored, Stored, StoredAnswer, StoredCall, StoredRequest
+from rolltap.addons.dialects.model_call import DialectError, Usage, dump_json
+from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCall, StoredRequest
 from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.options import Images
@@ -43,10 +39,7 @@ _ENTRY_COLUMNS = ("call_id", "path", "detail")
 
 
 class Archive:
-    """The rows of the sessions of a run. Thread-safe; its files are read once something in them is named.
-
-    After that, only what was committed since is read.
-    """
+    """The rows of the sessions of a run. Thread-safe. Its files are read when something in them is first named."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -100,18 +93,10 @@ class SessionStore:
         self.num_bytes = num_bytes
         return Stored(calls, objects, damaged)
 
-    def decoded(self, named: NamesStored) -> list[ModelCall]:
-        """Return a request decoded with what it names: see `NamesStored.decoded`.
-
-        Raises as `read`, and `DialectError` for what is not stored.
-        """
-        return named.decoded(self.read())
-
     def answer(self, api: str, body: bytes, request: ClientRequest) -> tuple[bytes, int]:
-        """Answer a request of an API about what is stored. What it adds is committed before.
+        """Answer a request about what is stored, after a commit of what it adds. Also return how many parts that hides.
 
-        Also return the number of images, audio parts and files that were hidden in what it adds. Raises as `read`, and
-        `DialectError` for an invalid request and for what is not stored.
+        Raises as `read`, and `DialectError` for an invalid request and for what is not stored.
         """
         stored = self.read()
         asked = StoredRequest(request.method, request.target, body, uuid.uuid4().hex, int(time.time()))
@@ -123,10 +108,9 @@ class SessionStore:
         return dump_json(answered.body), answered.hidden
 
     def add(self, request: ClientRequest, path: str, entry: Entry, call_id: str | None = None) -> None:
-        """Commit an entry of an object. One with `call_id` counts once that call is completed.
+        """Commit an entry, or one that counts once its call is completed. Call it in a worker thread, after `read`.
 
-        Raises `DialectError` when the session would store too much, and `OSError`. Call it in a worker thread, after
-        `read`.
+        Raises `DialectError` when the session would store too much, and `OSError`.
         """
         entry = entry if call_id is None else {**entry, "call": call_id}
         detail = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))

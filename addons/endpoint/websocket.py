@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
+from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, dump_json
@@ -25,7 +26,6 @@ from rolltap.addons.endpoint.body import BODY_LIMIT, MemoryQuota, Reservation, t
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.endpoint.retries import AnyCall
-from rolltap.addons.offload import Workers
 
 _MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum bytes of a message. The proxy has the same limit, `wire.MESSAGE_LIMIT`."""
@@ -65,7 +65,9 @@ class SocketConnection:
                     except ConnectionError:
                         break
                     except Exception as error:
-                        await self._refuse(self.reject(error))
+                        refusal = self.reject(error)
+                        fields = json.loads(openai_responses.encode_error(refusal))
+                        await self._send(dump_json({"type": "error", "status": refusal.status, **fields}))
         return self._socket
 
     async def _answer(self, data: bytes, kept: Reservation) -> None:
@@ -87,10 +89,6 @@ class SocketConnection:
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
-
-    async def _refuse(self, error: DialectError) -> None:
-        fields = json.loads(openai_responses.encode_error(error))
-        await self._send(dump_json({"type": "error", "status": error.status, **fields}))
 
     def _request_of(self, data: bytes) -> tuple[bytes, str, bool]:
         """Return the request of a message, its model, and whether to ask the model."""

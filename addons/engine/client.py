@@ -64,44 +64,33 @@ class Engine:
         self._key = key
         self._compared = own is not None
         self._connections = Connections(self.url, key)
-        self._lookup = Lookup(self._connections, key, own)
+        self.lookup = Lookup(self._connections, key, own)
         self.healthy = self._connections.healthy
-        self.forget = self._lookup.forget
-
-    @property
-    def model(self) -> str:
-        """Name of the served model, empty before the first look-up."""
-        return self._lookup.model
-
-    @property
-    def warning(self) -> str | None:
-        """Difference to `own` that the last look-up found and that refuses nothing."""
-        return self._lookup.warning
+        self.forget = self.lookup.forget
 
     async def close(self) -> None:
         """Close the connections. Running generations raise `EngineError`."""
-        await self._lookup.close()
+        await self.lookup.close()
         await self._connections.close()
 
     async def max_model_len(self) -> int:
         """Return the engine's context window in tokens. Raises as `Lookup.served`."""
-        return (await self._lookup.served()).max_model_len
+        return (await self.lookup.served()).max_model_len
 
     async def weight_version(self) -> str | None:
         """Return the name that the base weights had at the last look-up, or None. Raises as `Lookup.served`."""
-        return (await self._lookup.served()).weight_version
+        return (await self.lookup.served()).weight_version
 
     async def describe(self) -> dict[str, Any]:
         """Return the served model, the context window in tokens, and vLLM's version and configuration.
 
-        The version and the configuration are None when the engine does not serve them. The configuration needs
-        VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
+        These are None when they are not served: the configuration needs VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
         """
         max_model_len = await self.max_model_len()
         _, version = await self._connections.ask("/version")
         _, information = await self._connections.ask("/server_info")
         return {
-            "model": self.model,
+            "model": self.lookup.model,
             "max_model_len": max_model_len,
             "vllm": version.get("version"),
             "configuration": information.get("vllm_config"),
@@ -111,9 +100,8 @@ class Engine:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
         `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `AdapterGone` when the engine does not have the adapter, and `EngineError` when the engine cannot be reached,
-        refuses the request, violates the protocol, closes the stream without a finish reason, or is silent and not
-        healthy.
+        `AdapterGone`, and `EngineError` when the engine cannot be reached, refuses the request, violates the protocol,
+        ends the stream without a finish reason, or is silent and not healthy.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
         body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
@@ -121,7 +109,7 @@ class Engine:
             body["model"] = model
         finished = False
         if self._compared:
-            await self._lookup.served()
+            await self.lookup.served()
         try:
             async with await self._headers(body) as response:
                 if response.status != 200:
@@ -150,14 +138,8 @@ class Engine:
             raise EngineError(message, status=502, retryable=True)
 
     async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Send a generation. Return the response once its headers are there. Raises as `Connections.while_healthy`."""
-        post = partial(
-            self._connections.session.post,
-            self.url + GENERATE,
-            data=encode(body),
-            headers={"content-type": "application/json"},
-            allow_redirects=False,
-        )
+        url, headers = self.url + GENERATE, {"content-type": "application/json"}
+        post = partial(self._connections.session.post, url, data=encode(body), headers=headers, allow_redirects=False)
         async with self._connections.while_healthy():
             try:
                 return await post()
@@ -178,9 +160,9 @@ class Engine:
             body = await response.read()
         text = body.decode("utf-8", "replace")[:500]
         if response.status == 404 and model is not None and _is_unknown(model, body):
-            told = f"the engine at {self.url} does not have the weights of this session"
+            shown = f"the engine at {self.url} does not have the weights of this session"
             message = f"the engine at {self.url} has no adapter {model}"
-            return AdapterGone(message, status=502, retryable=True, answered=True, told=told)
+            return AdapterGone(message, status=502, retryable=True, answered=True, for_harness=shown)
         if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
@@ -191,7 +173,7 @@ class Engine:
 
 
 def _is_unknown(model: str, body: bytes) -> bool:
-    """Return True for the answer to a name that the engine does not serve (vLLM 0.32, `_check_model`)."""
+    """Return True for vLLM's answer to a name that it does not serve (0.32, `_check_model`)."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,4 @@
-"""The completion of one call, sampled across failures of the engines.
-
-A retry sends the prompt and the tokens sampled so far, and samples the rest.
-"""
+"""The completion of one call, across failures of engines: a retry sends the tokens so far, and samples the rest."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,9 +18,7 @@ async def sample(
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
     After a retryable failure the rest is sampled at once by another engine of the pool or, if all have failed, after a
-    pause. The patience of the pool bounds these retries: the last one starts at most so many seconds after the first
-    failure since the last sampled token. `writer` records each retry as an event `continued`.
-
+    pause, within the pool's patience since the last sampled token. `writer` records each retry as an event `continued`.
     `call.error` is the last failure while no token has been sampled after it, and None otherwise.
 
     An engine without the session's adapter is left out: another one that has it goes on. When none has it, the session
@@ -53,7 +48,7 @@ async def sample(
             if isinstance(error, AdapterGone):
                 without.add(engine)
             other_engine = engines.failed(engine, error, failed)
-            lost.add(call, start, policy, policies.published(), said)
+            lost.add(call, start, policy, policies.published.read(), said)
             _infer_finish_reason(call, sampling)
             if call.finish_reason is not None:
                 return
@@ -66,10 +61,8 @@ async def sample(
                     without.clear()
                 failed = {*without}
                 if nobody_has_it and (successor := policies.lost(policy)) is not None:
-                    gone = f"no engine has the adapter {policy.model} any more"
-                    writer.note(
-                        call.event("switched", f"{gone}: the session goes on with the weights {successor.version}")
-                    )
+                    why = f"no engine has the adapter {policy.model} any more: the session goes on with the weights "
+                    writer.note(call.event("switched", why + successor.version))
                     continue
                 if not await pauses.wait():
                     raise
@@ -110,10 +103,7 @@ async def _sample_rest(
 
 
 def _infer_finish_reason(call: Call, sampling: dict[str, Any]) -> None:
-    """Infer what the last chunk of a failed request would have said.
-
-    `stop` after a stop token, `length` at the token limit, else None.
-    """
+    """Infer what the last chunk of a failed request would have said: the reply may be complete."""
     if call.completion_ids and call.completion_ids[-1] in sampling["stop_token_ids"]:
         call.finish_reason = "stop"
     elif len(call.completion_ids) == sampling["max_tokens"]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import aiohttp
 
+from rolltap.addons.concurrency import backoff
 from rolltap.addons.engine.key import authorization
 from rolltap.addons.errors import EngineError
 
@@ -27,7 +28,7 @@ KEEP_ALIVE_SECONDS = 4.0
 """Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
-"""Bounds in seconds of the pauses between the retries of a call. Each pause is twice the one before."""
+"""Bounds in seconds of the pauses between the retries of a call."""
 
 
 class Connections:
@@ -42,16 +43,13 @@ class Connections:
                 limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
             ),
         )
-        self._health = Shared(self._ask_health)
+        self.healthy = Shared(self._healthy)
+        """Returns True when the engine answers `/health`, which vLLM does also while it is paused."""
 
     async def close(self) -> None:
         """Close them. What runs raises `EngineError`."""
-        await self._health.close()
+        await self.healthy.close()
         await self.session.close()
-
-    async def healthy(self) -> bool:
-        """Return True when the engine answers `/health`, which vLLM does also while it is paused."""
-        return await self._health()
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Get a path, or post a body to it. Return a status and a JSON object, empty for any other answer.
@@ -61,9 +59,8 @@ class Connections:
         method, limit = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
         while True:
             try:
-                async with self.session.request(
-                    method, self.url + path, json=body, timeout=limit, allow_redirects=False
-                ) as response:
+                asked = self.session.request(method, self.url + path, json=body, timeout=limit, allow_redirects=False)
+                async with asked as response:
                     status, text = response.status, await response.read()
                 break
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -93,7 +90,6 @@ class Connections:
             raise self.silent() from None
 
     async def _expire(self, limit: asyncio.Timeout) -> None:
-        """Let `limit` expire once the engine is not healthy."""
         while True:
             await asyncio.sleep(SILENCE_SECONDS)
             if not await self.healthy():
@@ -101,10 +97,10 @@ class Connections:
 
     def silent(self) -> EngineError:
         """Return the error of an engine that is not healthy."""
-        message = f"the engine at {self.url} says nothing: neither a token nor an answer to /health"
-        return EngineError(message, retryable=True)
+        why = "says nothing: neither a token nor an answer to /health"
+        return EngineError(f"the engine at {self.url} {why}", retryable=True)
 
-    async def _ask_health(self) -> bool:
+    async def _healthy(self) -> bool:
         for _ in range(2):
             with suppress(aiohttp.ClientError, TimeoutError):
                 timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
@@ -148,7 +144,7 @@ class Patience:
 
     def reset(self) -> None:
         """Begin anew, because the call went on."""
-        self._pause = FIRST_PAUSE_SECONDS
+        self._pauses = backoff(None, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self._failed_at: float | None = None
 
     async def wait(self) -> bool:
@@ -156,10 +152,10 @@ class Patience:
         now = asyncio.get_running_loop().time()
         if self._failed_at is None:
             self._failed_at = now
-        if now - self._failed_at + self._pause > self._seconds:
+        pause = next(self._pauses)
+        if pause is None or now - self._failed_at + pause > self._seconds:
             return False
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        await asyncio.sleep(pause)
         return True
 
 

@@ -1,7 +1,4 @@
-"""The model that an engine serves: asked at first contact, and again while the engine is in use.
-
-An engine must serve the recorder's model: a fixed text must have the same token ids.
-"""
+"""The model that an engine serves: asked at first contact and in use, and compared with the recorder's by tokens."""
 
 import asyncio
 import logging
@@ -53,7 +50,7 @@ class OwnModel:
                 f"the engine at {url} serves {served}, whose tokenizer is not that of {self.name}: give the model that "
                 f"the engine serves (--model, rolltap_model), or start the engine with {self.name}",
                 status=502,
-                told=f"the engine at {url} serves another model than the recorder's",
+                for_harness=f"the engine at {url} serves another model than the recorder's",
             )
 
     def is_named(self, *names: str) -> bool:
@@ -64,16 +61,12 @@ class OwnModel:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that an engine serves. `max_model_len` is its context window in tokens.
+    """The model that an engine serves."""
 
-    `weight_version` names its base weights (vLLM's `/weight_info`), None when it does not say. `warning` says what
-    differs from the recorder's model, or was not compared with it.
-    """
-
-    model: str
     max_model_len: int
+    """Its context window in tokens."""
     weight_version: str | None
-    warning: str | None
+    """Name of its base weights (vLLM's `/weight_info`), None when it does not say."""
 
 
 class Lookup:
@@ -88,19 +81,15 @@ class Lookup:
         self.model = ""
         """Name of the served model, empty before the first answer."""
         self.warning: str | None = None
-        """That of the last answer."""
+        """Difference to `own` that the last answer showed and that refuses nothing."""
         self._lookup = Shared(self._look_up)
-
-    async def close(self) -> None:
-        """Cancel the question that is being asked."""
-        await self._lookup.close()
+        self.close = self._lookup.close
 
     async def served(self) -> Served:
         """Return what the engine serves. Cached for `AGAIN_SECONDS`.
 
-        An engine that has answered before and now does not is taken to serve the same. Raises `WrongModel` when it
-        serves a model with another tokenizer, and `EngineError` when it does not answer and is not healthy, refuses the
-        key, or its answer is not vLLM's.
+        An engine that has answered before and now does not is taken to serve the same. Raises `WrongModel`, and
+        `EngineError` when it does not answer and is not healthy, refuses the key, or its answer is not vLLM's.
         """
         clock = asyncio.get_running_loop().time
         while self._served is None or clock() - self._asked_at > AGAIN_SECONDS:
@@ -117,10 +106,7 @@ class Lookup:
         return self._served
 
     def forget(self) -> None:
-        """Ask again what the engine serves, because another server may answer from now on.
-
-        The answer to a question that is being asked is of the earlier server: it is not kept.
-        """
+        """Ask again, because another server may answer from now on. An answer that is under way is not kept."""
         self._served = None
         self._forgotten += 1
 
@@ -133,49 +119,36 @@ class Lookup:
             base = next(m for m in models["data"] if not m.get("parent"))
             model, max_model_len = str(base["id"]), int(base["max_model_len"])
         except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            message = (
-                f"{self.url}/v1/models did not return a model with max_model_len (status {status}, {error!r}): check "
-                "that rolltap_engine is a vLLM server"
-            )
-            raise EngineError(message, status=502, retryable=status >= 500) from error
+            what = f"a model with max_model_len (status {status}, {error!r})"
+            raise self._no_vllm("/v1/models", what, status) from error
         warning = await self._compare(self._own, str(base.get("root") or model), model) if self._own else None
         if warning and warning != self.warning:
             logger.warning("%s", warning)
         self.model, self.warning = model, warning
-        served = Served(model, max_model_len, await self._weight_version(), warning)
+        served = Served(max_model_len, await self._weight_version())
         if forgotten == self._forgotten:
             self._served, self._asked_at = served, asyncio.get_running_loop().time()
 
     async def _compare(self, own: OwnModel, root: str, model: str) -> str | None:
-        """Compare the engine's tokenizer with that of `own`. `root` is its folder or name as the engine has it.
-
-        Returns a warning when another model's tokenizer agrees, or the engine cannot tell its tokens.
-        """
+        """Return a warning if the engine's model has another name, or folder (`root`), or cannot be compared."""
         status, answer = await self._ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
+        serves = f"the engine at {self.url} serves {root} (as {model})"
         if status in (404, 501):
-            return (
-                f"the engine at {self.url} serves {root} (as {model}), which was not compared with {own.name}: it has "
-                f"no route /tokenize ({status})"
-            )
+            return f"{serves}, which was not compared with {own.name}: it has no route /tokenize ({status})"
         if "tokens" not in answer:
-            message = (
-                f"{self.url}/tokenize did not return the tokens of a text (status {status}), by which the engine's "
-                "model is compared with rolltap_model: check that rolltap_engine is a vLLM server"
-            )
-            raise EngineError(message, status=502, retryable=status >= 500)
+            what = f"the tokens of a text (status {status}), by which the engine's model is compared with rolltap_model"
+            raise self._no_vllm("/tokenize", what, status)
         own.require(self.url, root, answer["tokens"])
         if own.is_named(root, model):
             return None
-        return (
-            f"the engine at {self.url} serves {root} (as {model}), not {own.name}: their tokenizers agree; weights and "
-            "chat templates were not compared"
-        )
+        return f"{serves}, not {own.name}: their tokenizers agree; weights and chat templates were not compared"
+
+    def _no_vllm(self, path: str, what: str, status: int) -> EngineError:
+        message = f"{self.url}{path} did not return {what}: check that rolltap_engine is a vLLM server"
+        return EngineError(message, status=502, retryable=status >= 500)
 
     async def _weight_version(self) -> str | None:
-        """Return the name of the base weights, or None when the engine does not say in time.
-
-        vLLM's engine core answers between two steps, and not while it loads weights.
-        """
+        """Return the name of the base weights, or None: vLLM does not answer in time while it loads weights."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(connections.HEALTH_SECONDS):
                 _, answer = await self._ask("/weight_info")

@@ -1,7 +1,6 @@
 """The policy of a run and of a session, and the weights that sampled each token.
 
-The trainer publishes weights in `policy.json` of the run folder, which is read for each engine request. A session keeps
-its adapter. The trainer imports this file: it needs no aiohttp.
+The trainer publishes weights in `policy.json` of the run folder. It imports this file, which needs no aiohttp.
 """
 
 import json
@@ -35,10 +34,7 @@ class PolicyFile:
         self._policy = UNPUBLISHED
 
     def read(self) -> Policy:
-        """Return the current policy, or `UNPUBLISHED` before the first publication.
-
-        Raises `OSError`, and `ValueError` or `KeyError` for a malformed file.
-        """
+        """Return the current policy. Raises `OSError`, and `ValueError` or `KeyError` for a malformed file."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
@@ -60,39 +56,31 @@ class SessionPolicy:
     """
 
     def __init__(self, published: PolicyFile, *, keep: bool, last_version: str | None = None) -> None:
-        self._published = published
+        self.published = published
         self._keep = keep
         self._last_version = last_version
         self._kept: Policy | None = None
 
     def choose(self) -> Policy:
         """Return the policy for the next request to the engine. Raises as `PolicyFile.read`."""
-        published = self._published.read()
+        published = self.published.read()
         if self._keep and self._kept is None:
             self._kept = _adapter_of(self._last_version, published) or (published if published.model else None)
         self._last_version = None
         return self._kept or published
 
     def lost(self, policy: Policy) -> Policy | None:
-        """Forget an adapter that no engine has any more. Return the policy to go on with, or None if it is the same.
-
-        Raises as `PolicyFile.read`.
-        """
+        """Forget an adapter that no engine has any more. Return the policy to go on with, or None if it is the same."""
         if self._kept == policy:
             self._kept = None
         successor = self.choose()
         return successor if successor != policy else None
 
-    def published(self) -> Policy:
-        """Return the published policy. Raises as `PolicyFile.read`."""
-        return self._published.read()
-
 
 def _adapter_of(version: str | None, published: Policy) -> Policy | None:
     """Return the adapter of a recorded version, or None.
 
-    Its name follows from the published one: `policy-<version>`, of the same training (the text before the first dot).
-    The engine refuses a name that it does not have.
+    Its name follows from the published one, `policy-<version>`, of the same training (the text before the first dot).
     """
     if version is None or published.model != f"policy-{published.version}":
         return None
@@ -112,10 +100,9 @@ class LostVersions:
         self._said: set[str | None] = set()
 
     def add(self, call: Call, start: int, asked: Policy, published: Policy, said: str | None) -> None:
-        """Add the tokens from `start`, sampled by a request that has failed.
+        """Add the tokens from `start` of a request under the policy `asked` that has failed.
 
-        `asked` was the policy of the request, `published` is that of now; `said` are the weights that the engine had
-        named before the request.
+        `published` is the policy now; `said` are the weights that the engine had named before the request.
         """
         covered, end = covered_tokens(call), len(call.completion_ids)
         if covered == end:
@@ -126,10 +113,7 @@ class LostVersions:
             self._said.add(said if asked == published else None)
 
     def settle(self, spans: list[VersionSpan], start: int, end: int) -> list[VersionSpan]:
-        """Return `spans` and, if the weights of the tokens from `start` to `end` are known, theirs.
-
-        `spans` are of the request that followed, in the order of its tokens.
-        """
+        """Return `spans`, of the next request, behind that of the tokens from `start` to `end` if it is known."""
         known = start < end and self._said == {spans[0].version}
         return [VersionSpan(version=spans[0].version, start=start, end=end), *spans] if known else spans
 

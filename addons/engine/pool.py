@@ -3,8 +3,9 @@
 import asyncio
 import hashlib
 import logging
+import time
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.connections import Patience
@@ -21,14 +22,6 @@ START_SECONDS = 10.0
 """Time limit for an engine to answer at the start of the recorder."""
 
 
-@dataclass(slots=True, eq=False)
-class _Outage:
-    """The time in which an engine is not chosen, unless all are down."""
-
-    watch: asyncio.Task[None]
-    failures: int = 0
-
-
 class EnginePool:
     """Assigns sessions to engines by rendezvous hashing.
 
@@ -43,7 +36,9 @@ class EnginePool:
     ) -> None:
         self.patience = patience
         self._engines = [Engine(url, key, own) for url in urls]
-        self._down: dict[Engine, _Outage] = {}
+        self._down: dict[Engine, asyncio.Task[None]] = {}
+        """Engines that are not chosen, unless all are down, and the tasks that wait for their health."""
+        self._failures: Counter[Engine] = Counter()
 
     def of(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
         """Return the engine of a session: among those that are up and not in `avoid`, or among all if none is."""
@@ -51,10 +46,9 @@ class EnginePool:
         return max(engines, key=lambda engine: _weight(engine.url, session_id))
 
     async def ready(self, session_id: str) -> tuple[Engine, int]:
-        """Return the engine of a session and its context window in tokens, once an engine has said its window.
+        """Return the engine of a session and its context window in tokens. Raises `EngineError`.
 
-        An engine that fails is replaced by another one. If all have failed, they are asked again for up to `patience`
-        seconds. Raises `EngineError`.
+        An engine that fails is replaced by another one. If all have failed, they are asked again within `patience`.
         """
         pauses = Patience(self.patience)
         while True:
@@ -74,34 +68,33 @@ class EnginePool:
             engine.forget()
             if engine not in self._down:
                 logger.warning("engine down: %s", error)
-                self._down[engine] = _Outage(asyncio.create_task(self._watch(engine)))
-            self._down[engine].failures += 1
+                self._down[engine] = asyncio.create_task(self._watch(engine))
+            self._failures[engine] += 1
         return self.any_up(avoid)
 
-    def any_up(self, avoid: Collection[Engine] = ()) -> bool:
+    def any_up(self, avoid: Collection[Engine]) -> bool:
         """Return True when an engine is up and not in `avoid`."""
         return bool(self._up(avoid))
 
     async def _watch(self, engine: Engine) -> None:
         """Wait until an engine is healthy, then let sessions use it again."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        started = time.monotonic()
         while True:
             await asyncio.sleep(DOWN_SECONDS)
             if await engine.healthy():
                 break
-        outage = self._down.pop(engine)
-        seconds = loop.time() - started
-        logger.info("engine back: %s after %.0f s, in which %d requests failed", engine.url, seconds, outage.failures)
+        del self._down[engine]
+        seconds, failures = time.monotonic() - started, self._failures.pop(engine)
+        logger.info("engine back: %s after %.0f s, in which %d requests failed", engine.url, seconds, failures)
 
     def _up(self, avoid: Collection[Engine] = ()) -> list[Engine]:
         return [engine for engine in self._engines if engine not in self._down and engine not in avoid]
 
     async def close(self) -> None:
         """Close the connections."""
-        for outage in self._down.values():
-            outage.watch.cancel()
-        await asyncio.gather(*(outage.watch for outage in self._down.values()), return_exceptions=True)
+        for watch in self._down.values():
+            watch.cancel()
+        await asyncio.gather(*self._down.values(), return_exceptions=True)
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
@@ -117,9 +110,9 @@ async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> 
         try:
             async with asyncio.timeout(START_SECONDS):
                 await engine.max_model_len()
-        except WrongModel:
-            raise
         except (EngineError, TimeoutError) as error:
+            if isinstance(error, WrongModel):
+                raise
             why = str(error) or f"nothing in {START_SECONDS:g} s"
             logger.warning("the engine at %s does not answer yet, its model will be compared then: %s", engine.url, why)
 
@@ -129,7 +122,7 @@ async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> 
                 raise outcome
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
-    return [engine.warning for engine in engines if engine.warning]
+    return [engine.lookup.warning for engine in engines if engine.lookup.warning]
 
 
 def _weight(url: str, session_id: str) -> bytes:

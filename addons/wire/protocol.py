@@ -13,7 +13,6 @@ from collections.abc import Callable
 from h11._readers import ChunkedReader
 from mitmproxy import connection, ctx, http
 from mitmproxy.net.http import http1
-from mitmproxy.net.tls import starts_like_tls_record
 from mitmproxy.proxy import commands, events, layer
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layer import NextLayer
@@ -114,11 +113,6 @@ class Bucket:
 def is_open(data: bytes) -> bool:
     """Return True when `data`, the first bytes of a connection, do not yet tell TLS from HTTP."""
     return data[:1] == _HANDSHAKE and len(data) < _TELLING
-
-
-def is_tls(data: bytes) -> bool:
-    """Return True when `data` begin like TLS."""
-    return starts_like_tls_record(data)
 
 
 class FirstBytes(NextLayer):

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from rolltap.trainer.concurrency import Once, backoff, run_blocking, run_to_end
+from rolltap.addons.concurrency import backoff
+from rolltap.trainer.concurrency import Once, run_blocking, run_to_end
 
 
 async def thread_name():

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+from rolltap.addons.concurrency import backoff
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, next_attempt

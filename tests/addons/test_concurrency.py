@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rolltap.addons.offload import INLINE_BYTES, LARGE_BYTES, Workers
+from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
 
 
 @pytest.fixture
@@ -39,25 +39,6 @@ async def test_an_error_of_the_work_is_raised(workers):
         await workers.run(INLINE_BYTES, lambda: 1 / 0)
 
 
-async def test_a_cancelled_caller_waits_for_the_end_of_its_work(workers):
-    begun, free, ended = threading.Event(), threading.Event(), []
-
-    def work():
-        begun.set()
-        free.wait()
-        ended.append(True)
-
-    asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
-    await asyncio.to_thread(begun.wait)
-    asked.cancel()
-    await asyncio.sleep(0)
-    assert not asked.done()
-    free.set()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    assert ended == [True]
-
-
 async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
     free, ran = threading.Event(), []
     running = asyncio.create_task(workers.run(LARGE_BYTES, free.wait))
@@ -71,21 +52,24 @@ async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
     assert ran == []
 
 
-async def test_an_error_after_its_caller_was_cancelled_is_not_logged(workers, caplog):
-    begun, free = threading.Event(), threading.Event()
+async def test_a_cancelled_caller_waits_for_the_end_of_its_work_whose_error_is_not_logged(workers, caplog):
+    begun, free, ended = threading.Event(), threading.Event(), []
 
     def work():
         begun.set()
         free.wait()
+        ended.append(True)
         raise ValueError("bad body")
 
     asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
     await asyncio.to_thread(begun.wait)
     asked.cancel()
     await asyncio.sleep(0)
+    assert not asked.done()
     free.set()
     with pytest.raises(asyncio.CancelledError):
         await asked
+    assert ended == [True]
     del asked
     gc.collect()
     assert caplog.records == []

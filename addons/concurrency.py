@@ -1,9 +1,11 @@
-"""Runs CPU-bound work of the sessions off the event loop: decoding, rendering and tokenising."""
+"""Work of the sessions off the event loop (decoding, rendering and tokenising), and the pauses between retries."""
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -38,20 +40,14 @@ async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args:
 
 
 class Workers:
-    """Threads for the work of the sessions. Create it inside the event loop that uses it.
-
-    A caller keeps the order of its session by a lock, which it holds until `run` returns.
-    """
+    """Threads for the work of the sessions. Create it inside the event loop that uses it."""
 
     def __init__(self) -> None:
         self._usual = ThreadPoolExecutor(4, "rolltap-work")
         self._large = ThreadPoolExecutor(1, "rolltap-large")
 
     async def run(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` in a thread, or here if the request has few bytes, and return its result.
-
-        When the caller is cancelled, it is as in `finished_in`: until then the caller's lock must be held.
-        """
+        """Call `function` as `finished_in` does, or in the caller's thread if the request has few bytes."""
         if num_bytes < INLINE_BYTES:
             return function(*args, **kwargs)
         pool = self._large if num_bytes >= LARGE_BYTES else self._usual
@@ -61,3 +57,15 @@ class Workers:
         """Forget the work that has not begun. Does not wait for the work that has."""
         for pool in (self._usual, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def backoff(retries: int | None, first: float, longest: float = math.inf) -> Iterator[float | None]:
+    """Yield the pause in seconds after each attempt of a loop, and None after the last one. None as `retries`: no end.
+
+    The first pause is `first`; each one after it is twice as long, and none is over `longest`.
+    """
+    pause = first
+    for _ in count() if retries is None else range(retries):
+        yield min(pause, longest)
+        pause *= 2.0
+    yield None
