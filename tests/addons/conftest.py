@@ -7,7 +7,9 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import recording
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -44,7 +46,8 @@ def encode(tokenizer):
 
 @pytest.fixture
 async def harness(rendering, scripted_engine, tmp_path):
-    """Yield a client of an endpoint behind the scripted engine. The endpoint does not wait for an engine that fails."""
+    """Yield a client of an endpoint behind the scripted engine, which says "Hi.". It waits for no engine that fails."""
+    scripted_engine.otherwise = lambda request: Say("Hi.")
     async with recording(rendering, tmp_path, scripted_engine.url) as client:
         yield client
 
@@ -68,3 +71,17 @@ def small_disk():
         ):
             return command
     pytest.skip("this machine lets nobody mount a small disk")
+
+
+@pytest.fixture
+async def connect():
+    """Yield a function that returns a client of an engine. It is closed after the test."""
+    clients = []
+
+    def connect(*arguments, **fields):
+        clients.append(Engine(*arguments, **fields))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        await client.close()

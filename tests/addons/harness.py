@@ -1,5 +1,6 @@
 """A client of the endpoint that sends the headers which `Capture` adds to a harness's requests."""
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import RunWriter, read_rows
 
 PATH = "/v1/chat/completions"
+RETRY = {"x-stainless-retry-count": "1"}
+"""The header of a request that its client has sent before."""
 
 
 def user(text="Hello"):
@@ -23,6 +26,30 @@ def content(events):
     data = [event.removeprefix("data: ") for event in events.split("\n\n")[:-1]]
     chunks = [json.loads(text) for text in data if text != "[DONE]"]
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks if chunk.get("choices"))
+
+
+def said(reply):
+    """Return the text of a reply of the Chat Completions API."""
+    return reply["choices"][0]["message"]["content"]
+
+
+def spans(call):
+    """Return the version, the start and the end of each span of weights."""
+    return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
+
+
+async def read_until(response, condition):
+    """Read a stream until the bytes so far meet a condition, and return them."""
+    seen = b""
+    while not condition(seen):
+        seen += await response.content.readany()
+    return seen
+
+
+def with_result(reply, result="Nothing."):
+    """Return the message of a reply that calls a tool, and the tool's result."""
+    message = reply["choices"][0]["message"]
+    return [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}]
 
 
 @asynccontextmanager
@@ -68,8 +95,31 @@ class Harness:
 
     async def ask(self, *messages, **fields):
         """Return the status and the body of a reply that is not streamed."""
-        async with self.post({"model": "m", "messages": list(messages), **fields}) as response:
-            return response.status, await response.json()
+        status, text = await self.send({"model": "m", "messages": list(messages), **fields})
+        return status, json.loads(text)
+
+    async def send(self, body, **how):
+        """Return the status and the text of a reply."""
+        async with self.post(body, **how) as response:
+            return response.status, await response.text()
+
+    def committed(self, monkeypatch):
+        """Return an event that is set when a call is committed."""
+        committed, add_call = asyncio.Event(), self.endpoint.writer.add_call
+        monkeypatch.setattr(self.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+        return committed
+
+    async def held(self, engine, say):
+        """Ask and return the task, once the engine holds its reply `say`."""
+        engine.replies.append(say)
+        asked = asyncio.create_task(self.ask(user()))
+        await asyncio.to_thread(engine.holding.wait)
+        return asked
+
+    async def get(self, path, headers=None):
+        headers = self.endpoint.headers("s1", "api", find_route("GET", path, headers or {}))
+        async with self.client.get(self.url(path), headers=headers) as response:
+            return await response.json()
 
     async def end(self, session="s1", body=None):
         headers = self.endpoint.headers(session, "session.rolltap", None)
@@ -79,9 +129,8 @@ class Harness:
 
     async def stream(self, *messages, **fields):
         """Return the status and the events of a streamed reply."""
-        async with self.post({"model": "m", "messages": list(messages), "stream": True, **fields}) as response:
-            lines = (await response.text()).split("\n\n")
-            return response.status, [line.removeprefix("data: ") for line in lines if line]
+        status, text = await self.send({"model": "m", "messages": list(messages), "stream": True, **fields})
+        return status, [line.removeprefix("data: ") for line in text.split("\n\n") if line]
 
     def calls(self):
         return list(read_rows(self.run, "calls"))

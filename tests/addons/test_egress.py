@@ -1,4 +1,5 @@
 import json
+from unittest import mock
 
 import pytest
 from mitmproxy import ctx, http
@@ -33,15 +34,17 @@ def request(url="https://evil.com/a?b=c", method="GET", **metadata):
     return flow
 
 
-def test_other_hosts_get_an_empty_object_at_once(egress):
-    flow = request()
+def seen(egress, *asked, **fields):
+    """Return a request that the addon has seen."""
+    flow = request(*asked, **fields)
     egress.requestheaders(flow)
+    return flow
+
+
+def test_other_hosts_get_an_empty_object_at_once_and_the_record_has_no_query(egress, events):
+    flow = seen(egress, method="POST")
     assert (flow.response.status_code, flow.response.content) == (404, b"{}")
     assert flow.response.headers["content-type"] == "application/json"
-
-
-def test_refusals_are_recorded_without_the_query(egress, events):
-    egress.requestheaders(request(method="POST"))
     (event,) = events
     assert (event.kind, event.session_id, event.host) == ("refused", "s1", "evil.com")
     assert (event.method, event.path) == ("POST", "/a")
@@ -57,8 +60,7 @@ def connect(egress, flow, address=None, error=None):
 
 @pytest.mark.parametrize("url", ["https://pypi.org/simple/", "http://PyPI.org:80/", "https://files.pythonhosted.org/x"])
 def test_allowed_hosts_are_reached(egress, events, url):
-    flow = request(url)
-    egress.requestheaders(flow)
+    flow = seen(egress, url)
     assert (flow.response, connect(egress, flow)) == (None, None)
     assert events == []
 
@@ -71,12 +73,14 @@ def test_allowed_hosts_are_reached(egress, events, url):
         "https://notpypi.org/",
         "https://pythonhosted.org/",
         "https://127.0.0.1:8000/",
+        "http://127.0.0.1:4/",
         "https://pypi.org:8443/",
         "http://pypi.org:22/",
     ],
 )
 def test_hosts_that_only_look_allowed_are_not(egress, url):
     flow = request(url)
+    flow.request.headers["host"] = "pypi.org"
     egress.requestheaders(flow)
     assert flow.response.status_code == 404
     assert "does not let sessions connect" in connect(egress, flow)
@@ -94,33 +98,25 @@ def test_a_connection_is_opened_only_to_the_target_of_the_last_request(egress):
     assert "does not let" in connect(egress, flow)
 
 
-def test_a_harness_does_not_reach_the_endpoint_by_its_address(egress):
-    flow = request("http://127.0.0.1:4/")
-    egress.requestheaders(flow)
-    assert flow.response.status_code == 404
-
-
-def test_no_connection_is_opened_when_the_decision_fails(egress, monkeypatch):
-    def fail(*event):
-        raise RuntimeError
-
-    monkeypatch.setattr(egress, "_record", fail)
+def test_no_connection_is_opened_and_a_request_is_refused_when_the_decision_cannot_be_recorded(egress, monkeypatch):
+    monkeypatch.setattr(egress, "_record", mock.Mock(side_effect=RuntimeError))
     flow = request()
     server = Server(address=("evil.com", 443))
     with pytest.raises(RuntimeError):
         egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     assert server.error
+    with pytest.raises(RuntimeError):
+        egress.requestheaders(flow)
+    assert flow.response.status_code == 404
 
 
 def test_a_connection_that_another_addon_refused_stays_refused(egress):
-    flow = request("https://pypi.org/")
-    egress.requestheaders(flow)
+    flow = seen(egress, "https://pypi.org/")
     assert connect(egress, flow, error="refused before") == "refused before"
 
 
 def test_a_host_is_verified_by_the_name_that_was_allowed(egress):
-    flow = request("https://PyPI.org./")
-    egress.requestheaders(flow)
+    flow = seen(egress, "https://PyPI.org./")
     server = Server(address=(flow.request.host, 443))
     server.sni = "evil.com"
     egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
@@ -160,14 +156,12 @@ def test_other_protocols_are_closed_even_if_mitmproxy_chose_them(egress, events,
     assert [(event.kind, event.detail) for event in events] == [("refused", f"{kind}, not HTTP")]
 
 
-def test_what_is_let_through_is_streamed_both_ways(egress):
-    for metadata in ({}, {CAPTURED: True}):
-        flow = request("https://pypi.org/", **metadata)
-        egress.requestheaders(flow)
-        flow.response = http.Response.make()
-        egress.responseheaders(flow)
-        assert flow.request.stream is True
-        assert flow.response.stream is True
+@pytest.mark.parametrize("metadata", [{}, {CAPTURED: True}])
+def test_what_is_let_through_is_streamed_both_ways(egress, metadata):
+    flow = seen(egress, "https://pypi.org/", **metadata)
+    flow.response = http.Response.make()
+    egress.responseheaders(flow)
+    assert (flow.request.stream, flow.response.stream) == (True, True)
 
 
 def test_the_messages_of_a_websocket_are_not_kept(egress):
@@ -181,77 +175,42 @@ def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
     assert (ctx.options.connection_strategy, ctx.options.upstream_cert, ctx.options.rawtcp) == ("lazy", False, False)
 
 
-def test_the_host_header_does_not_decide(egress):
-    flow = request("https://evil.com/")
-    flow.request.headers["host"] = "pypi.org"
-    egress.requestheaders(flow)
-    assert flow.response.status_code == 404
-
-
 def test_model_calls_pass(egress, events):
-    flow = request(**{CAPTURED: True})
-    egress.requestheaders(flow)
-    assert flow.response is None
-    assert events == []
+    flow = seen(egress, **{CAPTURED: True})
+    assert (flow.response, events) == (None, [])
 
 
 def test_an_answer_that_is_there_stays(egress, events):
     flow = request()
     flow.response = http.Response.make(407)
     egress.requestheaders(flow)
-    assert flow.response.status_code == 407
-    assert events == []
+    assert (flow.response.status_code, events) == (407, [])
 
 
-def test_a_request_is_refused_even_when_that_cannot_be_recorded(egress, monkeypatch):
-    def fail(event):
-        raise RuntimeError
-
-    monkeypatch.setattr(egress, "_record", fail)
-    flow = request()
-    with pytest.raises(RuntimeError):
-        egress.requestheaders(flow)
-    assert flow.response.status_code == 404
+NEAR, GATEWAY = "/v1/chat/completion", "/my/gateway/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "told"),
     [
-        "https://api.openai.com/v1/completions",
-        "https://bedrock.amazonaws.com/model/m/invoke-with-response-stream",
-        "https://bedrock.amazonaws.com/model/m/converse",
-        "https://api.cohere.com/v2/generate",
-        "https://generativelanguage.googleapis.com/v2/models/m:generateContent",
-        "https://pypi.org/v9/messages?beta=true",
-        "https://api.openai.com/v1/batches",
+        ("https://api.openai.com/v1/completions", ["refused"]),
+        ("https://bedrock.amazonaws.com/model/m/invoke-with-response-stream", ["refused"]),
+        ("https://bedrock.amazonaws.com/model/m/converse", ["refused"]),
+        ("https://api.cohere.com/v2/generate", ["refused"]),
+        ("https://generativelanguage.googleapis.com/v2/models/m:generateContent", ["refused"]),
+        ("https://api.openai.com/v1/batches", ["refused"]),
+        (f"https://a.example{NEAR}", ["refused: did you mean /v1/chat/completions?"]),
+        (f"https://a.example{GATEWAY}", ["refused: set rolltap_prefix=/my/gateway to answer it"]),
+        ("https://pypi.org/v9/messages?beta=true", ["let through"]),
+        ("https://pypi.org/v1/message", []),  # nearly the path of a model call: the business of an allowed host
     ],
 )
-def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_even_when_it_is_allowed(egress, events, url):
-    egress.requestheaders(request(url, "POST"))
-    (event,) = events
-    assert event.kind == "uncaptured"
-    assert event.detail == ("let through" if "pypi" in url else "refused")
-
-
-@pytest.mark.parametrize(
-    ("path", "advice"),
-    [
-        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
-        ("/my/gateway/v1/chat/completions", "set rolltap_prefix=/my/gateway to answer it"),
-    ],
-)
-def test_a_model_call_to_a_wrong_path_is_no_refused_host_and_the_record_and_the_reply_say_which_one_is_right(
-    egress, events, path, advice
-):
-    flow = request(f"https://my-gateway.example{path}", "POST")
-    egress.requestheaders(flow)
-    assert [(event.kind, event.detail) for event in events] == [("uncaptured", f"refused: {advice}")]
-    assert json.loads(flow.response.content)["error"]["message"] == f"POST {path} is not served here: {advice}"
-
-
-def test_a_path_that_is_nearly_that_of_a_model_call_is_the_business_of_an_allowed_host(egress, events):
-    egress.requestheaders(request("https://pypi.org/v1/message", "POST"))
-    assert events == []
+def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_with_advice(egress, events, url, told):
+    flow = seen(egress, url, "POST")
+    assert [(event.kind, event.detail) for event in events] == [("uncaptured", detail) for detail in told]
+    if url.endswith((NEAR, GATEWAY)):
+        error = json.loads(flow.response.content)["error"]["message"]
+        assert error == f"POST {flow.request.path} is not served here: {told[0].removeprefix('refused: ')}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mitmproxy.test import taddons
 from mitmproxy.tools.dump import DumpMaster
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.options import OPTIONS, RecorderOptions, require_options, typed
+from rolltap.addons.options import OPTIONS, RecorderOptions, require_options
 from rolltap.addons.recorder import Startup, unknown_options
 from tests.conftest import ROOT
 
@@ -94,30 +94,10 @@ def test_right_options_are_accepted_and_those_of_mitmproxy_left_to_it():
     require_options({name: texts[type(option.default)] for name, option in OPTIONS.items()} | special)
 
 
-def test_a_value_of_the_configuration_file_has_the_option_s_type():
-    given = {"rolltap_patience": "abc", "rolltap_max_calls": 3, "rolltap_allow": ["a"], "rolltap_websocket": True}
-    values, (refused,) = typed(given)
-    assert refused == "rolltap_patience is 'abc': give a whole number"
-    assert values == {"rolltap_max_calls": 3, "rolltap_allow": ["a"], "rolltap_websocket": True}
-
-
-async def test_mitmdump_refuses_names_of_its_own_that_nobody_declares(options):
-    options.deferred.update({"listen_prt": _UnconvertedStrings(["1"]), "nonsense": _UnconvertedStrings(["1"])})
-    first, second = unknown_options(options)
-    assert first == "listen_prt is no option of the recorder: did you mean listen_port?"
-    assert second.startswith("nonsense is no option of the recorder: see")
-
-
 async def test_an_option_of_another_script_may_be_declared_later(options, tmp_path):
     scripts = [tmp_path / "record.py", tmp_path / "mine.py"]
     for script in scripts:
         script.touch()
     options.update(scripts=[str(script) for script in scripts])
     options.deferred["mine_size"] = _UnconvertedStrings(["1"])
-    assert unknown_options(options) == []
-
-
-async def test_options_of_mitmproxys_other_programs_may_be_in_its_configuration_file(options, tmp_path):
-    (tmp_path / "config.yaml").write_text("console_palette: dark\n")
-    options.deferred["console_palette"] = "dark"
     assert unknown_options(options) == []

@@ -156,17 +156,6 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
     assert re.search(r"session s1: .*less than 4 MiB are free", log)
 
 
-def test_a_second_recorder_goes_on_in_the_same_run(start, scripted_engine):
-    for session in ("s1", "s2"):
-        recorder = start()
-        scripted_engine.replies.append(Say("Hi."))
-        with recorder.client(session) as client:
-            assert client.post(CHAT, json=HELLO).status_code == 200
-        recorder.stop()
-    assert len(recorder.rows("calls")) == 2
-    assert len(list(recorder.run.glob("calls-*.arrow"))) == 2
-
-
 def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start):
     messages = {
         "rolltap_out=": "rolltap_out is not set",

@@ -74,21 +74,6 @@ def test_a_password_is_the_hmac_of_the_session_id():
         ("key", "s9 ", password("key", "s9 "), False),
         ("", " s9", "anything", False),
     ],
-    ids=[
-        "its own",
-        "another session's",
-        "under another secret",
-        "none",
-        "not ASCII",
-        "no session",
-        "a header's end in the session",
-        "any without a secret",
-        "none without a secret",
-        "no session, without a secret",
-        "a header's end, without a secret",
-        "a blank at the end",
-        "a blank at the beginning",
-    ],
 )
 def test_a_password_is_valid_for_its_session_only(secret, session_id, password, accepted):
     assert valid(secret, session_id, password) is accepted

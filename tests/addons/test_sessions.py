@@ -1,4 +1,5 @@
 import base64
+from unittest import mock
 
 import pytest
 from mitmproxy import http
@@ -41,30 +42,19 @@ async def sessions(events, secret_file):
         yield addon
 
 
-class TestTunnel:
-    def test_its_credentials_name_the_session_of_every_request_in_it(self, sessions):
-        connect = request("CONNECT", "https://example.com/", credentials("s1"))
-        sessions.http_connect(connect)
-        assert connect.response is None
-        assert "proxy-authorization" not in connect.request.headers
-        for _ in range(2):
-            inside = request(client=connect.client_conn)
-            sessions.requestheaders(inside)
-            assert (inside.metadata[SESSION], inside.response) == ("s1", None)
-
-    def test_credentials_that_are_repeated_within_it_are_removed(self, sessions):
-        connect = request("CONNECT", "https://example.com/", credentials("s1"))
-        sessions.http_connect(connect)
-        inside = request(headers=credentials("s2"), client=connect.client_conn)
+def test_the_credentials_of_a_tunnel_name_the_session_of_every_request_in_it_and_of_no_other(sessions):
+    connect = request("CONNECT", "https://example.com/", credentials("s1"))
+    sessions.http_connect(connect)
+    assert connect.response is None
+    assert "proxy-authorization" not in connect.request.headers
+    for headers in ({}, credentials("s2")):
+        inside = request(headers=headers, client=connect.client_conn)
         sessions.requestheaders(inside)
-        assert inside.metadata[SESSION] == "s1"
+        assert (inside.metadata[SESSION], inside.response) == ("s1", None)
         assert "proxy-authorization" not in inside.request.headers
-
-    def test_other_connections_are_not_named_by_it(self, sessions):
-        sessions.http_connect(request("CONNECT", "https://example.com/", credentials("s1")))
-        other = request()
-        sessions.requestheaders(other)
-        assert (other.metadata.get(SESSION), other.response.status_code) == (None, 407)
+    other = request()
+    sessions.requestheaders(other)
+    assert (other.metadata.get(SESSION), other.response.status_code) == (None, 407)
 
 
 @pytest.fixture(params=["http_connect", "requestheaders"])
@@ -104,36 +94,24 @@ class TestCredentials:
         assert events == []
 
     def test_a_request_is_refused_even_when_that_cannot_be_recorded(self, sessions, monkeypatch):
-        def fail(event):
-            raise RuntimeError
-
-        monkeypatch.setattr(sessions, "_record", fail)
+        monkeypatch.setattr(sessions, "_record", mock.Mock(side_effect=RuntimeError))
         flow = request(headers=credentials("s1", "wrong"))
         with pytest.raises(RuntimeError):
             sessions.requestheaders(flow)
         assert flow.response.status_code == 407
 
 
-class TestOptions:
-    @pytest.fixture
-    async def context(self):
-        with taddons.context(Startup()) as context:
-            yield context
+async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_be_read(secret_file, caplog):
+    secret_file.chmod(0o640)
+    sessions = Sessions([].append)
 
-    def test_any_password_is_accepted_without_a_secret(self, context):
-        sessions = Sessions([].append)
-        context.master.addons.add(sessions)
-        flow = request(headers=credentials("s1", "anything"))
+    def session(given):
+        flow = request(headers=credentials("s1", given))
         sessions.requestheaders(flow)
-        assert flow.metadata[SESSION] == "s1"
+        return flow.metadata.get(SESSION) if flow.response is None else flow.response.status_code
 
-    def test_a_secret_that_cannot_be_read_lets_nobody_in(self, context, secret_file, caplog):
-        secret_file.chmod(0o640)
-        sessions = Sessions([].append)
-        context.master.addons.add(sessions)
+    with taddons.context(Startup(), sessions) as context:
+        assert session("anything") == "s1"
         context.configure(sessions, rolltap_secret_file=str(secret_file))
         assert "rolltap_secret_file: other users may read the secret in" in caplog.text
-        for given in (SECRET, "", password("", "s1"), password(SECRET, "s1")):
-            flow = request(headers=credentials("s1", given))
-            sessions.requestheaders(flow)
-            assert flow.response.status_code == 407
+        assert {session(given) for given in (SECRET, "", password("", "s1"), password(SECRET, "s1"))} == {407}

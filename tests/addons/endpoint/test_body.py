@@ -115,7 +115,7 @@ async def test_other_encodings_are_refused(post, encoding):
 @pytest.fixture
 async def reading():
     """Return bodies, the event that ends their requests, and a function that begins to send a body of a session."""
-    bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT, seconds=60, patience=60)
+    bodies = Bodies(LIMIT, 2 * LIMIT, 3 * LIMIT)
     leave = asyncio.Event()
     async with serving(bodies, leave) as client:
 

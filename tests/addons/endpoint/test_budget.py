@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
 from rolltap.addons.store.records import Call
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import content, recording, user
+from tests.addons.harness import RETRY, content, recording, user
 
 LONG = "One two three four five six seven eight nine ten."
 REQUESTS = {
@@ -29,15 +28,11 @@ def restart(rendering, scripted_engine, tmp_path):
     """Return a function that starts a recorder of the same run with these budgets. It is killed at the end."""
     scripted_engine.otherwise = lambda request: Say("Hello.")
 
-    def recorder(**budgets):
-        return recording(rendering, tmp_path, scripted_engine.url, killed=True, **budgets)
-
-    return recorder
+    return lambda **budgets: recording(rendering, tmp_path, scripted_engine.url, killed=True, **budgets)
 
 
-async def post(harness, path, text, **more):
-    async with harness.post({**REQUESTS[path](text), **more}, path=path) as response:
-        return response.status, await response.text()
+async def post(harness, path, text):
+    return await harness.send(REQUESTS[path](text), path=path)
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -46,37 +41,21 @@ async def test_a_call_over_the_number_of_calls_gets_an_error_of_its_api(restart,
         assert (await post(harness, path, "Hi"))[0] == 200
         status, text = await post(harness, path, "Ho")
         again, _ = await post(harness, path, "Hu")
+        other, _ = await harness.send(REQUESTS[path]("Hi"), path=path, session="s2")  # it has a budget of its own
+    assert other == 200
     assert 400 <= status < 429  # harnesses retry 429 and server errors
     assert again == status
     assert "it may make 1 model calls" in json.loads(text)["error"]["message"]
-    assert len(scripted_engine.requests) == len(harness.calls()) == 1
+    assert len(scripted_engine.requests) == len(harness.calls()) == 2
     assert [(event["session_id"], event["path"]) for event in harness.events("budget")] == [("s1", path)] * 2
     assert harness.events("rejected") == harness.events("fault") == []
 
 
-async def test_another_session_has_budgets_of_its_own(restart):
-    async with restart(max_calls=1) as harness:
-        assert (await harness.ask(user("Hi")))[0] == 200
-        async with harness.post({"model": "m", "messages": [user("Hi")]}, session="s2") as response:
-            assert response.status == 200
-
-
-async def test_a_streamed_call_over_the_budget_gets_a_status_and_no_stream(restart):
-    async with restart(max_calls=1) as harness:
-        assert (await harness.stream(user("Hi")))[0] == 200
-        status, events = await harness.stream(user("Ho"))
-    assert 400 <= status < 429
-    assert "budget" in events[0]
-
-
-async def test_a_retry_is_no_call_of_its_own(restart, scripted_engine):
-    async with restart(max_calls=1) as harness:
-        first = await harness.ask(user("Hi"))
-        async with harness.post(
-            {"model": "m", "messages": [user("Hi")]}, headers={"x-stainless-retry-count": "1"}
-        ) as response:
-            assert (response.status, (await response.json())["choices"]) == (200, first[1]["choices"])
-    assert len(scripted_engine.requests) == 1
+async def test_of_streamed_calls_at_the_same_time_no_more_than_allowed_get_a_stream(restart):
+    async with restart(max_calls=3) as harness:
+        replies = await asyncio.gather(*(harness.stream(user(f"Hi {n}")) for n in range(8)))
+    assert [status for status, _ in replies].count(200) == len(harness.calls()) == 3
+    assert all(400 <= status < 429 and "budget" in events[0] for status, events in replies if status != 200)
 
 
 async def test_a_call_that_failed_because_of_the_engine_does_not_count(restart, scripted_engine):
@@ -112,7 +91,9 @@ async def test_a_limit_of_the_harness_that_fits_is_not_the_budgets(restart, scri
     assert harness.events("budget") == []
 
 
-async def test_what_was_used_is_known_after_a_restart(restart, scripted_engine, encode):
+async def test_what_was_used_is_known_after_a_restart_and_after_the_session_was_forgotten(
+    restart, scripted_engine, encode
+):
     used = len(encode("Hello.")) + 1
     async with restart(max_calls=2, max_sampled_tokens=used + 3) as harness:
         assert (await harness.ask(user("Hi")))[0] == 200
@@ -122,25 +103,21 @@ async def test_what_was_used_is_known_after_a_restart(restart, scripted_engine, 
         assert (await harness.ask(user("Hu")))[0] == 404
     async with restart(max_calls=2) as harness:
         assert (await harness.ask(user("He")))[0] == 404
-
-
-async def test_what_was_used_is_known_after_the_session_was_forgotten(restart):
-    async with restart(max_calls=1) as harness:
-        assert (await harness.ask(user("Hi")))[0] == 200
         harness.endpoint.forget_idle(0)
         assert harness.endpoint.sessions == {}
-        assert (await harness.ask(user("Ho")))[0] == 404
+        assert (await harness.ask(user("Ha")))[0] == 404
 
 
-async def test_a_reply_that_was_cut_is_given_again_after_a_restart(restart, scripted_engine):
-    scripted_engine.otherwise = None
+async def test_a_retry_is_no_call_of_its_own_also_of_a_reply_that_was_cut_and_after_a_restart(restart, scripted_engine):
     scripted_engine.replies.append(Say("One", finish_reason="length"))
-    async with restart(max_sampled_tokens=1) as harness:
-        _, first = await harness.ask(user("Hi"))
-    async with restart(max_sampled_tokens=1) as harness:
-        request = {"model": "m", "messages": [user("Hi")]}
-        async with harness.post(request, headers={"x-stainless-retry-count": "1"}) as response:
-            assert (response.status, (await response.json())["choices"]) == (200, first["choices"])
+    replies = []
+    for headers in ({}, RETRY):
+        async with restart(max_calls=1, max_sampled_tokens=1) as harness:
+            for sent in (headers, RETRY):
+                replies.append(await harness.send({"model": "m", "messages": [user("Hi")]}, headers=sent))
+    assert {status for status, _ in replies} == {200}
+    first, *others = [{**json.loads(reply), "created": 0} for _, reply in replies]
+    assert others == [first] * 3
     assert len(scripted_engine.requests) == 1
 
 
@@ -151,12 +128,6 @@ async def test_calls_at_the_same_time_cannot_use_more_than_there_is(restart, scr
     assert sorted(status for status, _ in replies) == [200, 200, 404, 404, 404, 404]
     assert sum(len(call["completion_ids"]) for call in harness.calls()) == 2 * one
     assert all("cut" not in event["detail"] for event in harness.events("budget"))
-
-
-async def test_calls_at_the_same_time_cannot_be_more_than_allowed(restart, scripted_engine):
-    async with restart(max_calls=3) as harness:
-        replies = await asyncio.gather(*(harness.stream(user(f"Hi {n}")) for n in range(8)))
-    assert [status for status, _ in replies].count(200) == len(harness.calls()) == 3
 
 
 async def test_a_call_waits_for_what_a_running_one_may_give_back(restart, scripted_engine):
@@ -183,10 +154,8 @@ async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_e
         await settled(budget)
 
     monkeypatch.setattr(SessionBudget, "settled", wait)
-    scripted_engine.replies.append(Say("Hello.", hold_after=1))
     async with restart(max_sampled_tokens=10) as harness:
-        first = asyncio.create_task(harness.ask(user("Hi")))
-        await asyncio.to_thread(scripted_engine.holding.wait)
+        first = await harness.held(scripted_engine, Say("Hello.", hold_after=1))
         second = asyncio.create_task(harness.ask(user("Ho")))
         third = asyncio.create_task(harness.ask(user("Hu")))
         await asyncio.gather(waits.get(), waits.get())
@@ -222,10 +191,7 @@ async def test_a_prompt_over_the_engines_window_is_not_the_budgets(restart, scri
 
 async def test_the_models_window_is_the_most_that_a_prompt_may_have(restart):
     async with restart(max_prompt_tokens=20) as harness:
-        route = find_route("GET", "/v1/models", {"x-api-key": "x", "anthropic-version": "1"})
-        headers = harness.endpoint.headers("s1", "api.anthropic.com", route)
-        async with harness.client.get(harness.url("/v1/models"), headers=headers) as response:
-            (model,) = (await response.json())["data"]
+        (model,) = (await harness.get("/v1/models", {"x-api-key": "x", "anthropic-version": "1"}))["data"]
     assert 20 in model.values()
 
 

@@ -29,15 +29,11 @@ def test_the_first_are_listed_and_later_ones_counted_at_powers_of_two_and_at_the
         ("/255", "256 refused so far, the last: x"),
     ]
     counted.end("s1")
-    assert written[66:] == [written[66]]
-    assert (written[66].path, written[66].detail) == ("/299", "300 refused in all, the last: x")
-
-
-def test_an_end_tells_nothing_that_was_told(counted, written):
-    refuse(counted, 128)
-    counted.end("s1")
+    refuse(counted, 128, "s2")
+    counted.end("s2")  # it tells nothing that was told
     counted.close()
-    assert len(written) == 65
+    assert len(written) == 67 + 65
+    assert (written[66].path, written[66].detail) == ("/299", "300 refused in all, the last: x")
 
 
 def test_sessions_and_kinds_are_counted_apart(counted, written):
@@ -72,10 +68,13 @@ def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
     pa.RecordBatch.from_pylist([event.to_row()], schema=EVENT_SCHEMA)
 
 
-def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(counted, written, monkeypatch):
+@pytest.fixture
+def one_event(monkeypatch):
     monkeypatch.setattr(errors, "PER_SECOND", 0.0)
     monkeypatch.setattr(errors, "BURST", 1)
-    counted = Refusals(written.append)
+
+
+def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(one_event, counted, written):
     refuse(counted, 10, "loud")
     for kind in ("fault", "rejected"):
         refuse(counted, 3, "quiet", kind)
@@ -84,11 +83,8 @@ def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(count
     assert [(event.session_id, event.kind, event.path) for event in written[before:]] == [("quiet", "fault", "/2")]
 
 
-def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(written, monkeypatch):
-    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
-    monkeypatch.setattr(errors, "BURST", 1)
+def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(one_event, counted, written, monkeypatch):
     monkeypatch.setattr(errors, "REMEMBERED", 1)
-    counted = Refusals(written.append)
     refuse(counted, 1, "loud")
     refuse(counted, 3, "quiet", "fault")
     refuse(counted, 1, "loud")
@@ -98,8 +94,7 @@ def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(written,
     assert [event.path for event in written if event.session_id == "quiet"] == ["/2", "/2"]
 
 
-def test_new_names_do_not_bring_new_events_without_end(counted, written, monkeypatch):
-    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
+def test_new_names_do_not_bring_new_events_without_end(one_event, written, monkeypatch):
     monkeypatch.setattr(errors, "BURST", 100)
     counted = Refusals(written.append)
     for i in range(500):

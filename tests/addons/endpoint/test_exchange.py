@@ -2,20 +2,25 @@
 
 import asyncio
 import json
+from unittest import mock
 
 import aiohttp
 import pytest
 
-from rolltap.addons.dialects import openai_chat
 from rolltap.addons.endpoint import exchange, generation
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import content, user
+from tests.addons.harness import content, read_until, said, user
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
-LATE = {"model": "m", "messages": [user()], "input": "Hello"}
 TOOL_CALL = (
     '<think>\nI look.\n</think>\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true, "b":"é"}}\n</tool_call>'
 )
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Send a keep-alive every hundredth of a second."""
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
 
 
 class TestReply:
@@ -35,8 +40,7 @@ class TestReply:
         assert reply["usage"]["completion_tokens"] == len(ids)
 
     @pytest.mark.parametrize("stream", [False, True])
-    async def test_the_calls_id_is_the_requests_id(self, harness, scripted_engine, stream):
-        scripted_engine.replies.append(Say("Hi."))
+    async def test_the_calls_id_is_the_requests_id(self, harness, stream):
         async with harness.post({"messages": [user()], "stream": stream}) as response:
             await response.read()
         (call,) = harness.calls()
@@ -51,11 +55,6 @@ class TestReply:
         recorded = json.loads(harness.calls()[0]["sampling"])
         assert recorded.pop("asked") == {"temperature": 0.1, "top_p": 0.5, "seed": 3}
         assert sent == {**recorded, "logprobs": 0, "stream_interval": 8}
-
-    async def test_a_reply_at_the_token_limit_has_finish_reason_length(self, harness, scripted_engine):
-        scripted_engine.replies.append(Say("<think>\nI think and", finish_reason="length"))
-        _, reply = await harness.ask(user())
-        assert reply["choices"][0]["finish_reason"] == "length"
 
     async def test_the_next_turn_continues_the_tokens(self, harness, scripted_engine):
         scripted_engine.replies += [Say(TOOL_CALL), Say("Done.")]
@@ -76,48 +75,33 @@ class TestReply:
         assert json.loads(two["messages"]) == [{**result, "name": "bash"}]
         assert two["tools"] is None
 
-    async def test_sessions_do_not_continue_each_other(self, harness, scripted_engine):
-        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+    async def test_sessions_do_not_continue_each_other(self, harness):
         await harness.ask(user())
-        body = {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}
-        async with harness.post(body, session="s2") as response:
-            assert response.status == 200
-        one, two = harness.calls()
-        assert (one["kind"], two["kind"], two["parent_id"], two["kind_reason"]) == (
-            "root",
-            "root",
-            None,
-            "no earlier call",
-        )
+        await harness.send({"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}, session="s2")
+        assert [(call["kind"], call["kind_reason"]) for call in harness.calls()] == [("root", "no earlier call")] * 2
 
     async def test_a_tool_call_that_is_not_json_stays_text(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("<tool_call>\n{broken\n</tool_call>"))
         _, reply = await harness.ask(user(), tools=TOOLS)
-        assert "{broken" in reply["choices"][0]["message"]["content"]
+        assert "{broken" in said(reply)
         assert reply["choices"][0]["finish_reason"] == "stop"
 
-    async def test_slow_replies_are_kept_alive_by_leading_white_space(self, harness, scripted_engine, monkeypatch):
-        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
-        scripted_engine.replies.append(Say("Hi.", hold_after=1))
+    @pytest.mark.parametrize("breaks", [False, True])
+    async def test_slow_replies_are_kept_alive_by_leading_white_space_and_a_failure_breaks_the_connection(
+        self, harness, scripted_engine, quick, breaks
+    ):
+        """An error with status 200 would be taken for an answer."""
+        scripted_engine.replies.append(Say("one two", hold_after=1, break_after=2 if breaks else None))
         async with harness.post({"messages": [user()]}) as response:
             assert response.status == 200
             assert (await response.content.readexactly(3)) == b"   "
             scripted_engine.release()
-            assert json.loads(await response.read())["choices"][0]["message"]["content"] == "Hi."
-
-    async def test_a_failure_after_the_first_keep_alive_breaks_the_connection(
-        self, harness, scripted_engine, monkeypatch
-    ):
-        """An error with status 200 would be taken for an answer."""
-        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
-        scripted_engine.replies.append(Say("one two", hold_after=1, break_after=2))
-        async with harness.post({"messages": [user()]}) as response:
-            assert (await response.content.readexactly(3)) == b"   "
-            scripted_engine.release()
-            with pytest.raises(aiohttp.ClientPayloadError):
-                await response.read()
-        (call,) = harness.calls()
-        assert call["status"] == "failed"
+            if breaks:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
+            else:
+                assert said(json.loads(await response.read())) == "one two"
+        assert [call["status"] for call in harness.calls()] == ["failed" if breaks else "completed"]
 
 
 class TestStream:
@@ -139,9 +123,7 @@ class TestStream:
         held = len(scripted_engine.ids("one two three"))
         scripted_engine.replies.append(Say("one two three four five six", hold_after=held))
         async with harness.post({"messages": [user()], "stream": True}) as response:
-            seen = b""
-            while "two" not in content(seen.decode()):
-                seen += await response.content.readany()
+            seen = await read_until(response, lambda seen: "two" in content(seen.decode()))
             assert harness.calls() == []
             scripted_engine.release()
             seen += await response.content.read()
@@ -149,44 +131,21 @@ class TestStream:
         assert seen.endswith(b"data: [DONE]\n\n")
         assert len(harness.calls()) == 1
 
-    async def test_nothing_is_committed_after_the_last_event(self, harness, scripted_engine, monkeypatch):
-        """The last event of the stream is sent after the call can be read from the run."""
-        on_disk = []
-        finish = openai_chat.StreamEncoder.finish
-
-        def spy(encoder, *args):
-            on_disk.append(len(harness.calls()))
-            return finish(encoder, *args)
-
-        monkeypatch.setattr(openai_chat.StreamEncoder, "finish", spy)
-        scripted_engine.replies.append(Say("Hi."))
-        await harness.stream(user())
-        assert on_disk == [1]
-
-    async def test_keep_alives_of_a_stream_are_empty_deltas(self, harness, scripted_engine, monkeypatch):
-        monkeypatch.setattr(exchange, "KEEP_ALIVE_SECONDS", 0.01)
-        scripted_engine.replies.append(Say("Hi.", hold_after=0))
-        async with harness.post({"messages": [user()], "stream": True}) as response:
-            seen = b""
-            while seen.count(b'"delta":{}') < 3:
-                seen += await response.content.readany()
-            scripted_engine.release()
-            assert b"[DONE]" in await response.content.read()
-
-    async def test_headers_and_the_first_event_come_before_the_engine_answers(self, harness, scripted_engine):
+    async def test_headers_and_the_first_event_come_before_the_engine_answers_and_then_keep_alives(
+        self, harness, scripted_engine, quick
+    ):
         scripted_engine.replies.append(Say("Hi.", hold_after=0))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             assert response.status == 200
             assert b'"role":"assistant"' in await response.content.readany()
             assert await asyncio.to_thread(scripted_engine.holding.wait, 30)
+            await read_until(response, lambda seen: seen.count(b'"delta":{}') >= 3)
             scripted_engine.release()
             assert b"[DONE]" in await response.content.read()
 
     async def test_a_harness_that_hangs_up_stops_the_generation(self, harness, scripted_engine, monkeypatch):
         monkeypatch.setattr(generation, "LINGER_SECONDS", 0)
-        committed = asyncio.Event()
-        add_call = harness.endpoint.writer.add_call
-        monkeypatch.setattr(harness.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+        committed = harness.committed(monkeypatch)
         scripted_engine.replies.append(Say("one two three four five six", hold_after=3))
         async with harness.post({"messages": [user()], "stream": True}) as response:
             await response.content.readany()
@@ -195,47 +154,24 @@ class TestStream:
         assert await asyncio.to_thread(scripted_engine.disconnected.wait, 30)
         await asyncio.wait_for(committed.wait(), 30)
         (call,) = harness.calls()
-        assert call["status"] == "aborted"
-        assert len(call["completion_ids"]) == 3
+        assert (call["status"], len(call["completion_ids"])) == ("aborted", 3)
 
 
 async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a_plain_one(harness, scripted_engine):
-    said = '<think>\nLet me think about it.\n</think>\n\n{"answer": 42}'
+    text = '<think>\nLet me think about it.\n</think>\n\n{"answer": 42}'
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     replies = []
     for stream in (False, True):
-        scripted_engine.replies += [Answer(400, '{"error": {"message": "no such grammar"}}'), Say(said)]
+        scripted_engine.replies += [Answer(400, '{"error": {"message": "no such grammar"}}'), Say(text)]
         body = {"messages": [user()], "stream": stream, "response_format": form}
-        async with harness.post(body) as response:
-            body = await response.text()
-            replies.append(content(body) if stream else json.loads(body)["choices"][0]["message"]["content"])
+        _, body = await harness.send(body)
+        replies.append(content(body) if stream else said(json.loads(body)))
     assert replies == ['{"answer": 42}'] * 2
 
 
-async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, scripted_engine, monkeypatch):
-    def fail():
-        raise OSError("the disk is gone")
-
+async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, monkeypatch):
     harness.endpoint.writer.sync_policy = "call"
-    monkeypatch.setattr(harness.endpoint.writer, "sync", fail)
-    scripted_engine.replies.append(Say("Hi."))
+    monkeypatch.setattr(harness.endpoint.writer, "sync", mock.Mock(side_effect=OSError("the disk is gone")))
     status, reply = await harness.ask(user())
     assert (status, reply["error"]["code"]) == (500, "not_recorded")
     assert [call["status"] for call in harness.calls()] == ["completed"]
-
-
-async def test_a_reply_does_not_grow_while_its_record_is_synced(harness, scripted_engine, monkeypatch):
-    loop, grown = asyncio.get_running_loop(), []
-
-    async def advance():
-        [session] = harness.endpoint.sessions.values()
-        return session.generations[-1].advance()
-
-    def sync():
-        grown.append(asyncio.run_coroutine_threadsafe(advance(), loop).result())
-
-    harness.endpoint.writer.sync_policy = "call"
-    monkeypatch.setattr(harness.endpoint.writer, "sync", sync)
-    scripted_engine.replies.append(Say("Hi."))
-    status, _ = await harness.ask(user())
-    assert (status, grown) == (200, [False])

@@ -9,7 +9,7 @@ from rolltap.addons.endpoint import generation
 from rolltap.addons.engine import connections
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
-from tests.addons.harness import content, user
+from tests.addons.harness import content, read_until, said, spans, user
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ class TestContinuation:
     @pytest.mark.parametrize("stream", [False, True])
     async def test_an_engine_that_dies_is_continued_from_the_last_sampled_token(self, patient, scripted_engine, stream):
         scripted_engine.replies += [Say("one two three four", break_after=2), Say(" three four")]
-        async with patient.post({"messages": [user()], "stream": stream, "max_tokens": 50}) as response:
-            assert response.status == 200
-            assert "error" not in json.dumps(await response.text())
+        status, text = await patient.send({"messages": [user()], "stream": stream, "max_tokens": 50})
+        assert status == 200
+        assert "error" not in text
         first, second = scripted_engine.requests
         (call,) = patient.calls()
         assert second["token_ids"] == first["token_ids"] + call["completion_ids"][:2]
@@ -34,8 +34,7 @@ class TestContinuation:
         ids = scripted_engine.ids("one two three four")[:2] + scripted_engine.ids(" three four")
         assert call["completion_ids"] == [*ids, scripted_engine.tokenizer.eos_token_id]
         assert len(call["logprobs"]) == len(call["completion_ids"])
-        spans = [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
-        assert spans == [("default", 0, 2), ("default", 2, len(call["completion_ids"]))]
+        assert spans(call) == [("default", 0, 2), ("default", 2, len(call["completion_ids"]))]
         assert (call["status"], call["violation"]) == ("completed", None)
         assert [event["call_id"] for event in patient.events("continued")] == [call["call_id"]]
 
@@ -65,26 +64,25 @@ class TestContinuation:
         choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": None}
         scripted_engine.replies.append(Answer(200, json.dumps({"choices": [choice]})))
         status, reply = await patient.ask(user())
-        assert (status, reply["choices"][0]["message"]["content"]) == (200, "Hi.")
+        assert (status, said(reply)) == (200, "Hi.")
         assert len(scripted_engine.requests) == 1
 
-    async def test_a_complete_completion_is_returned_although_its_engine_is_down(self, harness, scripted_engine):
+    @pytest.mark.parametrize("published", [False, True])
+    async def test_a_complete_completion_is_returned_although_its_engine_is_down(
+        self, harness, scripted_engine, published
+    ):
         """The call neither waits for the engine nor fails: only the finish reason is missing."""
+        if published:
+            (harness.run / "policy.json").write_text('{"version": "7", "model": null}')
         ids = len(scripted_engine.ids("one two")) + 1
         scripted_engine.replies.append(Say("one two three", break_after=ids))
         status, reply = await harness.ask(user(), max_tokens=ids)
         assert (status, reply["choices"][0]["finish_reason"]) == (200, "length")
         assert len(scripted_engine.requests) == 1
-        # nobody has said which weights the engine had
-        assert harness.calls()[0]["violation"] == f"weight version spans cover 0 of {ids} tokens"
-
-    async def test_its_weights_are_those_that_are_published(self, harness, scripted_engine):
-        (harness.run / "policy.json").write_text('{"version": "7", "model": null}')
-        ids = len(scripted_engine.ids("one two")) + 1
-        scripted_engine.replies.append(Say("one two three", break_after=ids))
-        await harness.ask(user(), max_tokens=ids)
         (call,) = harness.calls()
-        assert (call["violation"], [span["version"] for span in call["weight_versions"]]) == (None, ["7"])
+        # unless they are published, nobody has said which weights the engine had
+        unknown = f"weight version spans cover 0 of {ids} tokens"
+        assert (call["violation"], spans(call)) == ((None, [("7", 0, ids)]) if published else (unknown, []))
 
     @pytest.mark.parametrize(
         ("asked", "samples", "violation"),
@@ -106,19 +104,19 @@ class TestContinuation:
         await patient.ask(user())
         (call,) = patient.calls()
         assert call["violation"] == violation
-        spans = [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
         named = [(samples, 0, 2)] if violation is None else []
-        assert spans == [*named, (samples, 2, len(call["completion_ids"]))]
+        assert spans(call) == [*named, (samples, 2, len(call["completion_ids"]))]
 
-    async def test_a_call_waits_for_an_engine_that_is_down(self, patient, scripted_engine):
-        scripted_engine.replies += [Answer(503, "loading"), Answer(500, "broken"), Say("Hi.")]
-        assert (await patient.ask(user()))[0] == 200
-        assert len(patient.events("continued")) == 2
-
-    async def test_a_request_that_the_engine_refuses_is_not_retried(self, patient, scripted_engine):
-        scripted_engine.replies += [Answer(400, "bad"), Say("Hi.")]
-        assert (await patient.ask(user()))[0] == 400
-        assert len(scripted_engine.requests) == 1
+    @pytest.mark.parametrize(
+        ("replies", "status", "continued"),
+        [([Answer(503, "loading"), Answer(500, "broken")], 200, 2), ([Answer(400, "bad")], 400, 0)],
+    )
+    async def test_a_call_waits_for_an_engine_that_is_down_and_not_for_one_that_refuses(
+        self, patient, scripted_engine, replies, status, continued
+    ):
+        scripted_engine.replies += replies
+        assert (await patient.ask(user()))[0] == status
+        assert len(patient.events("continued")) == continued == len(scripted_engine.requests) - 1
 
 
 class TestFault:
@@ -134,29 +132,24 @@ class TestFault:
         assert (fault["call_id"], "bad" in fault["detail"]) == (harness.calls()[0]["call_id"], True)
 
     @pytest.mark.parametrize("sampled", [0, 6])
-    async def test_an_abort_after_a_long_silence_of_a_healthy_engine_is_a_fault(
-        self, harness, scripted_engine, monkeypatch, sampled
+    @pytest.mark.parametrize("silent", [False, True])
+    async def test_an_abort_is_a_fault_after_a_long_silence_of_a_healthy_engine_only(
+        self, harness, scripted_engine, monkeypatch, sampled, silent
     ):
-        monkeypatch.setattr(generation, "UNANSWERED_SECONDS", 0)
+        if silent:
+            monkeypatch.setattr(generation, "UNANSWERED_SECONDS", 0)
         await self.stop(harness, scripted_engine, sampled)
-        (fault,), (call,) = harness.events("fault"), harness.calls()
-        assert fault["call_id"] == call["call_id"]
-        assert f"the engine at {scripted_engine.url} sent no token for" in fault["detail"]
-        assert call["error"] == f"the session ended, while it waited for an engine: {fault['detail']}"
-
-    @pytest.mark.parametrize("sampled", [0, 6])
-    async def test_an_abort_of_a_call_that_is_answered_is_no_fault(self, harness, scripted_engine, sampled):
-        await self.stop(harness, scripted_engine, sampled)
-        assert harness.events("fault") == []
-        assert harness.calls()[0]["error"] == "the session ended"
+        (call,), faults = harness.calls(), harness.events("fault")
+        assert [fault["call_id"] for fault in faults] == [call["call_id"]] * silent
+        why = "".join(f", while it waited for an engine: {fault['detail']}" for fault in faults)
+        assert call["error"] == "the session ended" + why
+        assert (f"the engine at {scripted_engine.url} sent no token for" in why) == silent
 
     async def stop(self, harness, engine, sampled):
         """End a session while the engine holds its call after `sampled` tokens."""
         engine.replies.append(Say("one two three four five six", hold_after=sampled))
         async with harness.post({"messages": [user()], "stream": True}) as response:
-            seen = ""
-            while sampled and not content(seen):
-                seen += (await response.content.readany()).decode()
+            await read_until(response, lambda seen: not sampled or content(seen.decode()))
             assert await asyncio.to_thread(engine.holding.wait, 30)
             await harness.end()
         assert bool(harness.calls()[0]["completion_ids"]) == bool(sampled)
@@ -166,28 +159,23 @@ class TestStop:
     async def test_a_stop_text_ends_the_reply_and_is_no_part_of_it(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("one two STOP"))
         _, reply = await harness.ask(user(), stop=["STOP"])
-        assert reply["choices"][0]["message"]["content"] == "one two "
+        assert said(reply) == "one two "
         assert scripted_engine.requests[0]["sampling_params"]["stop"] == ["STOP"]
 
     async def test_no_part_of_a_stop_text_is_streamed(self, harness, scripted_engine):
         scripted_engine.replies.append(Say("one two STOP"))
-        _, events = await harness.stream(user(), stop="STOP")
-        deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
-        assert "".join(delta.get("content", "") for delta in deltas) == "one two "
+        _, events = await harness.send({"messages": [user()], "stream": True, "stop": "STOP"})
+        assert content(events) == "one two "
 
 
 class TestSchema:
     SCHEMA: dict = {"type": "object", "properties": {"title": {"type": "string"}}}  # noqa: RUF012
     FORMAT: dict = {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA}}  # noqa: RUF012
 
-    async def test_the_engine_is_given_the_schema_and_the_call_is_a_side_question(
-        self,
-        harness,
-        scripted_engine,
-    ):
+    async def test_the_engine_is_given_the_schema_and_the_call_is_a_side_question(self, harness, scripted_engine):
         scripted_engine.replies.append(Say('{"title": "x"}'))
         _, reply = await harness.ask(user(), response_format=self.FORMAT)
-        assert json.loads(reply["choices"][0]["message"]["content"]) == {"title": "x"}
+        assert json.loads(said(reply)) == {"title": "x"}
         sent = scripted_engine.requests[0]["sampling_params"]["structured_outputs"]
         assert sent == {"json": self.SCHEMA}
         assert harness.calls()[0]["role"] == "auxiliary"

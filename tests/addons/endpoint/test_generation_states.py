@@ -6,21 +6,23 @@ import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import ModelCall, Reply
-from rolltap.addons.endpoint.budget import UNBOUNDED, SessionBudget, Used
+from rolltap.addons.endpoint.budget import Budgets, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
-from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation
+from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.client import Chunk
-from rolltap.addons.engine.policy import Policy, PolicyFile, SessionPolicy
+from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.offload import Workers
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import ParseBudget
 from rolltap.addons.store.records import Call, VersionSpan
@@ -50,17 +52,10 @@ class ScriptedClient:
         self.url, self.script, self.sent, self.rude = url, script, sent, rude
         self.requested_sampling, self.expected = [], []
 
-    async def healthy(self):
-        return True
-
-    async def weight_version(self):
-        return "1"
-
-    def forget(self):
-        pass
-
-    async def close(self):
-        pass
+    healthy = mock.AsyncMock(return_value=True)
+    weight_version = mock.AsyncMock(return_value="1")
+    close = mock.AsyncMock()
+    forget = mock.Mock()
 
     @property
     def _whole(self):
@@ -88,16 +83,6 @@ class ScriptedClient:
                 versions = [VersionSpan(version="1", start=0, end=len(self.sent) - start)]
                 yield Chunk([], [], finish_reason=said, weight_versions=versions)
                 return
-
-
-class Published(PolicyFile):
-    """The policy file of a run whose trainer has published base weights."""
-
-    def __init__(self):
-        pass
-
-    def read(self):
-        return Policy("1")
 
 
 class Disk(ThreadPoolExecutor):
@@ -155,12 +140,8 @@ class Renderer:
         self.broken = set()
         self.markup, self.parse_budget = self, ParseBudget()
 
-    def in_tokens(self, token_ids):
-        """Say that every token may be markup, so that each is parsed."""
-        return True
-
-    def around_last(self, token_ids):
-        return "", ""
+    in_tokens = mock.Mock(return_value=True)  # every token may be markup: each is parsed
+    around_last = mock.Mock(return_value=("", ""))
 
     def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
         if partial in self.broken:
@@ -192,7 +173,7 @@ class Listener:
     async def _stream(self):
         generation = self.scenario.generation
         with generation.listening():
-            await send_events(generation, self, self._write)
+            await send_events(generation, self, mock.AsyncMock())
 
     async def _body(self):
         generation = self.scenario.generation
@@ -205,14 +186,7 @@ class Listener:
             else:
                 self.error(generation.error)
 
-    async def _write(self, data):
-        pass
-
-    def start(self):
-        return b""
-
-    def keep_alive(self):
-        return b""
+    start = keep_alive = mock.Mock(return_value=b"")
 
     def delta(self, reasoning, content):
         assert not self.ends
@@ -250,11 +224,11 @@ class Scenario:
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        budget = SessionBudget(UNBOUNDED, Used())
+        budget = SessionBudget(Budgets(), Used())
         self.generation = Generation(
             session,
             PreparedCall(call, prompt, model_call, sampling, b"digest"),
-            SessionPolicy(Published(), keep=True),
+            SessionPolicy(mock.Mock(read=lambda: Policy("1")), keep=True),
             budget.take(openai_chat, MAX_TOKENS),
         )
         self.budget = budget
@@ -276,7 +250,6 @@ class Scenario:
     engine_fails = engine_says
 
     def engine_dies(self):
-        """Fail with a retryable error: the same engine or another one may be asked for the rest."""
         self.faulty = True
         self.engine_says(EngineError("the engine is down", retryable=True))
 
@@ -340,9 +313,16 @@ class Scenario:
         await self.turn(TURNS)
         self.disk.answer()
 
+    def refuses(self, *states):
+        """Assert that the call cannot become what does not follow its state."""
+        for state in states:
+            with pytest.raises(RuntimeError, match=f"and cannot become {state.name}"):
+                self.generation._enter(state)
+
     def check(self):
         generation, disk = self.generation, self.disk
         assert generation.done
+        self.refuses(*State)
         assert self.budget.running == []
         assert (generation.reply is None) != (generation.error is None)
         assert len(disk.calls) == 1 or (disk.told_no and generation.error is not None)
@@ -419,6 +399,7 @@ events = st.one_of(
 def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults, end, policy, engines, patience, rude):
     async def run():
         scenario = Scenario(policy, engines, patience, rude)
+        scenario.refuses(State.SAMPLING, State.COMMITTED, State.COMPLETED)
         for name, values, turns in [
             *(event for event in happened if event[0] not in FAULTS - faults),
             (end, (), TURNS),

@@ -1,16 +1,18 @@
 """The role of a call, from its request and from the earlier calls of its session."""
 
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import ClassVar
 
 import pytest
 
 from rolltap.addons.dialects.model_call import ModelCall, assistant_message, message_tool_call
-from rolltap.addons.endpoint.roles import Earlier, PastCall, Role, SessionRoles, find_role
+from rolltap.addons.endpoint.roles import Earlier, PastCall, SessionRoles, find_role
+from tests.factories import START
 
 RESULT = {"role": "tool", "content": "x", "tool_call_id": "c1"}
 TOOL = {"type": "function", "function": {"name": "look"}}
+COMPLETE = {"type": "function", "function": {"name": "complete_task"}}
 
 
 def call(*, system="You are an agent.", tools=(TOOL,), **fields):
@@ -22,133 +24,91 @@ def role(model_call, headers=None, **earlier):
     return find_role(model_call, headers or {}, Earlier(**earlier))
 
 
-def test_a_call_without_evidence_of_another_role_is_the_agents():
-    assert role(call()) == Role("agent", "")
-    assert role(call(tools=[])) == Role("agent", "")
+COMPACTS = "You are the component that summarizes a conversation when its context window overflows."
+AFTER_TOOLS = {"tools": True}
+ANSWER = {"role": "assistant", "content": "Done."}
 
 
-@pytest.mark.parametrize(
-    ("header", "value", "expected"),
-    [
-        ("x-claude-code-request-class", "main", "agent"),
-        ("x-claude-code-request-class", "subagent", "subagent"),
-        ("x-claude-code-request-class", "compaction", "compaction"),
-        ("x-claude-code-agent-id", "a1", "subagent"),
-        ("x-codex-parent-thread-id", "t1", "subagent"),
-        ("x-openai-subagent", "collab_spawn", "subagent"),
-        ("x-parent-session-id", "s1", "subagent"),
-        ("x-interaction-type", "conversation-subagent", "subagent"),
-        ("x-interaction-type", "conversation-agent", "agent"),
-        ("x-codex-turn-metadata", json.dumps({"request_kind": "turn"}), "agent"),
-        ("x-codex-turn-metadata", json.dumps({"request_kind": "compaction"}), "compaction"),
-        ("x-codex-turn-metadata", "not JSON", "agent"),
-        ("x-codex-turn-metadata", "[1]", "agent"),
-    ],
-)
-def test_a_header_of_the_harness_names_the_role(header, value, expected):
-    found = role(call(), {header: value})
-    assert found.role == expected
-    assert bool(found.evidence) == (expected != "agent")
-
-
-@pytest.mark.parametrize(
-    ("prompt_id", "expected"), [("s########0", "agent"), ("s#explore-call_1#2", "subagent"), ("s", "agent")]
-)
-def test_qwen_codes_prompt_id_names_the_role(prompt_id, expected):
-    assert role(call(client_metadata={"metadata.promptId": prompt_id})).role == expected
-
-
-def test_a_request_for_a_compaction_has_that_role():
-    assert role(call(client_metadata={"compaction": "trigger"})).role == "compaction"
-
-
-def test_a_reply_that_must_match_a_schema_is_a_side_question_unless_there_are_tools():
-    found = role(call(schema={}, tools=[]), tools=True, role="agent")
-    assert (found.role, found.evidence) == ("auxiliary", "the reply must match a JSON schema, and it has no tools")
-    assert role(call(schema={}), tools=True).role == "agent"
-
-
-@pytest.mark.parametrize(
-    ("headers", "fields"),
-    [
-        ({"x-openai-subagent": "collab_spawn"}, {}),
-        ({"x-claude-code-request-class": "compaction"}, {}),
-        ({}, {"client_metadata": {"compaction": "trigger"}}),
-        ({}, {"system": "You are the component that summarizes"}),
-    ],
-    ids=["a sub-agent's header", "a compaction's header", "a compaction's field", "a system prompt"],
-)
-def test_a_call_that_is_sampled_under_a_grammar_has_no_role_that_is_trained(headers, fields):
-    assert role(call(schema={}, tools=[], **fields), headers).role == "auxiliary"
-
-
-@pytest.mark.parametrize(("agent", "expected"), [("GeminiCLI/0.61.0/gemini", "subagent"), ("mine/1.0", "agent")])
-def test_gemini_clis_sub_agents_have_a_tool_of_their_own(agent, expected):
-    tools = [TOOL, {"type": "function", "function": {"name": "complete_task"}}]
-    assert role(call(tools=tools), {"user-agent": agent}).role == expected
-
-
-def test_a_conversation_keeps_its_role():
-    assert role(call(), tools=True, role="subagent") == Role("subagent", "it goes on with a sub-agent's call")
-    for earlier in ("agent", "compaction", "auxiliary"):
-        assert role(call(), tools=True, role=earlier) == Role("agent")
-
-
-def test_a_conversation_with_tools_that_begins_while_a_tool_call_waits_is_a_sub_agents():
-    evidence = "it begins while a tool call of call c1 has no result"
-    assert role(call(), tools=True, waiting="c1") == Role("subagent", evidence)
-    assert role(call(tools=[]), tools=True, waiting="c1").role == "auxiliary"
-    assert role(call(system="You are a title generator"), waiting="c1").role == "auxiliary"
-
-
-@pytest.mark.parametrize(
-    ("system", "expected"),
-    [
-        ("You are a title generator. You output ONLY a thread title.", "auxiliary"),
-        ("You are the component that summarizes a conversation when its context window overflows.", "compaction"),
-        ("You are a coding agent. You are a title generator at times.", "agent"),
-    ],
-)
-def test_known_system_prompts_give_the_role_by_their_first_words(system, expected):
-    assert role(call(system=system, tools=[])).role == expected
-
-
-def test_a_call_without_tools_is_a_side_question_after_a_call_with_tools():
-    assert role(call(tools=[]), tools=True).role == "auxiliary"
-    assert role(call(), tools=True).role == "agent"
-
-
-@pytest.mark.parametrize(
-    ("earlier", "expected"),
-    [("agent", "agent"), ("subagent", "subagent"), ("auxiliary", "auxiliary"), (None, "auxiliary")],
-)
-def test_a_call_without_tools_that_holds_an_agents_reply_is_that_agents(earlier, expected):
-    assert role(call(tools=[]), tools=True, role=earlier).role == expected
-
-
-@pytest.mark.parametrize(
-    ("ending", "expected"),
-    [
-        ([RESULT], "agent"),
-        ([RESULT, {"role": "user", "content": "Now answer."}], "agent"),
-        ([RESULT, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "A title?"}], "auxiliary"),
-    ],
-    ids=["a result", "a result and a text", "a text"],
-)
-def test_a_call_that_gives_the_result_of_a_tool_is_no_side_question(ending, expected):
+def without_tools(*ending):
+    """Return a call without tools that gives a tool's result."""
     asked = call(tools=[])
-    asked.messages += [{"role": "assistant", "content": "", "tool_calls": []}, *ending]
-    assert role(asked, tools=True).role == expected
+    asked.messages += [{"role": "assistant", "content": "", "tool_calls": []}, RESULT, *ending]
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "earlier", "expected"),
+    [
+        (call(), {}, {}, "agent"),
+        (call(tools=[]), {}, {}, "agent"),
+        # headers of harnesses
+        (call(), {"x-claude-code-request-class": "main"}, {}, "agent"),
+        (call(), {"x-claude-code-request-class": "subagent"}, {}, "subagent"),
+        (call(), {"x-claude-code-request-class": "compaction"}, {}, "compaction"),
+        (call(), {"x-claude-code-agent-id": "a1"}, {}, "subagent"),
+        (call(), {"x-codex-parent-thread-id": "t1"}, {}, "subagent"),
+        (call(), {"x-openai-subagent": "collab_spawn"}, {}, "subagent"),
+        (call(), {"x-parent-session-id": "s1"}, {}, "subagent"),
+        (call(), {"x-interaction-type": "conversation-subagent"}, {}, "subagent"),
+        (call(), {"x-interaction-type": "conversation-agent"}, {}, "agent"),
+        (call(), {"x-codex-turn-metadata": json.dumps({"request_kind": "turn"})}, {}, "agent"),
+        (call(), {"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})}, {}, "compaction"),
+        (call(), {"x-codex-turn-metadata": "not JSON"}, {}, "agent"),
+        (call(), {"x-codex-turn-metadata": "[1]"}, {}, "agent"),
+        (call(), {"x-codex-turn-metadata": "[" * 8000}, {}, "agent"),
+        # Gemini CLI's sub-agents have a tool of their own
+        (call(tools=[TOOL, COMPLETE]), {"user-agent": "GeminiCLI/0.61.0/gemini"}, {}, "subagent"),
+        (call(tools=[TOOL, COMPLETE]), {"user-agent": "mine/1.0"}, {}, "agent"),
+        # fields of the request; Qwen Code's prompt id
+        (call(client_metadata={"metadata.promptId": "s########0"}), {}, {}, "agent"),
+        (call(client_metadata={"metadata.promptId": "s#explore-call_1#2"}), {}, {}, "subagent"),
+        (call(client_metadata={"metadata.promptId": "s"}), {}, {}, "agent"),
+        (call(client_metadata={"compaction": "trigger"}), {}, {}, "compaction"),
+        # first words of known system prompts
+        (call(system="You are a title generator. You output ONLY a title.", tools=[]), {}, {}, "auxiliary"),
+        (call(system=COMPACTS, tools=[]), {}, {}, "compaction"),
+        (call(system="You are a coding agent. You are a title generator at times.", tools=[]), {}, {}, "agent"),
+        # a call that is sampled under a grammar has no role that is trained
+        (call(schema={}, tools=[]), {}, {"tools": True, "role": "agent"}, "auxiliary"),
+        (call(schema={}), {}, AFTER_TOOLS, "agent"),
+        (call(schema={}, tools=[]), {"x-openai-subagent": "collab_spawn"}, {}, "auxiliary"),
+        (call(schema={}, tools=[]), {"x-claude-code-request-class": "compaction"}, {}, "auxiliary"),
+        (call(schema={}, tools=[], client_metadata={"compaction": "trigger"}), {}, {}, "auxiliary"),
+        (call(schema={}, tools=[], system=COMPACTS), {}, {}, "auxiliary"),
+        # a conversation keeps its role
+        (call(), {}, {"tools": True, "role": "subagent"}, "subagent"),
+        *((call(), {}, {"tools": True, "role": role}, "agent") for role in ("agent", "compaction", "auxiliary")),
+        # it begins while a tool call waits
+        (call(), {}, {"tools": True, "waiting": "c1"}, "subagent"),
+        (call(tools=[]), {}, {"tools": True, "waiting": "c1"}, "auxiliary"),
+        (call(system="You are a title generator"), {}, {"waiting": "c1"}, "auxiliary"),
+        # without tools it is a side question, unless it holds an agent's reply or gives a tool's result
+        (call(), {}, AFTER_TOOLS, "agent"),
+        (call(tools=[]), {}, AFTER_TOOLS, "auxiliary"),
+        (call(tools=[]), {}, {"tools": True, "role": "agent"}, "agent"),
+        (call(tools=[]), {}, {"tools": True, "role": "subagent"}, "subagent"),
+        (call(tools=[]), {}, {"tools": True, "role": "auxiliary"}, "auxiliary"),
+        (without_tools(), {}, AFTER_TOOLS, "agent"),
+        (without_tools({"role": "user", "content": "Now answer."}), {}, AFTER_TOOLS, "agent"),
+        (without_tools(ANSWER, {"role": "user", "content": "A title?"}), {}, AFTER_TOOLS, "auxiliary"),
+    ],
+)
+def test_the_role_of_a_call_has_evidence_unless_it_is_the_agents(asked, headers, earlier, expected):
+    found = role(asked, headers, **earlier)
+    assert (found.role, bool(found.evidence)) == (expected, expected != "agent")
+
+
+def test_the_evidence_says_why():
+    assert role(call(), role="subagent").evidence == "it goes on with a sub-agent's call"
+    assert role(call(), waiting="c1").evidence == "it begins while a tool call of call c1 has no result"
+    side_question = role(call(schema={}, tools=[]))
+    assert side_question.evidence == "the reply must match a JSON schema, and it has no tools"
 
 
 @pytest.mark.parametrize("header", ["x-openai-subagent", "x-claude-code-agent-id", "x-parent-session-id"])
 def test_the_evidence_does_not_repeat_what_a_session_wrote(header):
     assert role(call(), {header: "s3cret"}).evidence == f"header {header}"
     assert "s3cret" not in role(call(client_metadata={"metadata.promptId": "s#s3cret"})).evidence
-
-
-def test_a_header_of_any_depth_is_read():
-    assert role(call(), {"x-codex-turn-metadata": "[" * 8000}).role == "agent"
 
 
 MAIN, HELPER, OTHER = b"main", b"helper", b"other"
@@ -182,52 +142,48 @@ class Asked:
         return self.roles.ask(results(*ids), True, opening, parent)
 
 
-def test_a_conversation_that_begins_while_a_tool_call_waits_has_the_call_as_evidence():
-    asked = Asked()
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+def test_a_conversation_that_begins_while_a_tool_call_waits_has_the_call_as_evidence(asked):
     assert asked.begin("c1", MAIN, "t1", "t2") is None
     assert asked.begin("c2", HELPER, "t3", role="subagent") == "c1"
     assert asked.begin("c3", HELPER, role="subagent") == "c1"  # another of the same kind beside it
     assert asked.begin("c4", OTHER, role="subagent") == "c2"  # one of the sub-agent's own
 
 
-def test_a_request_that_gives_the_result_ends_the_waiting_and_that_of_calls_meanwhile():
-    asked = Asked()
+def test_a_request_that_gives_the_result_ends_the_waiting_and_that_of_calls_meanwhile(asked):
     asked.begin("c1", MAIN, "t1")
     asked.begin("c2", HELPER, "t2", role="subagent")  # `t2` reports to the caller, and never gets a result
     assert asked.go_on(MAIN, "c1", "t1") == Earlier(tools=True, role="agent")
     assert asked.waiting(OTHER) is None
 
 
-def test_a_request_that_goes_on_without_a_result_ends_it_too():
-    asked = Asked()
+def test_a_request_that_goes_on_without_a_result_ends_it_too(asked):
     asked.begin("c1", MAIN, "t1")
     asked.go_on(MAIN, "c1")
     assert asked.waiting(HELPER) is None
 
 
-def test_a_sub_agents_request_leaves_its_caller_waiting():
-    asked = Asked()
+def test_a_sub_agents_request_leaves_its_caller_waiting(asked):
     asked.begin("c1", MAIN, "t1")
     asked.begin("c2", HELPER, "t2", role="subagent")
     assert asked.go_on(HELPER, "c2", "t2").role == "subagent"
     assert asked.waiting(OTHER) == "c1"
 
 
-def test_the_same_agent_again_is_no_sub_agent():
-    asked = Asked()
+def test_the_same_agent_again_is_no_sub_agent(asked):
     asked.begin("c1", MAIN, "submit")
     assert asked.begin("c2", MAIN, "t2") is None
     assert asked.waiting(HELPER) == "c2"
 
 
-def test_a_compaction_ends_all_waiting():
-    asked = Asked()
+def test_a_compaction_ends_all_waiting(asked):
     asked.begin("c1", MAIN, "t1")
     asked.roles.complete("c2", "compaction", MAIN, reply())
     assert asked.waiting(OTHER) is None
-
-
-START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def past(call_id, began, ended, messages, answer=None, parent=None, sampled_by=None, role="agent"):

@@ -1,17 +1,17 @@
 """A session: its conversations, what it takes from requests, and what it forgets."""
 
-import asyncio
+import gc
 import json
+import weakref
 
 import pytest
 
-from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store import tables
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedCalls
-from tests.addons.harness import recording, user
+from tests.addons.harness import recording, said, user, with_result
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "here"}}\n</tool_call>'
@@ -21,16 +21,14 @@ async def worked(harness, scripted_engine):
     """Let the model call its tool, and return the conversation with the result."""
     scripted_engine.replies.append(Say(LOOK))
     _, body = await harness.ask(user(), tools=[TOOL])
-    message = body["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Nothing."}
-    return [user(), message, result]
+    return [user(), *with_result(body)]
 
 
 async def test_the_last_answer_without_tools_continues_the_conversation_and_is_the_agents(harness, scripted_engine):
     conversation = await worked(harness, scripted_engine)
     scripted_engine.replies.append(Say("There is nothing."))
     status, body = await harness.ask(*conversation, tools=[TOOL], tool_choice="none")
-    assert (status, body["choices"][0]["message"]["content"]) == (200, "There is nothing.")
+    assert (status, said(body)) == (200, "There is nothing.")
     last = harness.calls()[-1]
     assert (last["kind"], last["role"]) == ("bridged", "agent")
     assert json.loads(last["sampling"])["asked"]["tool_choice"] == "none"
@@ -56,14 +54,12 @@ async def test_a_forbidden_call_is_text_and_its_echo_is_continued(harness, scrip
     first, second = text.split("\n")
     assert first == "Once more."
     assert json.loads(second)["name"] == "look"
-    scripted_engine.replies.append(Say("Well."))
     await harness.ask(*conversation, {"role": "assistant", "content": text}, user("And?"), **asked)
     assert harness.calls()[-1]["kind"] == "bridged"
 
 
 async def test_a_final_answer_without_tools_is_the_agents_also_when_it_gives_results_as_text(harness, scripted_engine):
     conversation = await worked(harness, scripted_engine)
-    scripted_engine.replies.append(Say("There is nothing."))
     await harness.ask(*conversation[:2], user("The tool says: Nothing. Sum up."))
     last = harness.calls()[-1]
     assert (last["kind"], last["role"]) == ("rendered", "agent")
@@ -88,26 +84,11 @@ async def test_a_notification_is_part_of_the_prompt_and_not_trained(harness, scr
     assert [message["content"] for message in rebuilt.messages()] == [m["content"] for m in conversation]
 
 
-async def test_a_session_that_begins_with_examples_has_a_root(harness, scripted_engine):
-    scripted_engine.replies += [Say("4"), Say("6")]
-    messages = [user("1 + 1?"), {"role": "assistant", "content": "2"}, user("2 + 2?")]
-    _, body = await harness.ask(*messages)
-    await harness.ask(*messages, body["choices"][0]["message"], user("3 + 3?"))
-    assert [(call["kind"], call["role"]) for call in harness.calls()] == [("root", "agent"), ("bridged", "agent")]
-
-
-async def count(harness, text):
-    async with harness.post({"messages": [user(text)]}, path="/v1/messages/count_tokens") as response:
-        assert response.status == 200
-        return (await response.json())["input_tokens"]
-
-
 SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}]
 
 
 class TestIdleSessions:
-    async def test_an_idle_session_is_forgotten_and_its_next_call_is_still_bridged(self, harness, scripted_engine):
-        scripted_engine.replies += [Say("Hi."), Say("Ho.")]
+    async def test_an_idle_session_is_forgotten_and_its_next_call_is_still_bridged(self, harness):
         _, reply = await harness.ask(user())
         harness.endpoint.forget_idle(0)
         assert harness.endpoint.sessions == {}
@@ -115,19 +96,20 @@ class TestIdleSessions:
         assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
 
     async def test_a_session_with_a_running_call_is_kept(self, harness, scripted_engine):
-        scripted_engine.replies.append(Say("one two", hold_after=1))
-        asked = asyncio.create_task(harness.ask(user()))
-        await asyncio.to_thread(scripted_engine.holding.wait)
+        asked = await harness.held(scripted_engine, Say("one two", hold_after=1))
         harness.endpoint.forget_idle(0)
         assert list(harness.endpoint.sessions) == ["s1"]
         scripted_engine.release()
         assert (await asked)[0] == 200
 
-    async def test_a_finished_call_keeps_no_tokens_in_memory(self, harness, scripted_engine):
-        scripted_engine.replies.append(Say("Hi."))
+    async def test_a_finished_call_keeps_no_tokens_and_an_ended_session_no_conversations(self, harness):
         await harness.ask(user())
         session = harness.endpoint.sessions["s1"]
         assert (session.generations, len(session._recovered.finished)) == ([], 1)
+        conversations = weakref.ref(session._recovered.conversations)
+        await harness.end()
+        gc.collect()
+        assert conversations() is None
 
 
 async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripted_engine, monkeypatch):
@@ -140,17 +122,6 @@ async def test_a_call_is_not_begun_when_the_disk_is_almost_full(harness, scripte
     assert (scripted_engine.requests, harness.calls()) == ([], [])
 
 
-async def test_a_call_that_fails_after_its_commit_is_recorded_once(harness, scripted_engine, monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Conversations, "add", fail)
-    scripted_engine.replies.append(Say("Hi."))
-    status, _ = await harness.ask(user())
-    assert status == 500
-    assert [call["status"] for call in harness.calls()] == ["completed"]
-
-
 async def test_a_conversation_with_an_image_is_answered_continued_and_marked(harness, scripted_engine):
     scripted_engine.replies += [Say("Nice."), Say("Bye.")]
     asked = [{"role": "user", "content": SEEN}]
@@ -159,10 +130,8 @@ async def test_a_conversation_with_an_image_is_answered_continued_and_marked(har
     first, second = harness.calls()
     assert (first["kind"], second["kind"]) == ("root", "bridged")
     assert "[image/png, not shown: this model reads text]" in first["messages"]
-    assert [(event["call_id"], event["detail"]) for event in harness.events("hidden")] == [
-        (first["call_id"], "1"),
-        (second["call_id"], "1"),
-    ]
+    hidden = [(event["call_id"], event["detail"]) for event in harness.events("hidden")]
+    assert hidden == [(first["call_id"], "1"), (second["call_id"], "1")]
     assert b"iVBO" not in b"".join(path.read_bytes() for path in harness.run.rglob("*") if path.is_file())
 
 
@@ -170,10 +139,8 @@ async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
     async with recording(rendering, tmp_path, scripted_engine.url, images="refuse") as client:
         status, refusal = await client.ask({"role": "user", "content": SEEN})
         assert status == 400
-        assert (
-            "takes text only. The conversation has other parts (images, audio, files): 1."
-            in refusal["error"]["message"]
-        )
+        why = "takes text only. The conversation has other parts (images, audio, files): 1."
+        assert why in refusal["error"]["message"]
         assert len(client.events("rejected")) == 1
         assert client.calls() == client.events("hidden") == []
 
@@ -181,4 +148,6 @@ async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
 async def test_tokens_are_counted_without_an_engine_and_beyond_the_window(rendering, tmp_path):
     """Harnesses count in order to compact their history."""
     async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
-        assert await count(waiting, "word " * 40_000) > 40_000
+        body = {"messages": [user("word " * 40_000)]}
+        status, answer = await waiting.send(body, path="/v1/messages/count_tokens")
+        assert (status, json.loads(answer)["input_tokens"] > 40_000) == (200, True)

@@ -54,18 +54,22 @@ def user(text="Hello"):
     return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
+def after(ended):
+    """Return the field that continues a response."""
+    return {"previous_response_id": ended["response"]["id"]}
+
+
 async def test_a_turn_sends_only_its_new_items(codex, harness, scripted_engine):
     scripted_engine.replies += [Say(TOOL_CALL), Say("Done.")]
     first = await codex.ask(user(), tools=[TOOL])
     (call,) = [item for item in first["response"]["output"] if item["type"] == "function_call"]
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
-    second = await codex.ask(result, tools=[TOOL], previous_response_id=first["response"]["id"])
+    second = await codex.ask(result, tools=[TOOL], **after(first))
     assert second["response"]["output"][-1]["content"][0]["text"] == "Done."
     one, two = harness.calls()
     assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
-    assert json.loads(two["messages"]) == [
-        {"role": "tool", "content": "ok", "tool_call_id": call["call_id"], "name": "bash"}
-    ]
+    answer = {"role": "tool", "content": "ok", "tool_call_id": call["call_id"], "name": "bash"}
+    assert json.loads(two["messages"]) == [answer]
     assert {call["path"] for call in (one, two)} == {PATH}
 
 
@@ -89,40 +93,28 @@ async def test_a_response_is_prepared_without_asking_the_model(codex, harness, s
     prepared = await codex.ask(user("Be brief."), generate=False, tools=[TOOL])
     assert (prepared["response"]["status"], prepared["response"]["output"]) == ("completed", [])
     assert scripted_engine.requests == []
-    scripted_engine.replies.append(Say("Hi."))
-    await codex.ask(user("Hello"), previous_response_id=prepared["response"]["id"])
+    await codex.ask(user("Hello"), **after(prepared))
     (call,) = harness.calls()
     assert [message["content"] for message in json.loads(call["messages"])] == ["Be brief.", "Hello"]
     assert json.loads(call["tools"])[0]["function"]["name"] == "bash"
 
 
-async def test_a_response_of_an_earlier_connection_is_continued(harness, scripted_engine):
-    scripted_engine.replies += [Say("Hi."), Say("Bye.")]
-    previous = {}
-    for text in ("a", "b"):
-        async with connected(harness) as codex:
-            ended = await codex.ask(user(text), **previous)
-            previous = {"previous_response_id": ended["response"]["id"]}
-    assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
-
-
-async def test_a_prepared_response_can_follow_another(codex, harness, scripted_engine):
-    scripted_engine.replies += [Say("Hi."), Say("Bye.")]
+async def test_a_response_of_an_earlier_connection_is_continued_as_often_as_it_is_named(codex, harness):
     first = await codex.ask(user("a"))
-    prepared = await codex.ask(user("b"), previous_response_id=first["response"]["id"], generate=False)
-    await codex.ask(user("c"), previous_response_id=prepared["response"]["id"])
+    for text in ("b", "c"):
+        async with connected(harness) as another:
+            await another.ask(user(text), **after(first))
+    root, *branches = harness.calls()
+    assert [(call["kind"], call["parent_id"]) for call in branches] == [("bridged", root["call_id"])] * 2
+
+
+async def test_a_prepared_response_can_follow_another(codex, harness):
+    first = await codex.ask(user("a"))
+    prepared = await codex.ask(user("b"), **after(first), generate=False)
+    await codex.ask(user("c"), **after(prepared))
     one, two = harness.calls()
     assert (two["kind"], two["parent_id"]) == ("bridged", one["call_id"])
     assert [message["content"] for message in json.loads(two["messages"])] == ["b", "c"]
-
-
-async def test_an_earlier_response_can_be_continued_again(codex, harness, scripted_engine):
-    scripted_engine.replies += [Say("Hi."), Say("One."), Say("Two.")]
-    first = await codex.ask(user())
-    for text in ("a", "b"):
-        await codex.ask(user(text), previous_response_id=first["response"]["id"])
-    root, *branches = harness.calls()
-    assert [call["parent_id"] for call in branches] == [root["call_id"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -135,11 +127,10 @@ async def test_an_earlier_response_can_be_continued_again(codex, harness, script
         ([], "invalid_request_error"),
     ],
 )
-async def test_an_invalid_request_is_refused_and_the_connection_stays_open(codex, scripted_engine, message, code):
+async def test_an_invalid_request_is_refused_and_the_connection_stays_open(codex, message, code):
     await codex.socket.send_json(message)
     (refusal,) = await codex.events()
     assert (refusal["type"], refusal["status"], refusal["error"]["code"]) == ("error", 400, code)
-    scripted_engine.replies.append(Say("Hi."))
     assert (await codex.ask(user()))["type"] == "response.completed"
 
 
@@ -156,9 +147,7 @@ async def test_keep_alives_are_events(codex, scripted_engine, monkeypatch):
 
 async def test_closing_the_connection_aborts_the_call(codex, harness, scripted_engine, monkeypatch):
     monkeypatch.setattr(generation, "LINGER_SECONDS", 0)
-    committed = asyncio.Event()
-    add_call = harness.endpoint.writer.add_call
-    monkeypatch.setattr(harness.endpoint.writer, "add_call", lambda call: (add_call(call), committed.set()))
+    committed = harness.committed(monkeypatch)
     scripted_engine.replies.append(Say("one two three", hold_after=2))
     await codex.create(user())
     await asyncio.to_thread(scripted_engine.holding.wait, 30)

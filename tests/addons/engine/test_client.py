@@ -20,46 +20,38 @@ from tests.conftest import CONTEXT
 
 
 @pytest.fixture
-async def client(scripted_engine):
-    engine = Engine(scripted_engine.url)
-    yield engine
-    await engine.close()
+async def client(connect, scripted_engine):
+    return connect(scripted_engine.url)
 
 
-async def generate(client: Engine, *, model: str | None = None):
+async def generate(client: Engine, *, model: str | None = None, **sampling):
     """Return all chunks of a generation."""
-    sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64}
+    sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64, **sampling}
     return [chunk async for chunk in client.generate([1, 2, 3], sampling, model)]
+
+
+def ids_of(chunks):
+    return [i for chunk in chunks for i in chunk.token_ids]
 
 
 async def test_tokens_log_probabilities_and_versions_arrive_in_order(scripted_engine, client):
     scripted_engine.replies.append(Say("hello there", weight_version="7"))
     chunks = await generate(client)
     ids = [*scripted_engine.ids("hello there"), scripted_engine.tokenizer.eos_token_id]
-    assert [i for chunk in chunks for i in chunk.token_ids] == ids
+    assert ids_of(chunks) == ids
     assert [p for chunk in chunks for p in chunk.logprobs] == [-0.125 * (1 + i % 5) for i in range(len(ids))]
     assert chunks[-1].finish_reason == "stop"
     assert chunks[-1].weight_versions == [VersionSpan(version="7", start=0, end=len(ids))]
 
 
-async def test_sampling_and_adapter_are_sent_as_given(scripted_engine, client):
+async def test_sampling_adapter_and_a_schema_with_an_integer_of_any_size_are_sent_as_given(scripted_engine, client):
     scripted_engine.replies.append(Say("x"))
-    await generate(client, model="policy-3")
+    schema = {"json": {"maximum": 2**70}}
+    await generate(client, model="policy-3", structured_outputs=schema)
     (request,) = scripted_engine.requests
     assert request["model"] == "policy-3"
-    assert request["sampling_params"] == {**NEUTRAL_SAMPLING, "max_tokens": 64, "logprobs": 0, "stream_interval": 8}
-
-
-async def test_a_schema_with_an_integer_of_any_size_is_sent_as_given(scripted_engine, client):
-    scripted_engine.replies.append(Say("x"))
-    sampling = {"structured_outputs": {"json": {"maximum": 2**70}}}
-    assert [chunk async for chunk in client.generate([1, 2, 3], sampling, None)]
-    assert scripted_engine.requests[0]["sampling_params"] == {**sampling, "logprobs": 0, "stream_interval": 8}
-
-
-async def test_an_engine_without_server_info_is_accepted(client):
-    known = {"model": "scripted", "max_model_len": 8192}
-    assert await client.describe() == {**known, "vllm": None, "configuration": None}
+    sampling = {**NEUTRAL_SAMPLING, "max_tokens": 64, "structured_outputs": schema}
+    assert request["sampling_params"] == {**sampling, "logprobs": 0, "stream_interval": 8}
 
 
 @pytest.mark.parametrize(
@@ -85,13 +77,12 @@ async def test_a_reply_that_is_not_a_generation_is_an_error(scripted_engine, cli
     assert error.value.status == status
 
 
-async def test_an_engine_that_is_down_is_an_error():
-    engine = Engine("http://127.0.0.1:9")
+async def test_an_engine_that_is_down_is_an_error(connect):
+    engine = connect("http://127.0.0.1:9")
     with pytest.raises(EngineError, match="failed"):
         await generate(engine)
     with pytest.raises(EngineError, match="cannot be reached"):
         await engine.max_model_len()
-    await engine.close()
 
 
 async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
@@ -130,29 +121,25 @@ class TestKey:
             engine.otherwise = lambda request: Say("x")
             yield engine
 
-    async def test_every_request_has_the_key(self, locked):
-        engine = Engine(locked.url, "open-sesame")
+    async def test_every_request_has_the_key(self, locked, connect):
+        engine = connect(locked.url, "open-sesame")
         assert await engine.max_model_len() == 8192
         assert await generate(engine)
         assert await engine.describe()
-        await engine.close()
 
     @pytest.mark.parametrize(("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")])
-    async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, key, message):
-        engine = Engine(locked.url, key)
+    async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, connect, key, message):
+        engine = connect(locked.url, key)
         for ask in (engine.max_model_len, lambda: generate(engine)):
             with pytest.raises(EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE") as error:
                 await ask()
             assert (error.value.status, error.value.retryable) == (502, False)
             assert "guess" not in str(error.value)
-        await engine.close()
 
 
-async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine):
-    engine = Engine(scripted_engine.url + "/elsewhere")
+async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine, connect):
     with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
-        await engine.max_model_len()
-    await engine.close()
+        await connect(scripted_engine.url + "/elsewhere").max_model_len()
 
 
 async def test_log_probabilities_of_other_tokens_are_dropped(scripted_engine, client):
@@ -206,49 +193,37 @@ class TestContract:
         (first, *_) = events(engine.url, body, engine.http.headers)
         assert json.loads(first)["error"]["code"] == 400
 
-    async def test_vllm_says_what_it_is(self, engine):
-        client = Engine(engine.url, engine.key)
-        described = await client.describe()
-        assert described["model"] in described["configuration"]
-        assert described["max_model_len"] == await client.max_model_len()
-        assert re.match(r"0\.\d+", described["vllm"])
-        await client.close()
+    @pytest.fixture
+    async def real(self, connect, engine):
+        return connect(engine.url, engine.key)
 
-    async def test_the_client_reads_vllm(self, engine):
-        client = Engine(engine.url, engine.key)
-        chunks = await generate(client)
-        ids = [i for chunk in chunks for i in chunk.token_ids]
+    async def test_vllm_says_what_it_is(self, real):
+        described = await real.describe()
+        assert described["model"] in described["configuration"]
+        assert described["max_model_len"] == await real.max_model_len()
+        assert re.match(r"0\.\d+", described["vllm"])
+
+    async def test_the_client_reads_vllm(self, real):
+        chunks = await generate(real)
+        ids = ids_of(chunks)
         assert len(ids) == sum(len(chunk.logprobs) for chunk in chunks)
         (versions,) = [chunk.weight_versions for chunk in chunks if chunk.weight_versions]
         assert versions[-1].end == len(ids)
         assert chunks[-1].cached_tokens is not None
-        await client.close()
 
-    async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine):
-        client = Engine(engine.url, engine.key)
-        free = [c async for c in client.generate([5, 6, 7], {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3}, None)]
-        ids = [i for chunk in free for i in chunk.token_ids]
+    async def test_vllm_names_the_stop_text_and_keeps_its_tokens(self, engine, real):
+        ids = ids_of(await generate(real, max_tokens=24, seed=3))
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
         stop = next(text[i : i + 2] for i in range(4, len(text) - 2) if text[i : i + 2].isascii())
-        sampling = {**NEUTRAL_SAMPLING, "max_tokens": 24, "seed": 3, "stop": [stop]}
-        cut = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
-        sampled = [i for chunk in cut for i in chunk.token_ids]
+        cut = await generate(real, max_tokens=24, seed=3, stop=[stop])
+        sampled = ids_of(cut)
         assert sampled == ids[: len(sampled)]
         assert len(sampled) < len(ids)
         assert [chunk.stop for chunk in cut if chunk.stop] == [stop]
         assert sum(len(chunk.logprobs) for chunk in cut) == len(sampled)
-        await client.close()
 
-    async def test_vllm_follows_a_schema(self, engine):
-        client = Engine(engine.url, engine.key)
+    async def test_vllm_follows_a_schema(self, engine, real):
         schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-        sampling = {
-            **NEUTRAL_SAMPLING,
-            "max_tokens": 200,
-            "structured_outputs": {"json": schema},
-        }
-        chunks = [chunk async for chunk in client.generate([5, 6, 7], sampling, None)]
-        ids = [i for chunk in chunks for i in chunk.token_ids]
+        ids = ids_of(await generate(real, max_tokens=200, structured_outputs={"json": schema}))
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
         assert json.loads(text)["n"] in (1, 2)
-        await client.close()

@@ -10,7 +10,7 @@ from rolltap.addons.engine import connections
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
-from tests.addons.harness import content, recording, user
+from tests.addons.harness import content, read_until, recording, spans, user
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
 NUMBERS = itertools.count()
@@ -24,16 +24,12 @@ def publish(run, version, *, adapter=True):
 
 async def ask(harness, *, session="s1"):
     """Ask something new, and return the versions that sampled the reply."""
-    async with harness.post(
-        {"model": "m", "messages": [user(f"Question {next(NUMBERS)}")]}, session=session
-    ) as response:
-        assert response.status == 200, await response.text()
-    return [version for version, _, _ in spans(harness.calls()[-1])]
-
-
-def spans(call):
+    body = {"model": "m", "messages": [user(f"Question {next(NUMBERS)}")]}
+    status, text = await harness.send(body, session=session)
+    assert status == 200, text
+    call = harness.calls()[-1]
     assert call["violation"] is None
-    return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
+    return [version for version, _, _ in spans(call)]
 
 
 def models(engine):
@@ -42,18 +38,32 @@ def models(engine):
 
 
 @pytest.fixture(autouse=True)
-def talkative(scripted_engine):
+def talkative(harness, scripted_engine):
     scripted_engine.otherwise = lambda request: Say("one two three")
 
 
+@pytest.fixture
+def patient(harness, monkeypatch):
+    """Return a harness whose calls retry a failed engine without a pause."""
+    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
+    harness.endpoint.engines.patience = 60.0
+    return harness
+
+
+@pytest.fixture
+async def kept(harness):
+    """Return a harness whose session began with the first adapter. The second one is published."""
+    publish(harness.run, ONE)
+    assert await ask(harness) == [ONE]
+    publish(harness.run, TWO)
+    return harness
+
+
 class TestPublication:
-    async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(self, harness, scripted_engine):
-        publish(harness.run, ONE)
-        first = await ask(harness)
-        publish(harness.run, TWO)
-        assert first == await ask(harness) == [ONE]
-        assert await ask(harness, session="s2") == [TWO]
-        assert await ask(harness) == [ONE]
+    async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(self, kept, scripted_engine):
+        assert await ask(kept) == [ONE]
+        assert await ask(kept, session="s2") == [TWO]
+        assert await ask(kept) == [ONE]
         assert models(scripted_engine) == [f"policy-{version}" for version in (ONE, ONE, TWO, ONE)]
 
     async def test_it_does_not_without_the_option(self, harness, rendering, scripted_engine):
@@ -73,73 +83,61 @@ class TestPublication:
         assert models(scripted_engine) == [None, None]
 
     async def test_tokens_of_a_broken_stream_are_the_adapters_whatever_was_published_meanwhile(
-        self, harness, scripted_engine, monkeypatch
+        self, patient, scripted_engine
     ):
-        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-        harness.endpoint.engines.patience = 60.0
-        publish(harness.run, ONE)
+        publish(patient.run, ONE)
 
         def break_once(request):
-            publish(harness.run, TWO)
+            publish(patient.run, TWO)
             return Say("one two three", break_after=2 if len(scripted_engine.requests) == 1 else None)
 
         scripted_engine.otherwise = break_once
-        assert await ask(harness) == [ONE, ONE]
-        assert spans(harness.calls()[-1])[0] == (ONE, 0, 2)
+        assert await ask(patient) == [ONE, ONE]
+        assert spans(patient.calls()[-1])[0] == (ONE, 0, 2)
 
     async def test_tokens_of_an_aborted_call_name_the_adapter_too(self, harness, scripted_engine):
         publish(harness.run, ONE)
         scripted_engine.replies.append(Say("one two three", hold_after=3))
         async with harness.post({"messages": [user()], "stream": True}) as response:
-            seen = ""
-            while not content(seen):
-                seen += (await response.content.readany()).decode()
+            await read_until(response, lambda seen: content(seen.decode()))
             assert await asyncio.to_thread(scripted_engine.holding.wait, 30)
             await harness.end()
         (call,) = harness.calls()
-        assert call["status"] == "aborted"
+        assert (call["status"], call["violation"]) == ("aborted", None)
         assert spans(call) == [(ONE, 0, len(call["completion_ids"]))]
 
 
 class TestGone:
     """An adapter that the engine has unloaded."""
 
-    async def test_the_session_goes_on_with_the_current_policy_and_an_event_says_so(self, harness, scripted_engine):
-        publish(harness.run, ONE)
-        await ask(harness)
-        publish(harness.run, TWO)
+    async def test_the_session_goes_on_with_the_current_policy_and_an_event_says_so(self, kept, scripted_engine):
         scripted_engine.adapters = {f"policy-{TWO}", f"policy-{THREE}"}
-        assert await ask(harness) == [TWO]
-        (event,) = harness.events("switched")
-        assert (event["session_id"], event["call_id"]) == ("s1", harness.calls()[-1]["call_id"])
+        assert await ask(kept) == [TWO]
+        (event,) = kept.events("switched")
+        assert (event["session_id"], event["call_id"]) == ("s1", kept.calls()[-1]["call_id"])
         assert event["detail"] == (
             f"no engine has the adapter policy-{ONE} any more: the session goes on with the weights {TWO}"
         )
-        publish(harness.run, THREE)
-        assert await ask(harness) == [TWO]
-        assert len(harness.events("switched")) == 1
+        publish(kept.run, THREE)
+        assert await ask(kept) == [TWO]
+        assert len(kept.events("switched")) == 1
 
-    async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(
-        self, harness, scripted_engine, monkeypatch
-    ):
-        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
-        harness.endpoint.engines.patience = 60.0
-        publish(harness.run, ONE)
+    async def test_in_the_middle_of_a_completion_each_token_names_its_own_weights(self, patient, scripted_engine):
+        publish(patient.run, ONE)
 
         def unload(request):
-            publish(harness.run, TWO)
+            publish(patient.run, TWO)
             scripted_engine.adapters = {f"policy-{TWO}"}
             return Say("one two three", break_after=2)
 
-        scripted_engine.replies.append(Say("one two three"))
-        await ask(harness)
+        await ask(patient)
         scripted_engine.otherwise = lambda request: (
             unload(request) if len(scripted_engine.requests) == 2 else Say(" three")
         )
-        two_ids = len(scripted_engine.ids(" three")) + 1
-        await ask(harness)
-        assert spans(harness.calls()[-1]) == [(ONE, 0, 2), (TWO, 2, 2 + two_ids)]
-        assert [len(harness.events(kind)) for kind in ("continued", "switched")] == [1, 1]
+        await ask(patient)
+        end = 2 + len(scripted_engine.ids(" three")) + 1
+        assert spans(patient.calls()[-1]) == [(ONE, 0, 2), (TWO, 2, end)]
+        assert [len(patient.events(kind)) for kind in ("continued", "switched")] == [1, 1]
 
     async def test_of_the_base_model_the_session_goes_on_when_that_is_published(self, harness, scripted_engine):
         publish(harness.run, ONE)
@@ -162,13 +160,10 @@ class TestGone:
     @pytest.mark.parametrize(
         "body", ['{"detail": "Not Found"}', '{"error": {"message": "No such route"}}', "Not found"]
     )
-    async def test_another_404_is_no_lost_adapter(self, harness, scripted_engine, body):
-        publish(harness.run, ONE)
-        await ask(harness)
-        publish(harness.run, TWO)
+    async def test_another_404_is_no_lost_adapter(self, kept, scripted_engine, body):
         scripted_engine.replies.append(Answer(404, body))
-        status, answer = await harness.ask(user())
-        assert (status, harness.events("switched")) == (502, [])
+        status, answer = await kept.ask(user())
+        assert (status, kept.events("switched")) == (502, [])
         assert "needs vLLM 0.32 or newer with --enable-scale-out" in answer["error"]["message"]
 
 
@@ -176,22 +171,16 @@ class TestMemory:
     """The adapter of a session is in the session's rows: the recorder forgets it with the session."""
 
     async def test_a_restarted_recorder_goes_on_with_the_adapter_of_the_last_call(
-        self, harness, rendering, scripted_engine
+        self, kept, rendering, scripted_engine
     ):
-        publish(harness.run, ONE)
-        await ask(harness)
-        publish(harness.run, TWO)
-        async with recording(rendering, harness.run, scripted_engine.url) as other:
+        async with recording(rendering, kept.run, scripted_engine.url) as other:
             assert await ask(other) == [ONE]
             assert await ask(other, session="s2") == [TWO]
 
-    async def test_a_session_that_was_dropped_goes_on_with_it_too(self, harness):
-        publish(harness.run, ONE)
-        await ask(harness)
-        harness.endpoint.forget_idle(0)
-        assert harness.endpoint.sessions == {}
-        publish(harness.run, TWO)
-        assert await ask(harness) == [ONE]
+    async def test_a_session_that_was_dropped_goes_on_with_it_too(self, kept):
+        kept.endpoint.forget_idle(0)
+        assert kept.endpoint.sessions == {}
+        assert await ask(kept) == [ONE]
 
     @pytest.mark.parametrize(
         ("recorded", "published"),
@@ -233,36 +222,30 @@ class TestPool:
         async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60.0) as client:
             yield client
 
+    async def all(self, pooled):
+        """Ask once in each session, and return the versions that sampled the replies."""
+        return [version for session in self.SESSIONS for version in await ask(pooled, session=session)]
+
     async def test_a_published_adapter_that_one_engine_lost_is_asked_of_the_other(
         self, pooled, scripted_engine, second
     ):
         publish(pooled.run, ONE)
         scripted_engine.adapters = set()
-        assert [await ask(pooled, session=session) for session in self.SESSIONS] == [[ONE]] * len(self.SESSIONS)
+        assert await self.all(pooled) == [ONE] * len(self.SESSIONS)
         assert (scripted_engine.requests, len(second.requests)) == ([], len(self.SESSIONS))
         details = {event["detail"] for event in pooled.events("continued")}
         assert details == {f"the engine at {scripted_engine.url} has no adapter policy-{ONE}"}
 
-    async def test_a_session_keeps_its_adapter_while_any_engine_has_it(self, pooled, scripted_engine):
+    @pytest.mark.parametrize("busy", [False, True], ids=["", "and is asked again if it failed otherwise"])
+    async def test_a_session_keeps_its_adapter_while_any_engine_has_it(self, pooled, scripted_engine, second, busy):
         publish(pooled.run, ONE)
-        for session in self.SESSIONS:
-            await ask(pooled, session=session)
+        await self.all(pooled)
         publish(pooled.run, TWO)
         scripted_engine.adapters = {f"policy-{TWO}"}
-        assert [await ask(pooled, session=session) for session in self.SESSIONS] == [[ONE]] * len(self.SESSIONS)
-        assert pooled.events("switched") == []
-
-    async def test_one_that_failed_otherwise_is_asked_again_before_the_session_switches(
-        self, pooled, scripted_engine, second
-    ):
-        publish(pooled.run, ONE)
-        for session in self.SESSIONS:
-            await ask(pooled, session=session)
-        publish(pooled.run, TWO)
-        scripted_engine.adapters = {f"policy-{TWO}"}
-        second.replies += [Answer(500, "busy")]
-        assert await ask(pooled) == [TWO]
-        assert [await ask(pooled, session=session) for session in self.SESSIONS] == [[ONE]] * len(self.SESSIONS)
+        if busy:
+            second.replies += [Answer(500, "busy")]
+            assert await ask(pooled) == [TWO]
+        assert await self.all(pooled) == [ONE] * len(self.SESSIONS)
         assert pooled.events("switched") == []
 
     async def test_it_goes_on_with_the_current_policy_when_none_has_it(self, pooled, scripted_engine, second):

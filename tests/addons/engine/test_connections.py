@@ -25,20 +25,13 @@ async def question():
     return Question()
 
 
-async def test_all_who_ask_at_once_get_the_answer_to_one_question(question):
-    shared = Shared(question)
-    asked = asyncio.gather(*(shared() for _ in range(5)))
+@pytest.mark.parametrize("error", [None, ValueError("no")])
+async def test_all_who_ask_at_once_get_the_answer_or_error_of_one_question_and_the_next_asks_again(question, error):
+    shared, question.error = Shared(question), error
+    asked = asyncio.gather(*(shared() for _ in range(5)), return_exceptions=True)
     await asyncio.sleep(0)
     question.answered.set()
-    assert await asked == [1] * 5
-    assert await shared() == 2
-
-
-async def test_all_who_ask_at_once_get_its_error_and_the_next_asks_again(question):
-    shared, question.error = Shared(question), ValueError("no")
-    question.answered.set()
-    errors = await asyncio.gather(shared(), shared(), return_exceptions=True)
-    assert [str(error) for error in errors] == ["no", "no"]
+    assert await asked == [error or 1] * 5
     question.error = None
     assert await shared() == 2
 
@@ -76,11 +69,12 @@ async def pauses(monkeypatch):
 
 
 class TestPatience:
-    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses):
-        patience = Patience(60.0)
+    @pytest.mark.parametrize(("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])])
+    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses, seconds, expected):
+        patience = Patience(seconds)
         while await patience.wait():
             pass
-        assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
+        assert pauses == expected
 
     async def test_the_time_of_the_calls_between_the_pauses_counts(self, pauses):
         patience = Patience(60.0)
@@ -94,7 +88,3 @@ class TestPatience:
         assert not await patience.wait()
         patience.reset()
         assert await patience.wait()
-
-    async def test_without_patience_there_is_no_pause(self, pauses):
-        assert not await Patience(0.0).wait()
-        assert pauses == []

@@ -2,21 +2,19 @@
 
 import asyncio
 import logging
-from contextlib import contextmanager
 
 import httpx
 import pytest
 from transformers import AutoTokenizer
 
 from rolltap.addons.engine import lookup, pool
-from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.addons.engine.test_pool import NOBODY, statuses
-from tests.addons.harness import recording, user
+from tests.addons.harness import user
 
 
 @pytest.fixture
@@ -35,6 +33,11 @@ def wrong(other_tokenizer):
 
 def own_model(rendering):
     return OwnModel.of(rendering.model, rendering.encode)
+
+
+@pytest.fixture
+async def client(connect, scripted_engine, rendering):
+    return connect(scripted_engine.url, own=own_model(rendering))
 
 
 def names_both(text, wrong, tokenizer_folder):
@@ -73,20 +76,9 @@ class TestStart:
         assert f"the engine at {scripted_engine.url} serves org/base-model (as scripted), not {own.name}" in warning
 
 
-@contextmanager
-def changed(engine, **fields):
-    """Change an engine, as if another one were started in its place."""
-    before = {name: getattr(engine, name) for name in fields}
-    for name, value in fields.items():
-        setattr(engine, name, value)
-    yield
-    for name, value in before.items():
-        setattr(engine, name, value)
-
-
 class TestFirstContact:
-    async def test_a_wrong_engine_is_an_error_and_a_fault(self, wrong, rendering, tmp_path, tokenizer_folder):
-        async with recording(rendering, tmp_path, wrong.url) as harness:
+    async def test_a_wrong_engine_is_an_error_and_a_fault(self, wrong, recorded, tokenizer_folder):
+        async with recorded(wrong.url) as harness:
             status, answer = await harness.ask(user())
             (event,) = harness.events("fault")
         message = f"the engine at {wrong.url} serves another model than the recorder's"
@@ -94,94 +86,77 @@ class TestFirstContact:
         assert names_both(event["detail"], wrong, tokenizer_folder)
         assert wrong.requests == []
 
-    async def test_sessions_move_from_a_wrong_engine_to_the_others(self, wrong, scripted_engine, rendering, tmp_path):
-        scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recording(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+    async def test_sessions_move_from_a_wrong_engine_to_the_others(self, wrong, one, recorded):
+        async with recorded(wrong.url, one.url) as harness:
             assert await statuses(harness) == {200}
         assert wrong.requests == []
 
-    async def test_a_call_does_not_go_on_at_a_wrong_engine(self, wrong, scripted_engine, rendering, tmp_path):
-        async with recording(rendering, tmp_path, wrong.url, scripted_engine.url) as harness:
+    async def test_a_call_does_not_go_on_at_a_wrong_engine(self, wrong, one, recorded):
+        async with recorded(wrong.url, one.url) as harness:
             engines = harness.endpoint.engines
-            good = next(engine for engine in engines._engines if engine.url == scripted_engine.url)
+            good = next(engine for engine in engines._engines if engine.url == one.url)
             session = next(f"s{n}" for n in range(100) if engines.of(f"s{n}") is good)
-            scripted_engine.replies.append(Say("one two three", break_after=2))
-            async with harness.post({"messages": [user()]}, session=session) as response:
-                assert response.status == 502
+            one.replies.append(Say("one two three", break_after=2))
+            assert (await harness.send({"messages": [user()]}, session=session))[0] == 502
         assert wrong.requests == []
 
-    async def test_an_engine_that_was_down_is_compared_again(
-        self, scripted_engine, rendering, tmp_path, other_tokenizer
+    @pytest.mark.parametrize("down", [True, False], ids=["was down", "is replaced while no call fails"])
+    async def test_an_engine_that_may_be_another_one_is_compared_again(
+        self, one, recorded, other_tokenizer, tokenizer, monkeypatch, down
     ):
-        scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recording(rendering, tmp_path, scripted_engine.url) as harness:
+        async with recorded(one.url) as harness:
             assert (await harness.ask(user()))[0] == 200
-            (engine,) = harness.endpoint.engines._engines
-            harness.endpoint.engines.failed(engine, EngineError("it is down", retryable=True))
-            with changed(scripted_engine, tokenizer=other_tokenizer):
-                assert (await harness.ask(user("More")))[0] == 502
+            one.tokenizer = other_tokenizer
+            if down:
+                (engine,) = harness.endpoint.engines._engines
+                harness.endpoint.engines.failed(engine, EngineError("it is down", retryable=True))
+            else:
+                monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
+            assert (await harness.ask(user("More")))[0] == 502
+            one.tokenizer = tokenizer
             assert (await harness.ask(user("More")))[0] == 200
 
-    async def test_an_engine_that_is_replaced_while_no_call_fails_is_found_out(
-        self, scripted_engine, rendering, tmp_path, other_tokenizer, monkeypatch
-    ):
-        scripted_engine.otherwise = lambda request: Say("Hi.")
-        async with recording(rendering, tmp_path, scripted_engine.url) as harness:
-            assert (await harness.ask(user()))[0] == 200
-            with changed(scripted_engine, tokenizer=other_tokenizer):
-                monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
-                assert (await harness.ask(user("More")))[0] == 502
-
     async def test_an_answer_that_was_under_way_when_the_engine_was_forgotten_is_not_kept(
-        self, scripted_engine, rendering, monkeypatch
+        self, client, scripted_engine, monkeypatch
     ):
-        engine = Engine(scripted_engine.url, own=own_model(rendering))
         begun, go = asyncio.Event(), asyncio.Event()
-        ask = engine._lookup._ask
+        ask = client.lookup._ask
 
         async def slow(path, body=None):
             begun.set()
             await go.wait()
             return await ask(path, body)
 
-        monkeypatch.setattr(engine._lookup, "_ask", slow)
-        asked = asyncio.create_task(engine.max_model_len())
+        monkeypatch.setattr(client.lookup, "_ask", slow)
+        asked = asyncio.create_task(client.max_model_len())
         await begun.wait()
-        engine.forget()
+        client.forget()
         go.set()
         assert await asked == 8192
         assert scripted_engine.asked.count("/v1/models") == 2
-        await engine.close()
 
     async def test_an_engine_that_answered_once_and_is_too_busy_to_answer_again_is_used(
-        self, scripted_engine, rendering, monkeypatch
+        self, client, scripted_engine, monkeypatch
     ):
-        engine = Engine(scripted_engine.url, own=own_model(rendering))
-        await engine.max_model_len()
+        await client.max_model_len()
         monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
         scripted_engine.tokenize_status = 503
-        assert await engine.max_model_len() == 8192
-        await engine.close()
+        assert await client.max_model_len() == 8192
 
     @pytest.mark.parametrize("status", [404, 501])
-    async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(self, scripted_engine, rendering, status):
+    async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(self, client, scripted_engine, status):
         scripted_engine.tokenize_status = status
-        engine = Engine(scripted_engine.url, own=own_model(rendering))
-        assert await engine.max_model_len() == 8192
-        assert "was not compared" in engine.warning
-        assert f"it has no route /tokenize ({status})" in engine.warning
-        await engine.close()
+        assert await client.max_model_len() == 8192
+        assert "was not compared" in client.lookup.warning
+        assert f"it has no route /tokenize ({status})" in client.lookup.warning
 
     @pytest.mark.parametrize("status", [400, 500])
-    async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, scripted_engine, rendering, status):
+    async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, client, scripted_engine, status):
         scripted_engine.tokenize_status = status
-        engine = Engine(scripted_engine.url, own=own_model(rendering))
-        with pytest.raises(
-            EngineError, match=rf"{scripted_engine.url}/tokenize did not return .*status {status}"
-        ) as error:
-            await engine.max_model_len()
+        message = rf"{scripted_engine.url}/tokenize did not return .*status {status}"
+        with pytest.raises(EngineError, match=message) as error:
+            await client.max_model_len()
         assert error.value.retryable == (status >= 500)
-        await engine.close()
 
 
 async def test_a_folder_is_the_same_model_under_each_of_its_paths(tokenizer_folder, tmp_path):
@@ -193,19 +168,16 @@ async def test_a_folder_is_the_same_model_under_each_of_its_paths(tokenizer_fold
 
 @pytest.mark.engine
 class TestContract:
-    async def test_vllm_serves_the_model_that_it_was_started_with(self, engine, caplog):
+    async def test_vllm_serves_the_model_that_it_was_started_with(self, engine, connect, caplog):
         caplog.set_level(logging.WARNING)
-        client = Engine(engine.url, engine.key, own=own_model(Rendering(str(engine.model_dir))))
-        assert await client.max_model_len()
+        own = own_model(Rendering(str(engine.model_dir)))
+        assert await connect(engine.url, engine.key, own=own).max_model_len()
         assert caplog.records == []
-        await client.close()
 
-    async def test_vllm_is_refused_for_a_model_with_another_tokenizer(self, engine, other_tokenizer):
-        other = Rendering(other_tokenizer.name_or_path)
-        client = Engine(engine.url, engine.key, own=own_model(other))
+    async def test_vllm_is_refused_for_a_model_with_another_tokenizer(self, engine, connect, other_tokenizer):
+        own = own_model(Rendering(other_tokenizer.name_or_path))
         with pytest.raises(WrongModel, match=str(engine.model_dir)):
-            await client.max_model_len()
-        await client.close()
+            await connect(engine.url, engine.key, own=own).max_model_len()
 
     def test_the_scripted_engine_tokenizes_in_vllms_shape(self, engine, tokenizer):
         body = {"prompt": TEXT, "add_special_tokens": False}
@@ -226,7 +198,6 @@ class TestContract:
         ]
         assert [answer.status_code for answer in answers] == [404, 404]
         real, scripted = (answer.json()["error"] for answer in answers)
-        start = "The model `policy-x` does not exist."
-        assert real.pop("message").startswith(start)
-        assert scripted.pop("message").startswith(start)
+        for error in (real, scripted):
+            assert error.pop("message").startswith("The model `policy-x` does not exist.")
         assert real == scripted

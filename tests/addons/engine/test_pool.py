@@ -7,9 +7,8 @@ from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
-from tests.addons.harness import recording, user
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
+from tests.addons.harness import said, user
 
 DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"
@@ -47,12 +46,14 @@ def quick(monkeypatch):
 
 async def statuses(harness, sessions=8):
     """Return the statuses of one call of each session. Each of two engines is the first choice of some of them."""
+    body = {"model": "m", "messages": [user()]}
+    replies = await asyncio.gather(*(harness.send(body, session=f"s{number}") for number in range(sessions)))
+    return {status for status, _ in replies}
 
-    async def ask(number):
-        async with harness.post({"model": "m", "messages": [user()]}, session=f"s{number}") as response:
-            return response.status
 
-    return set(await asyncio.gather(*map(ask, range(sessions))))
+def in_order(harness, one, two):
+    """Return the engine of session s1 and the other one."""
+    return (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
 
 
 async def until(condition):
@@ -74,20 +75,19 @@ async def test_only_the_sessions_of_an_engine_that_failed_move(engines):
     assert all(moved[session] == url for session, url in before.items() if url != failed.url)
 
 
-async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(tokenizer, quick, caplog, monkeypatch):
+async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one, two, quick, caplog, monkeypatch):
     monkeypatch.setattr(module, "DOWN_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
-    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        engines = EnginePool([one.url, two.url])
-        before = homes(engines)
-        one.deaf = True
-        for _ in range(3):
-            engines.failed(next(engine for engine in engines._engines if engine.url == one.url), DOWN)
-        await until(lambda: "/health" in one.asked)
-        assert set(homes(engines).values()) == {two.url}
-        one.deaf = False
-        await until(lambda: homes(engines) == before)
-        await engines.close()
+    engines = EnginePool([one.url, two.url])
+    before = homes(engines)
+    one.deaf = True
+    for _ in range(3):
+        engines.failed(next(engine for engine in engines._engines if engine.url == one.url), DOWN)
+    await until(lambda: "/health" in one.asked)
+    assert set(homes(engines).values()) == {two.url}
+    one.deaf = False
+    await until(lambda: homes(engines) == before)
+    await engines.close()
     assert states(caplog) == ["engine down", "engine back"]
     assert caplog.records[-1].message.endswith("in which 3 requests failed")
 
@@ -103,115 +103,93 @@ async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
     assert [engines.failed(engine, DOWN) for engine in engines._engines] == [True, True, True, False]
 
 
-async def test_when_no_engine_is_left_the_call_fails(tokenizer, rendering, tmp_path):
-    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recording(rendering, tmp_path, one.url, two.url) as harness:
-            status, _ = await harness.ask(user())
+async def test_when_no_engine_is_left_the_call_fails(one, two, recorded):
+    async with recorded(one.url, two.url) as harness:
+        for engine in (one, two):
+            engine.replies.append(Answer(500, "broken"))
+        status, _ = await harness.ask(user())
     assert status == 502
     assert (len(one.requests), len(two.requests)) == (1, 1)
 
 
 class TestFirstContact:
-    async def test_an_engine_that_has_never_answered_is_replaced(self, tokenizer, rendering, tmp_path):
-        with ScriptedEngine(tokenizer) as engine:
-            engine.otherwise = lambda request: Say("Hi.")
-            async with recording(rendering, tmp_path, NOBODY, engine.url) as harness:
-                assert await statuses(harness) == {200}
+    async def test_an_engine_that_has_never_answered_is_replaced(self, one, recorded):
+        async with recorded(NOBODY, one.url) as harness:
+            assert await statuses(harness) == {200}
 
-    async def test_an_engine_that_accepts_and_says_nothing_is_replaced(self, tokenizer, rendering, tmp_path, quick):
-        with ScriptedEngine(tokenizer) as deaf, ScriptedEngine(tokenizer) as engine:
-            deaf.deaf = True
-            engine.otherwise = lambda request: Say("Hi.")
-            async with recording(rendering, tmp_path, deaf.url, engine.url) as harness:
-                assert await statuses(harness) == {200}
-            assert deaf.requests == []
+    async def test_an_engine_that_accepts_and_says_nothing_is_replaced(self, one, two, recorded, quick):
+        one.deaf = True
+        async with recorded(one.url, two.url) as harness:
+            assert await statuses(harness) == {200}
+        assert one.requests == []
 
-    async def test_the_only_engine_is_waited_for(self, tokenizer, rendering, tmp_path, quick, caplog):
-        with ScriptedEngine(tokenizer) as engine:
-            engine.deaf = True
-            engine.otherwise = lambda request: Say("Hi.")
-            async with recording(rendering, tmp_path, engine.url, patience=60) as harness:
-                asked = asyncio.create_task(statuses(harness))
-                await until(lambda: engine.asked.count("/v1/models") > 1)
-                engine.deaf = False
-                assert await asked == {200}
+    async def test_the_only_engine_is_waited_for(self, one, recorded, quick, caplog):
+        one.deaf = True
+        async with recorded(one.url, patience=60) as harness:
+            asked = asyncio.create_task(statuses(harness))
+            await until(lambda: one.asked.count("/v1/models") > 1)
+            one.deaf = False
+            assert await asked == {200}
         assert states(caplog) == ["engine down"]
 
-    async def test_without_patience_the_call_fails(self, rendering, tmp_path):
-        async with recording(rendering, tmp_path, NOBODY) as harness:
-            assert await statuses(harness) == {503}
-
-    async def test_many_sessions_ask_once(self, tokenizer, rendering, tmp_path):
-        with ScriptedEngine(tokenizer) as engine:
-            engine.otherwise = lambda request: Say("Hi.")
-            async with recording(rendering, tmp_path, engine.url) as harness:
-                assert await statuses(harness) == {200}
-            assert engine.asked.count("/v1/models") == 1
+    async def test_many_sessions_ask_once(self, one, recorded):
+        async with recorded(one.url) as harness:
+            assert await statuses(harness) == {200}
+        assert one.asked.count("/v1/models") == 1
 
 
-async def test_an_engine_that_is_down_is_one_line_however_many_calls_fail(rendering, tmp_path, caplog):
-    async with recording(rendering, tmp_path, NOBODY) as harness:
-        await statuses(harness, sessions=30)
+async def test_without_patience_calls_fail_and_the_engine_is_one_line_however_many_there_are(recorded, caplog):
+    async with recorded(NOBODY) as harness:
+        assert await statuses(harness, sessions=30) == {503}
     assert states(caplog) == ["engine down"]
 
 
-async def test_a_call_whose_engine_dies_goes_on_at_another_one(tokenizer, rendering, tmp_path, monkeypatch):
+async def test_a_call_whose_engine_dies_goes_on_at_another_one(one, two, recorded, monkeypatch):
     """The call does not wait for the engine that died."""
     monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 1000.0)
-    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recording(rendering, tmp_path, one.url, two.url) as harness:
-            first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
-            first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
-            second.replies += [Say(" three"), Say("Hi.")]
-            _, reply = await harness.ask(user())
-            await harness.ask(user("Again"))
+    async with recorded(one.url, two.url) as harness:
+        first, second = in_order(harness, one, two)
+        first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
+        second.replies.append(Say(" three"))
+        _, reply = await harness.ask(user())
+        await harness.ask(user("Again"))
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert second.requests[0]["token_ids"][: len(first.requests[0]["token_ids"])] == first.requests[0]["token_ids"]
-    calls = list(read_rows(tmp_path, "calls"))
+    calls = harness.calls()
     assert [call["engine"] for call in calls] == [second.url] * 2
     assert calls[0]["violation"] is None
 
 
-async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(tokenizer, rendering, tmp_path, quick):
-    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recording(rendering, tmp_path, one.url, two.url) as harness:
-            first, second = (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
-            first.replies.append(Say("one two three", hold_after=2))
-            second.replies.append(Say(" three"))
-            asked = asyncio.create_task(harness.ask(user()))
-            await asyncio.to_thread(first.holding.wait, 30)
-            first.deaf = True
-            status, reply = await asked
-            await asyncio.to_thread(first.disconnected.wait, 30)
+async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two, recorded, quick):
+    async with recorded(one.url, two.url) as harness:
+        first, second = in_order(harness, one, two)
+        second.replies.append(Say(" three"))
+        asked = await harness.held(first, Say("one two three", hold_after=2))
+        first.deaf = True
+        status, reply = await asked
+        await asyncio.to_thread(first.disconnected.wait, 30)
     assert (status, reply["choices"][0]["finish_reason"]) == (200, "stop")
     asked, rest = first.requests[0]["token_ids"], second.requests[0]["token_ids"]
     assert rest == asked + first.ids("one two three")[:2]
-    (event,) = (event for event in read_rows(tmp_path, "events") if event["kind"] == "continued")
+    (event,) = harness.events("continued")
     assert "neither a token nor an answer to /health" in event["detail"]
 
 
-async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(tokenizer, rendering, tmp_path, quick):
+async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(one, recorded, quick):
     """vLLM is paused during a weight update."""
-    with ScriptedEngine(tokenizer) as engine:
-        engine.replies.append(Say("one two three", hold_after=0))
-        async with recording(rendering, tmp_path, engine.url) as harness:
-            asked = asyncio.create_task(harness.ask(user()))
-            await until(lambda: engine.asked.count("/health") > 2)
-            engine.release()
-            status, reply = await asked
-    assert (status, reply["choices"][0]["message"]["content"]) == (200, "one two three")
-    assert len(engine.requests) == 1
+    async with recorded(one.url) as harness:
+        asked = await harness.held(one, Say("one two three", hold_after=0))
+        await until(lambda: one.asked.count("/health") > 2)
+        one.release()
+        status, reply = await asked
+    assert (status, said(reply), len(one.requests)) == (200, "one two three", 1)
 
 
-async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(
-    tokenizer, rendering, tmp_path, quick, caplog
-):
-    with ScriptedEngine(tokenizer) as one, ScriptedEngine(tokenizer) as two:
-        async with recording(rendering, tmp_path, one.url, two.url) as harness:
-            for engine in (one, two):
-                engine.replies.append(Answer(500, "a grammar that breaks"))
-                engine.otherwise = lambda body: Say("Hi.")
-            assert (await harness.ask(user()))[0] == 200
-            assert len(one.requests) + len(two.requests) == 3
-            assert harness.endpoint.engines._down == {}
-            assert await statuses(harness) == {200}
+async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_others(one, two, recorded, quick):
+    async with recorded(one.url, two.url) as harness:
+        for engine in (one, two):
+            engine.replies.append(Answer(500, "a grammar that breaks"))
+        assert (await harness.ask(user()))[0] == 200
+        assert len(one.requests) + len(two.requests) == 3
+        assert harness.endpoint.engines._down == {}
+        assert await statuses(harness) == {200}

@@ -17,8 +17,14 @@ async def context():
         yield context
 
 
-def test_it_listens_on_loopback_unless_told_otherwise(context):
-    context.master.addons.add(Sessions([].append), Listen())
+@pytest.fixture
+def listen(context):
+    listen = Listen()
+    context.master.addons.add(Sessions([].append), listen)
+    return listen
+
+
+def test_it_listens_on_loopback_unless_told_otherwise(context, listen):
     assert context.options.listen_host == "127.0.0.1"
 
 
@@ -39,9 +45,9 @@ def test_it_listens_on_loopback_unless_told_otherwise(context):
         ({"mode": ["regular@0.0.0.0:9"], "rolltap_secret_file": "secret"}, True),
     ],
 )
-def test_other_machines_are_let_in_with_a_secret_only(context, caplog, tmp_path, monkeypatch, options, accepted):
-    listen = Listen()
-    context.master.addons.add(Sessions([].append), listen)
+def test_other_machines_are_let_in_with_a_secret_only(
+    context, listen, caplog, tmp_path, monkeypatch, options, accepted
+):
     (tmp_path / "secret").write_text("key")
     (tmp_path / "secret").chmod(0o600)
     monkeypatch.chdir(tmp_path)
@@ -54,9 +60,7 @@ def test_other_machines_are_let_in_with_a_secret_only(context, caplog, tmp_path,
 @pytest.mark.parametrize(
     "mode", ["dns@127.0.0.1:9", "reverse:tcp://a.example:1", "upstream:http://a.example", "socks5"]
 )
-def test_other_modes_are_refused(context, caplog, mode):
-    listen = Listen()
-    context.master.addons.add(Sessions([].append), listen)
+def test_other_modes_are_refused(context, listen, caplog, mode):
     context.configure(listen, mode=[mode])
     assert caplog.messages == [f"the mode is {mode!r}: rolltap records in the mode `regular` only"]
 
