@@ -1,10 +1,11 @@
 """Attacks by programs that run in boxes: sandboxes, and containers of a root folder with this machine's /usr."""
 
+import functools
 import os
 import pwd
 import signal
 import tempfile
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,35 +57,44 @@ CHOSEN = cases(BOXES, 0, 1)
 def in_each_box(names):
     """Parametrize a test with the boxes, and those of `names` that are run in each."""
     found = [(box, name) for box in CHOSEN for name in names if name in BOXES[box][2]]
-    return pytest.mark.parametrize(("played", "name"), found, indirect=["played"])
+    return pytest.mark.parametrize(("box", "name"), found)
 
 
 @pytest.fixture(scope="module")
-def played(request):
-    """The machine that is attacked, and how each script ended."""
-    make, user, names = BOXES[request.param]
-    if reason := fault_of(make):
-        pytest.skip(reason)
-    if user != ME and os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    # not below pytest's folder, which it closes to others again and again
-    with scratch_folder() as folder:
-        folder.chmod(0o755)
-        with world(folder) as machine:
+def played():
+    """Return a function that plays all scripts in a box, once, and returns the machine and how each script ended.
+
+    The box is no parameter of the fixture: pytest makes such a fixture anew for each pair of parameters of a test.
+    """
+    with ExitStack() as stack:
+
+        @functools.cache
+        def play_in(box):
+            make, user, names = BOXES[box]
+            if reason := fault_of(make):
+                pytest.skip(reason)
+            if user != ME and os.getuid() != 0:
+                pytest.skip("only root can become another user")
+            # not below pytest's folder, which it closes to others again and again
+            folder = stack.enter_context(scratch_folder())
+            folder.chmod(0o755)
+            machine = stack.enter_context(world(folder))
             # the rest of a container's system is its own copy
             env = machine.env if make is sandbox else {**machine.env, "SYSTEM": "/usr /usr/bin"}
-            yield machine, run_as(user, folder / "boxes", f"{__name__}:{make.__name__}", env, names)
+            return machine, run_as(user, folder / "boxes", f"{__name__}:{make.__name__}", env, names)
+
+        yield play_in
 
 
 @in_each_box(ATTACKS)
-def test_an_attack_is_held(played, name):
-    machine, results = played
+def test_an_attack_is_held(played, box, name):
+    machine, results = played(box)
     assert machine.escaped(results[name]["output"]) == []
 
 
-@pytest.mark.parametrize("played", CHOSEN, indirect=True)
-def test_no_server_of_the_machine_is_reached(played):
-    machine, _ = played
+@pytest.mark.parametrize("box", CHOSEN)
+def test_no_server_of_the_machine_is_reached(played, box):
+    machine, _ = played(box)
     assert machine.visits == []
 
 
@@ -97,14 +107,14 @@ async def test_the_attack_works_where_nothing_isolates(tmp_path, name):
 
 
 @in_each_box(WORKS)
-def test_what_agents_do_works(played, name):
-    _, results = played
+def test_what_agents_do_works(played, box, name):
+    _, results = played(box)
     assert results[name]["status"] == 0, results[name]["output"]
 
 
 @in_each_box(FILLS)
-def test_a_box_that_exceeds_its_limit_is_stopped(played, name):
-    _, results = played
+def test_a_box_that_exceeds_its_limit_is_stopped(played, box, name):
+    _, results = played(box)
     result = results[name]
     too_large = name == "fill the log" and result["status"] == -signal.SIGXFSZ
     assert too_large or result["stopped"] == FILLS[name].stopped, result["output"][-500:]
