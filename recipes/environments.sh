@@ -95,8 +95,8 @@ environments_wheel() {
     local PYTHON="${PYTHON:-python3}"
     rm -rf "$VENVS/dist"
     uv build --quiet --python "$PYTHON" --out-dir "$VENVS/dist" || fail "the wheel could not be built (see above)"
-    wheel wheel record,train pytest pytest-asyncio mypy
-    if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio; fi
+    wheel wheel record,train pytest pytest-asyncio hypothesis mypy
+    if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio hypothesis; fi
 }
 
 # vLLM needs pip to list its packages. Without pip, /server_info answers 500 and the run's metadata has no configuration.
