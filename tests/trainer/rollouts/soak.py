@@ -64,9 +64,9 @@ def roll_out(engine: str, model: str, out: str, sessions: int, seed: int) -> Non
     """Roll out."""
     run_session = schedule.run_session
 
-    async def named(stage: Any, task: Any, group_id: str, session_id: str) -> Any:
+    async def named(stage: Any, group: Any, session_id: str, **settings: Any) -> Any:
         _current.set(session_id)
-        return await run_session(stage, task, group_id, session_id)
+        return await run_session(stage, group, session_id, **settings)
 
     schedule.run_session, schedule.PAUSE_SECONDS = named, 0.0
     rolltap.rollout(

@@ -12,11 +12,7 @@ def test_every_preset_loads_and_takes_the_instruction(name):
     assert harness.name == name
     assert harness.command_for("do {this}")[-1].endswith("do {this}")
     assert harness.version in harness.install
-
-
-@pytest.mark.parametrize("name", Harness.names())
-def test_every_preset_says_which_context_window_its_program_assumes(name):
-    assert any("window" in quirk for quirk in Harness.load(name).quirks)
+    assert any("window" in quirk for quirk in harness.quirks)  # the one that its program assumes
 
 
 def test_the_command_is_the_program_its_arguments_and_the_instruction():
@@ -24,15 +20,8 @@ def test_the_command_is_the_program_its_arguments_and_the_instruction():
     assert harness.command_for("{instruction} {b}") == ["x", "{a}", "run", "--text={instruction} {b}"]
 
 
-def test_a_preset_may_be_a_file_of_the_users(tmp_path):
-    (tmp_path / "mine.toml").write_text(MINIMAL)
-    assert Harness.load(str(tmp_path / "mine.toml")).command_for("go") == ["x", "-p", "go"]
-
-
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(
-        InputError, match=r"no harness is named 'clod': choose aider, claude-code, .*, or give a \.toml"
-    ):
+    with pytest.raises(InputError, match=r"named 'clod': choose aider, claude-code, .*, or give a \.toml"):
         Harness.load("clod")
 
 
@@ -53,14 +42,11 @@ def test_the_engines_context_window_is_asked_for_only_if_a_variable_holds_it(scr
     ],
 )
 def test_a_bad_preset_is_named(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(MINIMAL)
+    assert Harness.load(str(tmp_path / "x.toml")).command_for("go") == ["x", "-p", "go"]
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(InputError, match=message):
         Harness.load(str(tmp_path / "x.toml"))
-
-
-def test_a_missing_preset_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*none\.toml"):
-        Harness.load(str(tmp_path / "none.toml"))
 
 
 def test_a_program_that_is_not_installed_is_named():

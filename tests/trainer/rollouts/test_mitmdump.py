@@ -12,6 +12,7 @@ from rolltap.addons.errors import RecorderError, RunError
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, reasons, rollout_lock, workplace
 from tests.boxes import wait_until_dead
+from tests.trainer.rollouts.judges.sessions import nest
 
 ROLLTAP = """
 import os, sys
@@ -137,23 +138,12 @@ def test_it_is_removed_at_the_end_and_what_a_killed_process_left_at_the_next_sta
     assert list(tmp_path.iterdir()) == []
 
 
-def nested(folder, depth):
-    """Make a folder with so many folders in one another: the path of the innermost is longer than paths can be."""
-    here = os.open(folder, os.O_RDONLY)
-    for _ in range(depth):
-        os.mkdir("n", dir_fd=here)
-        below = os.open("n", os.O_RDONLY, dir_fd=here)
-        os.close(here)
-        here = below
-    os.close(here)
-
-
 def test_folders_that_an_agent_nested_a_thousand_times_keep_nothing_from_starting(tmp_path, caplog):
     left = tmp_path / "rolltap-work-left"
     left.mkdir()
-    nested(left, 1500)
+    nest(left, 1500)
     with workplace() as folder:
         assert list(tmp_path.iterdir()) == [folder]
-        nested(folder, 1500)
+        nest(folder, 1500)
     assert list(tmp_path.iterdir()) == []
     assert not caplog.messages

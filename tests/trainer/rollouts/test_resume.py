@@ -7,18 +7,8 @@ from hypothesis import strategies as st
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.rollouts.resume import (
-    RERUN,
-    Recorded,
-    attempt_of,
-    group_key,
-    interrupted_sessions,
-    key_parts,
-    next_attempt,
-    place_of,
-    resume_lines,
-    started_event,
-)
+from rolltap.trainer.rollouts import resume
+from rolltap.trainer.rollouts.resume import RERUN, Recorded, group_key, key_parts, next_attempt, started_event
 from rolltap.trainer.tasks.task import Task
 
 IDS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
@@ -29,7 +19,7 @@ def test_an_attempt_has_the_place_of_the_first_and_a_number(session_id, number):
     name = session_id
     for _ in range(number):
         name = next_attempt(name)
-    assert (place_of(name), attempt_of(name)) == (session_id, number)
+    assert (resume.place_of(name), resume.attempt_of(name)) == (session_id, number)
 
 
 def test_the_key_of_a_group_tells_its_parts_apart():
@@ -114,7 +104,9 @@ def told(tmp_path, rows, parts, *, further=False):
             writer.add_event(started_event(each, PARTS))
     recorded = Recorded(rows)
     groups = [recorded.group(TASK, parts, 2, further=further)]
-    return resume_lines(tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further)
+    return resume.resume_lines(
+        tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further
+    )
 
 
 def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):
@@ -146,18 +138,8 @@ def test_however_often_it_is_stopped_every_place_ends_once_and_no_id_is_given_tw
 
 def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_known(tmp_path):
     write_metadata(tmp_path, {"model": "m"})
-    known = {
-        "task_id": "t",
-        "group_id": "g",
-        "harness": "codex",
-        "harness_version": "1.2",
-        "program_digest": "p",
-        "preset_digest": "d",
-        "task_digest": "x",
-        "runtime": "sandbox",
-        "image_digest": "i",
-        "policy_version": "3",
-    }
+    texts = ("task_id", "group_id", "harness", "policy_version", "harness_version", "program_digest", "preset_digest")
+    known = {name: f"the {name}" for name in (*texts, "task_digest", "runtime", "image_digest")}
     first, second, ended = (
         Session(session_id=name, status="completed", reward=1.0, **known) for name in ("first", "second", "ended")
     )
@@ -166,17 +148,8 @@ def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_
             writer.add_event(started_event(session))
         writer.add_event(Event(kind="ended", session_id="third"))
         writer.add_session(ended)
-    found = interrupted_sessions(tmp_path)
+    found = resume.interrupted_sessions(tmp_path)
     assert [session.session_id for session in found] == ["first", "second"]
     for session, begun in zip(found, (first, second), strict=True):
         assert (session.status, session.reward, session.started_at) == ("cancelled", None, begun.started_at)
         assert {name: getattr(session, name) for name in known} == known
-
-
-def test_the_event_of_a_later_version_is_read_as_far_as_it_is_known(tmp_path):
-    write_metadata(tmp_path, {"model": "m"})
-    with RunWriter(tmp_path) as writer:
-        detail = '{"task_id": "t", "status": "completed"}'
-        writer.add_event(Event(kind="session_started", session_id="s", detail=detail))
-    (found,) = interrupted_sessions(tmp_path)
-    assert (found.task_id, found.status) == ("t", "cancelled")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.errors import RecorderError
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -17,19 +17,6 @@ from tests.trainer.rollouts.stages import ONE_CALL, stage_of
 from tests.trainer.rollouts.test_recorder import kill
 
 TASK = Task(id="count", instruction="go", evaluate=["true"])
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("Hi.")
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def recorder(engine, tmp_path_factory, tokenizer_folder):
-    with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
-        yield recorder
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
+from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.verdict import Judged
-from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
@@ -25,20 +24,8 @@ from tests.harness.play import tool_call
 from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+STARTED = "session_started"
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("Hi.")
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def recorder(engine, tmp_path_factory, tokenizer_folder):
-    with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
-        yield recorder
 
 
 @pytest.fixture
@@ -56,10 +43,8 @@ def play(recorder, request, tmp_path):
 
 async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, recorder):
     row = await play(f"{ONE_CALL}; echo made > made.txt")
-    (begun,) = [
-        event for event in read_rows(recorder.path, "events", [row.session_id]) if event["kind"] == "session_started"
-    ]
-    assert begun["at"] == row.started_at
+    begun = [each["at"] for each in read_rows(recorder.path, "events", [row.session_id]) if each["kind"] == STARTED]
+    assert begun == [row.started_at]
     assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
     assert json.loads(row.evidence)["changed"] == ["made.txt"]
     assert json.loads(row.suspicions) == {}
@@ -83,11 +68,7 @@ async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
             yield
 
     row = await play(ONE_CALL, runtime=NoRoom())
-    assert (row.status, row.reward, row.error) == (
-        "infrastructure",
-        None,
-        "the session could not be run: no room",
-    )
+    assert (row.status, row.reward, row.error) == ("infrastructure", None, "the session could not be run: no room")
 
 
 async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(play, recorder, caplog):
@@ -103,9 +84,8 @@ async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_f
 
 async def test_a_program_that_a_session_left_is_dead_before_its_judge_looks(play, tmp_path):
     pid = tmp_path / "pid"
-    row = await play(
-        f"{ONE_CALL}; setsid sleep 600 & echo $! > {pid}", evaluate=["sh", "-c", f"! kill -0 $(cat {pid}); echo $?"]
-    )
+    judge = ["sh", "-c", f"! kill -0 $(cat {pid}); echo $?"]
+    row = await play(f"{ONE_CALL}; setsid sleep 600 & echo $! > {pid}", evaluate=judge)
     assert (row.status, row.reward) == ("completed", 0.0)
 
 
@@ -121,47 +101,58 @@ async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engin
     assert (row.status, json.loads(row.suspicions)) == ("completed", {"git_history": 1})
 
 
-async def test_a_judge_that_breaks_leaves_the_session_unjudged_and_the_rollout_goes_on(play, monkeypatch):
-    async def broken(*_, **__):
-        raise KeyError("of the agent's making")
+@pytest.fixture
+def judges(monkeypatch):
+    """Return a function that replaces the judge by one with this judgement or error."""
 
-    monkeypatch.setattr(session_module, "judge", broken)
+    def judges(result):
+        async def judge(_):
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(session_module, "judge", judge)
+
+    return judges
+
+
+FULL = OSError("No space left on device")
+BROKEN = KeyError("of the agent's making")
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "error"),
+    [
+        (BROKEN, "unjudged", 'the judge failed: KeyError("of the agent\'s making")'),
+        (FULL, "infrastructure", "the session could not be run: No space left on device"),
+    ],
+)
+async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, judges, result, status, error):
+    judges(result)
     row = await play(ONE_CALL)
-    assert (row.status, row.reward) == ("unjudged", None)
-    assert "the judge failed: KeyError" in row.error
+    assert (row.status, row.reward, row.error) == (status, None, error)
 
 
-async def test_a_fault_of_the_machine_in_a_judge_is_no_verdict_on_the_session(play, monkeypatch):
-    async def full(*_, **__):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(session_module, "judge", full)
+async def test_a_judge_has_the_parts_and_the_evidence_of_the_row(play, judges):
+    judges(Judged(reward=0.25, parts={"speed": 0.5}, evidence={"judge": "command"}))
     row = await play(ONE_CALL)
-    assert (row.status, row.error) == ("infrastructure", "the session could not be run: No space left on device")
+    assert (row.reward, json.loads(row.parts), json.loads(row.evidence)) == (0.25, {"speed": 0.5}, {"judge": "command"})
 
 
 async def test_folders_nested_a_thousand_times_end_no_rollout(play):
     nest = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
-    script = shlex.join([sys.executable, "-c", nest])
-    row = await play(f"{ONE_CALL}; {script}")
+    row = await play(f"{ONE_CALL}; {shlex.join([sys.executable, '-c', nest])}")
     assert (row.status, row.reward) == ("completed", 1.0)
 
 
-async def test_a_harness_that_is_not_there_is_named(recorder, tmp_path):
-    harness = Harness(name="gone", program="no-such-program", headless=[])
-    groups = [Group(Task(id="t", instruction="go", evaluate=["true"]), "gone", ["gone-0"])]
-    stage = stage_of(recorder, tmp_path, harness)
-    await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
-    row = load_sessions(recorder.path)["gone-0"]
+async def test_a_harness_that_is_not_there_is_named(play):
+    row = await play(Harness(name="gone", program="no-such-program", headless=[]))
     assert row.status == "infrastructure"
     assert "no-such-program" in row.error
 
 
-async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, monkeypatch):
-    async def unjudged(*_, **__):
-        return Judged(unjudged="no key")
-
-    monkeypatch.setattr(session_module, "judge", unjudged)
+async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):
+    judges(Judged(unjudged="no key"))
     stage = stage_of(recorder, tmp_path, ONE_CALL, concurrency=1, give_up_after=2)
     task = Task(id="t", instruction="go", evaluate=["true"])
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
@@ -173,15 +164,6 @@ async def test_an_unjudged_session_keeps_the_status_that_it_would_have_for_a_lat
     row = await play(f"{ONE_CALL}; exit 3", evaluate=["no-such-program"])
     assert row.status == "unjudged"
     assert json.loads(row.evidence)["ended"] == "failed"
-
-
-async def test_a_judge_has_the_parts_and_the_evidence_of_the_row(play, monkeypatch):
-    async def thorough(*_, **__):
-        return Judged(reward=0.25, parts={"speed": 0.5}, evidence={"judge": "command"})
-
-    monkeypatch.setattr(session_module, "judge", thorough)
-    row = await play(ONE_CALL)
-    assert (row.reward, json.loads(row.parts), json.loads(row.evidence)) == (0.25, {"speed": 0.5}, {"judge": "command"})
 
 
 async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(play, monkeypatch, caplog):

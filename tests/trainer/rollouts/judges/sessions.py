@@ -1,5 +1,7 @@
 """Sessions that an agent has left, and judging them with a real runtime."""
 
+import os
+
 from rolltap.trainer.rollouts.judges.changes import AgentResult
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.judge import judge
@@ -9,9 +11,9 @@ from rolltap.trainer.tasks.task import Task
 
 
 class Left:
-    """A session of a task whose start has `files`; the agent's folders are `workspace` and `home`."""
+    """A session of a task whose start has `files`; the agent did `did`, and its folders are `workspace` and `home`."""
 
-    def __init__(self, folder, files, runtime=None):
+    def __init__(self, folder, files, runtime=None, *, did=None):
         self.folder = folder
         self.start = Start(folder / "start", str(folder))  # judgements of baselines are kept by this digest
         self.workspace, self.home, self.logs = folder / "session/workspace", folder / "session/home", folder / "logs"
@@ -21,6 +23,7 @@ class Left:
         self.home.mkdir(parents=True)
         self.logs.mkdir()
         self.runtime = runtime or ProcessRuntime()
+        self.do(did or {})
 
     def do(self, files):
         """Write files as the agent; None deletes one."""
@@ -42,6 +45,21 @@ class Left:
     @property
     def log(self):
         return (self.logs / "t-0.judge.log").read_text()
+
+
+def nest(root, depth, name="d"):
+    """Make `depth` folders, each in the one before: deeper than a path can name."""
+    folder = os.open(root, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=folder)
+        below = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+
+
+def shell(script, **fields):
+    return {"kind": "command", "command": ["sh", "-c", script], **fields}
 
 
 def write(folder, files):

@@ -16,6 +16,7 @@ from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
 from rolltap.trainer.rollouts.judges.folders import TooMuchError, scan, stays_inside
 from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
 from tests.deep import examples
+from tests.trainer.rollouts.judges.sessions import nest
 
 NAMES = st.sampled_from(["a", "b", "c", "ü\n", "d e", "-rf", "\udcff"])
 CONTENT = st.one_of(st.binary(max_size=4), st.just(b"line\n" * 3))
@@ -35,6 +36,13 @@ def build(folder: Path, tree):
             path.chmod(0o755 if len(below) % 2 else 0o644)
 
 
+def trees(top: Path, start, workspace) -> tuple[Path, Path]:
+    """Make a start and a workspace below `top`."""
+    build(top / "start", start)
+    build(top / "workspace", workspace)
+    return top / "start", top / "workspace"
+
+
 def modes_and_contents(folder: Path):
     return {
         path.relative_to(folder): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
@@ -46,141 +54,112 @@ def modes_and_contents(folder: Path):
 @given(TREES, TREES)
 def test_changes_that_are_applied_to_the_start_make_the_workspace(before, after):
     with tempfile.TemporaryDirectory() as name:
-        top = Path(name)
-        build(top / "start", before)
-        build(top / "fresh", before)
-        build(top / "workspace", after)
-        changes = find_changes(top / "start", top / "workspace")
+        start, workspace = trees(Path(name), before, after)
+        fresh = Path(name, "fresh")
+        build(fresh, before)
+        changes = find_changes(start, workspace)
         changes.diff.encode()
-        apply_changes(changes, top / "workspace", top / "fresh")
-        assert not find_changes(top / "fresh", top / "workspace")
-        assert scan(top / "fresh") == scan(top / "workspace")
-        assert bool(changes) == (modes_and_contents(top / "start") != modes_and_contents(top / "workspace"))
+        apply_changes(changes, workspace, fresh)
+        assert not find_changes(fresh, workspace)
+        assert scan(fresh) == scan(workspace)
+        assert bool(changes) == (modes_and_contents(start) != modes_and_contents(workspace))
 
 
 def test_a_diff_shows_texts_modes_and_what_is_no_text(tmp_path):
-    build(tmp_path / "start", {"a.txt": b"one\ntwo\n", "gone": b"x", "bytes": b"\0", "same": b"same"})
-    build(tmp_path / "workspace", {"a.txt": b"one\n2", "new": b"new\n", "bytes": b"\0\1\2", "same": b"same"})
-    for name in ("a.txt", "new", "bytes", "same"):
-        (tmp_path / "workspace" / name).chmod(0o644)
-    (tmp_path / "start/a.txt").chmod(0o644)
-    (tmp_path / "workspace/link").symlink_to("same")
-    (tmp_path / "workspace/same").chmod(0o755)
-    (tmp_path / "start/same").chmod(0o644)
-    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
-    assert "--- a/a.txt\n+++ b/a.txt\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n\\ No newline at end of file\n" in changes.diff
-    assert "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n" in changes.diff
-    assert "--- a/gone\n+++ /dev/null\n" in changes.diff
-    assert "bytes: executable file of 1 bytes, SHA-256 6e34" in changes.diff
-    assert "link: nothing -> link to 'same'\n" in changes.diff
-    assert "same: file of 4 bytes" in changes.diff
+    before = {"a.txt": b"one\ntwo\n", "gone": b"x", "bytes": b"\0", "same": b"same"}
+    after = {"a.txt": b"one\n2", "new": b"new\n", "bytes": b"\0\1\2", "same": b"same"}
+    start, workspace = trees(tmp_path, before, after)
+    for path in (start / "a.txt", start / "same", *(workspace / name for name in ("a.txt", "new", "bytes"))):
+        path.chmod(0o644)
+    (workspace / "link").symlink_to("same")
+    (workspace / "same").chmod(0o755)
+    changes = find_changes(start, workspace)
+    for part in (
+        "--- a/a.txt\n+++ b/a.txt\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n\\ No newline at end of file\n",
+        "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n",
+        "--- a/gone\n+++ /dev/null\n",
+        "bytes: executable file of 1 bytes, SHA-256 6e34",
+        "link: nothing -> link to 'same'\n",
+        "same: file of 4 bytes",
+    ):
+        assert part in changes.diff
     assert changes.evidence()["changed"] == ["a.txt", "bytes", "gone", "link", "new", "same"]
 
 
 def test_a_large_diff_is_cut_off_and_still_names_all_changes_by_a_digest(tmp_path):
+    start, workspace = trees(tmp_path, {}, {f"{number:03}": b"x" * 99 + b"\n" * 2000 for number in range(300)})
     digests = set()
-    for end in (b"1", b"2"):
-        top = tmp_path / end.decode()
-        top.mkdir()
-        build(top / "start", {})
-        build(top / "workspace", {f"{number:03}": b"x" * 99 + b"\n" * 2000 for number in range(300)} | {"z": end})
-        changes = find_changes(top / "start", top / "workspace")
+    for end in "12":
+        (workspace / "z").write_text(end)
+        changes = find_changes(start, workspace)
         assert len(changes.diff) < (1 << 20) + 200
         assert "The diff is cut off here. SHA-256 of all changes:" in changes.diff
         digests.add(changes.evidence()["diff_sha256"])
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(
-    ("target", "depth", "inside"),
-    [
-        ("a", 0, True),
-        ("a/b", 0, True),
-        ("../a", 1, True),
-        ("../a", 0, False),
-        ("../../a", 1, False),
-        ("a/../b", 3, False),
-        ("/etc", 3, False),
-        ("", 0, False),
-        (".git/config", 0, False),
-        ("../.GIT", 1, False),
-        ("..", 1, True),
-        ("..", 0, False),
-    ],
-)
-def test_a_link_stays_inside_the_workspace(target, depth, inside):
-    assert stays_inside(target, depth) is inside
+@pytest.mark.parametrize(("target", "depth"), [("a", 0), ("a/b", 0), ("../a", 1), ("..", 1)])
+def test_a_link_stays_inside_the_workspace(target, depth):
+    assert stays_inside(target, depth)
+
+
+OUT = [("../a", 0), ("../../a", 1), ("a/../b", 3), ("/etc", 3), ("", 0), (".git/config", 0), ("../.GIT", 1), ("..", 0)]
+
+
+@pytest.mark.parametrize(("target", "depth"), OUT)
+def test_a_link_that_may_lead_out_of_the_workspace_does_not_stay_inside(target, depth):
+    assert not stays_inside(target, depth)
 
 
 def test_a_link_to_a_link_does_not_lead_out_when_it_is_applied(tmp_path):
-    build(tmp_path / "start", {})
+    start, workspace = trees(tmp_path, {}, {"sub": {}})
     build(tmp_path / "fresh", {})
-    build(tmp_path / "workspace", {"sub": {}})
-    (tmp_path / "workspace/sub/up").symlink_to("..")
-    (tmp_path / "workspace/sub/out").symlink_to("up/../secret")
+    (workspace / "sub/up").symlink_to("..")
+    (workspace / "sub/out").symlink_to("up/../secret")
     (tmp_path / "secret").write_text("1.0")
-    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
-    apply_changes(changes, tmp_path / "workspace", tmp_path / "fresh")
+    changes = find_changes(start, workspace)
+    apply_changes(changes, workspace, tmp_path / "fresh")
     assert changes.refused == {"sub/out": "symlink"}
     assert (tmp_path / "fresh/sub/up").resolve() == tmp_path / "fresh"
 
 
 def test_folders_deeper_than_the_bound_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MAX_DEPTH", 3)
-    build(tmp_path / "start", {})
-    build(tmp_path / "workspace", {"a": {"a": {"a": {"a": {"a": b""}}}}})
-    assert find_changes(tmp_path / "start", tmp_path / "workspace").refused == {"a/a/a/a/a": "depth"}
-
-
-def nest(root, name, depth):
-    """Make `depth` folders, each in the one before: deeper than a path can name."""
-    folder = os.open(root, os.O_RDONLY)
-    for _ in range(depth):
-        os.mkdir(name, dir_fd=folder)
-        below = os.open(name, os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = below
-    os.close(folder)
+    start, workspace = trees(tmp_path, {}, {"a": {"a": {"a": {"a": {"a": b""}}}}})
+    assert find_changes(start, workspace).refused == {"a/a/a/a/a": "depth"}
 
 
 def test_a_very_deep_folder_is_bounded(tmp_path):
-    build(tmp_path / "start", {})
-    build(tmp_path / "workspace", {})
-    nest(tmp_path / "workspace", "d" * 20, 1200)
-    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
-    assert list(changes.refused.values()) == ["depth"]
-    remove_folder(tmp_path / "workspace")
+    start, workspace = trees(tmp_path, {}, {})
+    nest(workspace, 1200, "d" * 20)
+    assert list(find_changes(start, workspace).refused.values()) == ["depth"]
+    remove_folder(workspace)
 
 
 def test_files_with_holes_are_too_much_before_one_is_read(tmp_path, monkeypatch):
-    build(tmp_path / "start", {"a": b"1"})
-    build(tmp_path / "workspace", {"a": b"1"})
+    start, workspace = trees(tmp_path, {"a": b"1"}, {"a": b"1", **{str(number): b"" for number in range(9)}})
     for number in range(9):
-        with (tmp_path / f"workspace/{number}").open("wb") as file:
-            file.truncate(512 << 20)
+        os.truncate(workspace / str(number), 512 << 20)
     monkeypatch.setattr(changes_module, "file_digest", None)
     with pytest.raises(TooMuchError, match="changed more than 4 GiB"):
-        find_changes(tmp_path / "start", tmp_path / "workspace")
+        find_changes(start, workspace)
 
 
 def test_a_comparison_that_takes_too_long_is_too_much(tmp_path):
-    build(tmp_path / "start", {})
-    build(tmp_path / "workspace", {"a": b"1"})
     with pytest.raises(TooMuchError, match="took too long"):
-        find_changes(tmp_path / "start", tmp_path / "workspace", seconds=-1)
+        find_changes(*trees(tmp_path, {}, {"a": b"1"}), seconds=-1)
 
 
 def test_long_paths_are_refused_and_their_sum_is_bounded(tmp_path, monkeypatch):
-    build(tmp_path / "start", {})
-    build(tmp_path / "workspace", {})
-    nest(tmp_path / "workspace", "d" * 250, 40)
-    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
+    start, workspace = trees(tmp_path, {}, {})
+    nest(workspace, 40, "d" * 250)
+    changes = find_changes(start, workspace)
     assert list(changes.refused.values()) == ["depth"]
     assert max(map(len, changes.changed)) <= 4096
     assert len(json.dumps(changes.evidence())) < 2000
     monkeypatch.setattr(folders, "MAX_PATH_BYTES", 10_000)
     with pytest.raises(TooMuchError, match="the paths in the workspace"):
-        find_changes(tmp_path / "start", tmp_path / "workspace")
+        find_changes(start, workspace)
 
 
 NOT_ROOT = """
@@ -226,22 +205,14 @@ def test_a_start_with_too_much_is_the_tasks_error(tmp_path, monkeypatch):
 
 def test_a_folder_of_any_depth_gives_way_to_a_file(tmp_path):
     build(tmp_path / "workspace", {"a": {}})
-    folder = os.open(tmp_path / "workspace/a", os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("d", dir_fd=folder)
-        below = os.open("d", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = below
-    os.close(folder)
+    nest(tmp_path / "workspace/a", 1500)
     folders.write_file(tmp_path / "workspace", "a", iter([b"1"]), executable=False)
     assert (tmp_path / "workspace/a").read_bytes() == b"1"
 
 
 def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):
-    build(tmp_path / "start", {})
-    build(tmp_path / "fresh", {})
-    build(tmp_path / "workspace", {"a": b"1"})
-    changes = find_changes(tmp_path / "start", tmp_path / "workspace")
-    (tmp_path / "workspace/a").write_bytes(b"2")
+    start, workspace = trees(tmp_path, {}, {"a": b"1"})
+    changes = find_changes(start, workspace)
+    (workspace / "a").write_bytes(b"2")
     with pytest.raises(OSError, match="a was changed while it was copied"):
-        apply_changes(changes, tmp_path / "workspace", tmp_path / "fresh")
+        apply_changes(changes, workspace, tmp_path / "fresh")

@@ -6,11 +6,7 @@ import pytest
 
 from rolltap.trainer.rollouts.judges.command import judge_here
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended
-from tests.trainer.rollouts.judges.sessions import Left
-
-
-def shell(script, **fields):
-    return {"kind": "command", "command": ["sh", "-c", script], **fields}
+from tests.trainer.rollouts.judges.sessions import Left, shell
 
 
 @pytest.mark.parametrize(
@@ -60,8 +56,7 @@ async def test_a_judge_of_a_number_may_write_it_to_a_file(tmp_path, script, rewa
     ],
 )
 async def test_all_else_is_unjudged(tmp_path, script, why):
-    left = Left(tmp_path, {})
-    left.do({"a.txt": "made"})
+    left = Left(tmp_path, {}, did={"a.txt": "made"})
     judged = await left.judge(shell(script))
     assert judged.reward is None
     assert why in judged.unjudged
@@ -69,8 +64,7 @@ async def test_all_else_is_unjudged(tmp_path, script, why):
 
 @pytest.mark.parametrize("command", [["no-such-evaluator"], ["/dev/null"]])
 async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, command):
-    left = Left(tmp_path, {})
-    left.do({"a.txt": "made"})
+    left = Left(tmp_path, {}, did={"a.txt": "made"})
     judged = await left.judge({"kind": "command", "command": command})
     assert f"the judge {command[0]!r} could not be started" in judged.unjudged
 
@@ -80,15 +74,13 @@ async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, command):
     [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0), ("assert not 1", 0.0)],
 )
 async def test_a_judge_that_breaks_in_python_has_no_verdict_unless_the_agent_broke_it(tmp_path, code, reward):
-    left = Left(tmp_path, {"calc.py": "add = 1"})
-    left.do({"calc.py": "ad = 1"})
+    left = Left(tmp_path, {"calc.py": "add = 1"}, did={"calc.py": "ad = 1"})
     spec = {"kind": "command", "command": [sys.executable, "-c", code]}
     assert (await left.judge(spec, "Write the module answer.")).reward == reward
 
 
 async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):
-    left = Left(tmp_path, {})
-    left.do({"a.txt": "made"})
+    left = Left(tmp_path, {}, did={"a.txt": "made"})
     judged = await left.judge(shell("exec sleep 600", timeout=0.2))
     assert judged.unjudged == (
         "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched start: "
@@ -118,8 +110,7 @@ async def test_only_what_paths_name_is_applied_and_never_what_is_protected(tmp_p
 
 
 async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
-    left = Left(tmp_path, {"a.txt": "old", "check.sh": "exit 0"})
-    left.do({"a.txt": "new"})
+    left = Left(tmp_path, {"a.txt": "old", "check.sh": "exit 0"}, did={"a.txt": "new"})
     os.mkfifo(left.workspace / "fifo")
     (left.home / "note").write_text("in the home")
     write = tmp_path / "tests/check.sh"

@@ -6,7 +6,7 @@ import pytest
 from rolltap.trainer.rollouts.judges import judge as module
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.deep import cases
-from tests.trainer.rollouts.judges.sessions import Left, write
+from tests.trainer.rollouts.judges.sessions import Left, shell, write
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
 START = {
@@ -15,15 +15,21 @@ START = {
         "import calc\ndef test_add(): assert calc.add(2, 2) == 4\ndef test_zero(): assert calc.add(0, 0) == 0\n"
     ),
 }
+GOOD = "def add(a, b): return a + b\n"
 LISTS = {"fail_to_pass": ["test_calc.py::test_add"], "pass_to_pass": ["test_calc.py::test_zero"]}
 SPEC = {"kind": "pytest", "command": PYTEST, "timeout": 60, **LISTS}
+
+
+def several(first, second):
+    judges = [{"name": "a", "weight": 3, "judge": shell(first)}, {"name": "b", "weight": 1, "judge": shell(second)}]
+    return {"kind": "several", "judges": judges}
 
 
 @pytest.mark.parametrize(
     ("code", "reward", "parts"),
     cases(
         [
-            ("def add(a, b): return a + b\n", 1.0, (1.0, 1.0)),
+            (GOOD, 1.0, (1.0, 1.0)),
             ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
             ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
             ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
@@ -33,8 +39,7 @@ SPEC = {"kind": "pytest", "command": PYTEST, "timeout": 60, **LISTS}
     ),
 )
 async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, parts):
-    left = Left(tmp_path, START)
-    left.do({"calc.py": code})
+    left = Left(tmp_path, START, did={"calc.py": code})
     judged = await left.judge(SPEC)
     assert (judged.reward, tuple(judged.parts.values())) == (reward, parts)
     assert judged.evidence["canary"] == "failed"
@@ -46,7 +51,7 @@ async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, part
 @pytest.mark.parametrize("module_name", ["pytest", "no_such_module"])
 async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp_path, module_name):
     left = Left(tmp_path, {**START, "conftest.py": f"import {module_name}\n"})
-    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    left.do({"calc.py": GOOD})
     command = [sys.executable, "-S", "-m", *PYTEST[2:]] if module_name == "pytest" else PYTEST
     judged = await left.judge({**SPEC, "command": command})
     assert judged.reward is None
@@ -56,7 +61,7 @@ async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp
 
 async def test_tests_that_want_a_module_nobody_knows_are_unjudged(tmp_path):
     left = Left(tmp_path, {**START, "test_calc.py": "import numpie\n" + START["test_calc.py"]})
-    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    left.do({"calc.py": GOOD})
     judged = await left.judge(SPEC)
     assert judged.unjudged.startswith("no test of 'pass_to_pass' passes on the untouched start: no module numpie")
     judged = await left.judge({**SPEC, "pass_to_pass": []})
@@ -81,16 +86,14 @@ async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
     ],
 )
 async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_broken_by_them(tmp_path, code, why):
-    left = Left(tmp_path, START)
-    left.do({"calc.py": code})
+    left = Left(tmp_path, START, did={"calc.py": code})
     judged = await left.judge({**SPEC, "timeout": 6})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.0)
     assert why in judged.evidence["broke_judge"]
 
 
 async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
-    left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"})
-    left.do({"run.sh": "exit 7\n"})
+    left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"}, did={"run.sh": "exit 7\n"})
     spec = {"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"], "env": {"COUNT": str(tmp_path / "count")}}
     for _ in range(3):
         assert (await left.judge(spec)).reward == 0.0
@@ -99,22 +102,20 @@ async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
 
 async def test_an_untouched_workspace_is_not_judged_twice(tmp_path):
     left = Left(tmp_path, {})
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", f"echo x >> {tmp_path}/count; exit 7"]})
+    judged = await left.judge(shell(f"echo x >> {tmp_path}/count; exit 7"))
     assert judged.unjudged.startswith("the judge ended with status 7")
     assert (tmp_path / "count").read_text() == "x\n"
 
 
 @pytest.mark.parametrize(("parallel", "code"), cases([("-x", "a + b"), ("-k zero", "a - b"), ("-q -q", "a + b")], 1))
 async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp_path, parallel, code):
-    left = Left(tmp_path, START)
-    left.do({"calc.py": f"def add(a, b): return {code}\n"})
+    left = Left(tmp_path, START, did={"calc.py": f"def add(a, b): return {code}\n"})
     judged = await left.judge({**SPEC, "command": [*PYTEST, *parallel.split()], "fail_to_pass": []})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log
 
 
 async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_says_the_same(tmp_path):
-    left = Left(tmp_path, START)
-    left.do({"calc.py": "def add(a, b): return a + b\n"})
+    left = Left(tmp_path, START, did={"calc.py": GOOD})
     judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "absent")
 
@@ -122,17 +123,6 @@ async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_s
 async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):
     judged = await Left(tmp_path, START).judge({**SPEC, "test_patch": "--- a/no\n+++ b/no\n@@ -1 +1 @@\n-a\n+b\n"})
     assert judged.unjudged.startswith("the task's test_patch does not fit its start:")
-
-
-def several(*scripts):
-    judges = [{"kind": "command", "command": ["sh", "-c", script]} for script in scripts]
-    return {
-        "kind": "several",
-        "judges": [
-            {"name": name, "weight": weight, "judge": one}
-            for name, weight, one in zip("ab", (3, 1), judges, strict=True)
-        ],
-    }
 
 
 async def test_several_judges_give_the_weighted_mean(tmp_path):
@@ -152,8 +142,7 @@ async def test_several_judges_of_which_one_cannot_judge_are_unjudged(tmp_path):
 async def test_judgements_of_baselines_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MAX_BASELINES", 0)
     monkeypatch.setattr(module, "_baselines", {})
-    left = Left(tmp_path, {"run.sh": "exit 0"})
-    left.do({"run.sh": "exit 7"})
+    left = Left(tmp_path, {"run.sh": "exit 0"}, did={"run.sh": "exit 7"})
     assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"]})).reward == 0.0
     assert module._baselines == {}
 
@@ -210,28 +199,24 @@ async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, 
     ],
 )
 async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
-    left = Left(
-        tmp_path, {"metric.py": "def speed(): return 0.25\n", "bench.py": "import metric\nprint(metric.speed())"}
-    )
-    left.do({"metric.py": code})
+    start = {"metric.py": "def speed(): return 0.25\n", "bench.py": "import metric\nprint(metric.speed())"}
+    left = Left(tmp_path, start, did={"metric.py": code})
     judged = await left.judge({"kind": "command", "command": [sys.executable, "bench.py"], "result": "number"})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
 
 
 async def test_a_judge_that_breaks_once_is_asked_again(tmp_path):
-    left = Left(tmp_path, {"a.txt": "old"})
-    left.do({"a.txt": "new"})
+    left = Left(tmp_path, {"a.txt": "old"}, did={"a.txt": "new"})
     script = f"test ! -e {tmp_path}/once && grep -q new a.txt && touch {tmp_path}/once && kill -9 $$; exit 0"
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]})
+    judged = await left.judge(shell(script, paths=["**"]))
     assert judged.reward == 1.0
     assert judged.evidence["first_judged"].startswith("the judge was ended by signal 9")
 
 
 async def test_a_start_without_a_verdict_is_judged_again_for_the_next_session(tmp_path):
-    left = Left(tmp_path, {"a.txt": "old"})
-    left.do({"a.txt": "new"})
+    left = Left(tmp_path, {"a.txt": "old"}, did={"a.txt": "new"})
     script = f"grep -q new a.txt && exit 7; test -e {tmp_path}/up || exit 8"
-    spec = {"kind": "command", "command": ["sh", "-c", script], "paths": ["**"]}
+    spec = shell(script, paths=["**"])
     assert (await left.judge(spec)).unjudged is not None
     (tmp_path / "up").touch()
     assert (await left.judge(spec)).reward == 0.0
@@ -252,20 +237,16 @@ async def test_a_fault_of_the_machine_is_no_verdict_on_the_agent(tmp_path, fault
     async def fails(*_, **__):
         raise fault
 
-    left = Left(tmp_path, {}, Faulty())
-    left.do({"made": ""})
+    left = Left(tmp_path, {}, Faulty(), did={"made": ""})
     with pytest.raises(OSError, match=fault.strerror):
         await left.judge({"kind": "command", "command": ["true"]})
 
 
 async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_start_has_none(tmp_path):
-    left = Left(
-        tmp_path,
-        {"test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n", "conftest.py": "import calc\n"},
-    )
+    tests = "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"
     report = "<a><testcase classname='test_calc' name='test_add'/></a>"
     forger = f"import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').write({report!r})\nos._exit(0)\n"
-    left.do({"calc.py": forger})
+    left = Left(tmp_path, {"test_calc.py": tests, "conftest.py": "import calc\n"}, did={"calc.py": forger})
     judged = await left.judge({**SPEC, "pass_to_pass": []})
     assert judged.unjudged.startswith("the report lacks the tests that must fail, and there is none of the start")
 
@@ -291,11 +272,7 @@ class T(unittest.TestCase):
     "names", [[], ["test_by_itself", "test_marked", "test_expected", "T::test_skip", "T::test_failure"]]
 )
 async def test_what_the_start_or_a_mark_skips_is_no_failure(tmp_path, names):
-    left = Left(tmp_path, {**START, "test_calc.py": SKIPS})
-    left.do({"calc.py": "def add(a, b): return a + b\n"})
-    fields = {
-        "fail_to_pass": LISTS["fail_to_pass"] if names else [],
-        "pass_to_pass": [f"test_calc.py::{name}" for name in names],
-    }
-    judged = await left.judge({**SPEC, **fields})
+    left = Left(tmp_path, {**START, "test_calc.py": SKIPS}, did={"calc.py": GOOD})
+    lists = {"fail_to_pass": LISTS["fail_to_pass"][: len(names)], "pass_to_pass": [f"test_calc.py::{n}" for n in names]}
+    judged = await left.judge({**SPEC, **lists})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log

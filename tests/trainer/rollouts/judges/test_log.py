@@ -48,8 +48,7 @@ class TestWithThePackage:
         ],
     )
     async def test_a_log_of_other_tests_than_pytests_is_graded(self, tmp_path, code, reward, parts):
-        left = Left(tmp_path, START)
-        left.do({"calc.py": code})
+        left = Left(tmp_path, START, did={"calc.py": code})
         judged = await left.judge(SPEC)
         assert (judged.reward, tuple(judged.parts.values())) == (reward, parts), left.log
 
