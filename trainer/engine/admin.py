@@ -2,8 +2,6 @@
 
 Weight updates use vLLM's development routes. An engine of `rolltap serve` asks for its key on them; vLLM's own
 `--api-key` does not guard them.
-
-Questions to several engines at the same time, which an interruption ends in an orderly way.
 """
 
 import logging
@@ -212,10 +210,7 @@ class EngineAdmin:
         expected: Collection[int] = (),
         seconds: float | None = None,
     ) -> httpx.Response:
-        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`.
-
-        `seconds` is the timeout, by default that of the method.
-        """
+        """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`."""
         request = f"{method} {self.url}{path}"
         seconds = seconds or (_GET_SECONDS if method == "GET" else _POST_SECONDS)
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)

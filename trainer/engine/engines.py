@@ -1,7 +1,4 @@
-"""All engines of a training as one: they have one owner, and take new weights all or not at all.
-
-The weights that engines serve, by version: which calls of a run did they sample?
-"""
+"""All engines of a training as one: they have one owner, and take new weights all or not at all."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,20 +10,9 @@ from typing import Any, NoReturn, TypeVar
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine import weights
 from rolltap.trainer.engine.admin import EngineAdmin, Models, Unanswered, ask_all
-from rolltap.trainer.engine.weights import (
-    LOADED,
-    Base,
-    Owner,
-    StolenError,
-    claim,
-    difference,
-    note_base,
-    published_version,
-    release,
-    same_folder,
-    verify_base,
-)
+from rolltap.trainer.engine.weights import Base, Owner, StolenError, claim, published_version
 from rolltap.trainer.names import Version
 
 T = TypeVar("T")
@@ -95,7 +81,7 @@ class Engines:
         if engine in self._owned:
             self._owned.remove(engine)
             with suppress(EngineError):  # it ended with its register
-                release(engine, owner)
+                weights.release(engine, owner)
 
     def require_owned(self) -> None:
         """Raise `EngineError` when another training has stolen an engine. Take one that has been started again."""
@@ -116,17 +102,15 @@ class Engines:
     ) -> None:
         """Make sure that every engine serves the base model, and is not paused. Call it before the first publication.
 
-        `model` is the base model's folder. `ids`, shape (T,), are scored. `own`, shape (T - 1,), are the trainer's
-        log-probabilities of `ids[1:]` by the base model. An engine's may differ by `limit` nats on average. Otherwise,
-        and where an engine is paused or serves published weights, it loads the folder as `version`, and `say` is told.
-        Raises `EngineError` when an engine cannot serve the base model.
+        The arguments are fields of `Base`. An engine that differs by more than `limit`, is paused or serves published
+        weights loads `model` as `version`, and `say` is told. Raises `EngineError` when one cannot serve `model`.
         """
         base = Base(model, version, ids, own, limit)
 
         def verify(engine: EngineAdmin) -> None:
-            verify_base(engine, base, say)
+            weights.verify_base(engine, base, say)
             if self._owner is not None and engine in self._owned:
-                note_base(engine, self._owner, model)
+                weights.note_base(engine, self._owner, model)
 
         self.each(verify)
 
@@ -136,7 +120,7 @@ class Engines:
         `ids`, shape (T,), are scored. `own`, shape (T - 1,), are the trainer's log-probabilities of `ids[1:]`. `name`
         None is the base model. A difference that cannot be computed is infinite.
         """
-        return self.each(lambda engine: difference(engine, name, ids, own))
+        return self.each(lambda engine: weights.difference(engine, name, ids, own))
 
     @contextmanager
     def reloaded(self, new: Weights, old: Weights) -> Iterator[None]:
@@ -275,10 +259,7 @@ class Engines:
         self.each(unload)
 
     def unload_ended(self, run: str) -> None:
-        """Unload the adapters that other trainings than `run` published, from engines that this one owns.
-
-        It says so for each in the log.
-        """
+        """Unload the adapters that other trainings than `run` published, from engines of this one, and log it."""
 
         def ended(name: str) -> bool:
             version = published_version(name)
@@ -319,7 +300,8 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
     for engine, there in zip(engines.admins, served, strict=True):
         version = engine.weight_version()
         names: dict[str, str | None] = {}
-        if _is_base(version):
+        parsed = Version.parse(version)
+        if version == weights.LOADED or (parsed is not None and parsed.step == 0):  # adapters are trained on these
             names |= _adapters(there)
             if policy.model in there.adapters:
                 names[policy.version] = policy.model
@@ -327,7 +309,7 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
         for name in sorted(names):
             words += f" {name} (an adapter),"
         words += f" {version} (its base model, {there.root})"
-        if Version.parse(version) or any(same_folder(there.root, model) for model in models):
+        if parsed or any(weights.same_folder(there.root, model) for model in models):
             names[version] = None
         else:
             words += f", and the run was recorded with {' and '.join(sorted(models))}"
@@ -341,12 +323,6 @@ def recorded_models(metadata: Mapping[str, Any]) -> set[str]:
     """Return the models of a run's `run.json`: the recorder's, and those of its engines."""
     engines = metadata.get("engines", {}).values()
     return {str(model) for model in (metadata.get("model"), *(engine.get("model") for engine in engines)) if model}
-
-
-def _is_base(version: str) -> bool:
-    """Return True for the version of a base model's weights on which adapters are trained, as far as a name tells."""
-    parsed = Version.parse(version)
-    return version == LOADED or (parsed is not None and parsed.step == 0)
 
 
 def _adapters(models: Models) -> dict[str, str]:

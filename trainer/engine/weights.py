@@ -1,34 +1,29 @@
-"""The agreement of an engine with the trainer: a fixed text, scored by both with the weights that both should have.
+"""The weights of one engine: does it serve those of the trainer, and whose are they?
 
-The owner of an engine: the training that publishes weights to it.
-
-The engine keeps it in a register (`in_vllm.rolltap_owner`). It ends with the engine, as the published weights do.
-
-The base weights of a training: does an engine serve them? If not, it loads them again.
-
-Published weights: their names, their folders, and the policy file that tells the recorder of them.
+They agree when both score a fixed text alike. The owner of an engine is the training that publishes weights to it; the
+engine keeps it in a register (`in_vllm.rolltap_owner`), which ends with the engine, as the published weights do. An
+engine that does not serve the base weights of a training loads them again. Published weights have names, folders, and a
+policy file that tells the recorder of them.
 """
 
-from collections.abc import Mapping, Sequence
-from math import isfinite
-from statistics import fmean
-from types import MappingProxyType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # takes a second to import
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.names import Version
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # takes a second to import
 
 FIXED_TEXT = """\
 The lighthouse keeper wrote down the weather every morning at six: the direction of the wind, the height of the waves,
@@ -101,12 +96,6 @@ def note_base(engine: EngineAdmin, owner: Owner, model: Path) -> None:
     engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
 
 
-def noted_base(engine: EngineAdmin) -> str | None:
-    """Return the folder as which a training has verified the engine's own model, if any. Raises `EngineError`."""
-    status, answer = engine.register("GET")
-    return answer.get("base") if status == 200 else None
-
-
 LOADED = "default"
 """The version that vLLM reports for the weights that it loaded when it started."""
 _DESCRIPTIVE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -131,9 +120,9 @@ class Base:
     def names(self, version: str) -> bool:
         """Return True when a version that an engine reports is that of base weights, as far as a name tells."""
         served, own = Version.parse(version), Version.parse(self.version)
-        return version == LOADED or (
-            served is not None and own is not None and (served.run, served.step) == (own.run, 0)
-        )
+        if served is None or own is None:
+            return version == LOADED
+        return (served.run, served.step) == (own.run, 0)
 
 
 def difference(engine: EngineAdmin, name: str | None, ids: Sequence[int], own: Sequence[float]) -> float:
@@ -158,7 +147,9 @@ def verify_base(engine: EngineAdmin, base: Base, say: Callable[[str], None]) -> 
     else:
         why = f"serves the weights {version}, which differ from {base.model} by {differs:.2g} nats"
     fix = f"start it again with `rolltap serve {base.model}`"
-    if not _same_model(root, base.model) and not _same_model(noted_base(engine), base.model):
+    status, noted = engine.register("GET")
+    own = (root, noted.get("base") if status == 200 else None)  # or the folder as which a training has verified it
+    if not any(_same_model(name, base.model) for name in own):
         raise EngineError(
             f"the engine at {engine.url} {why}, and cannot load {base.model}: its own model is {root}, and there is "
             f"no sign here that it is the same; {fix}"
@@ -241,10 +232,7 @@ def keep_only(folder: Path, version: str, kept: Collection[Path]) -> None:
 
 
 def write_policy(run: Path, model: str | None, version: str) -> None:
-    """Write the policy file, from which the recorder reads the current version and its model name in the engines.
-
-    `model` None is the base model. Raises `RunError`.
-    """
+    """Write the policy file for the recorder; `model` is None for the base model. Raises `RunError`."""
     try:
         write_atomically(run / POLICY_FILE, json.dumps({"model": model, "version": version}) + "\n")
     except OSError as error:

@@ -1,9 +1,4 @@
-"""Checks before the first session: every engine answers, serves the model, and tells its window and weights.
-
-The judges are checked too: one that cannot judge is found before the first session costs anything.
-
-Tasks and the runtime that is to run them: what a task needs, and the runtime or this machine does not have.
-"""
+"""Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,43 +8,20 @@ from pathlib import Path
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import same_folder
-from rolltap.trainer.rollouts.judges.check import check_judge
 from rolltap.trainer.rollouts.judges.protected import OneJudge
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
-from rolltap.trainer.tasks.task import (
-    CommandJudge,
-    Judge,
-    LLMJudge,
-    PytestJudge,
-    SeveralJudges,
-    Task,
-)
+from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
 logger = logging.getLogger(__name__)
-
-_UNKNOWN = "unknown"
-"""Version of weights that an engine does not name."""
-
-
-def check_judges(tasks: Sequence[Task], engine: str) -> None:
-    """Check every task's judge, as `check_judge`. `engine` is a URL, or several separated by commas.
-
-    Raises `InputError` that names the task, and `MissingPackageError`.
-    """
-    urls = [url.strip() for url in engine.split(",")]
-    for task in tasks:
-        check_judge(task, engine_urls=urls)
 
 
 def check_engines(engine: str, model: str) -> str:
     """Ask every engine for its model, its context window and its weights, and return the version of the weights.
 
-    `engine` is a URL, or several separated by commas. A model of another name than `model` is named in a warning: the
-    recorder compares the tokenizers, and refuses the calls of an engine with another one. Weights that an engine does
-    not name, and several engines with different ones, are named in a warning too.
-
-    Raises `EngineError` when an engine does not answer, or its window is no number of tokens.
+    `engine` is a URL, or several separated by commas. A model of another name than `model` is a warning only: the
+    recorder compares the tokenizers, and refuses the calls of an engine with another one. So are weights that an engine
+    does not name, and different ones. Raises `EngineError` when an engine does not answer or has no window.
     """
     versions: dict[str, str] = {}
     for url in engine.split(","):
@@ -62,7 +34,7 @@ def check_engines(engine: str, model: str) -> str:
         try:
             versions[admin.url] = admin.weight_version()
         except EngineError as error:
-            versions[admin.url] = _UNKNOWN
+            versions[admin.url] = "unknown"
             logger.warning("the engine at %s does not tell which weights it serves: %s", admin.url, error)
     if len(set(versions.values())) > 1:
         served = ", ".join(f"{url}: {version}" for url, version in versions.items())
@@ -73,13 +45,12 @@ def check_engines(engine: str, model: str) -> str:
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
     """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
 
-    A task that needs what the runtime does not have is left out, and a warning counts them. Raises `InputError` when
-    that is all tasks, and for the first path of a task that is not there: they name the task and the need.
+    Tasks that need what the runtime does not have are left out, and a warning counts them. Raises `InputError` when
+    these are all, and for the first path of a task that is not there.
     """
     fitting: list[Task] = []
     refused: list[RefusedError] = []
     for task in tasks:
-        _check_paths(task)
         try:
             fitting.append(_fit(task, runtime))
         except RefusedError as error:
@@ -95,8 +66,9 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
 
 
 def _fit(task: Task, runtime: Runtime) -> Task:
-    where = _where(task)
+    where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
     judges = list(_judges(task.effective_judge))
+    _check_paths(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
         raise RefusedError(
@@ -124,13 +96,11 @@ def _fit(task: Task, runtime: Runtime) -> Task:
     )
 
 
-def _check_paths(task: Task) -> None:
-    """Raise `InputError` for a path of this machine that the task names and that is not there."""
-    where = _where(task)
+def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:
     if task.workspace is not None and not task.workspace.is_dir():
         raise InputError(f"{where}: the workspace {task.workspace} is not a folder")
     named: list[tuple[str, Path]] = [("'files'", path) for path in task.files.values()]
-    for judge in _judges(task.effective_judge):
+    for judge in judges:
         if not isinstance(judge, LLMJudge) and judge.tests is not None:
             named.append(("'judge.tests'", judge.tests))
         if isinstance(judge, CommandJudge):
@@ -138,10 +108,6 @@ def _check_paths(task: Task) -> None:
     for key, path in named:
         if not path.exists():
             raise InputError(f"{where}: {key} names {path}, which does not exist")
-
-
-def _where(task: Task) -> str:
-    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
 
 
 def _judges(judge: Judge) -> Iterator[OneJudge | LLMJudge]:

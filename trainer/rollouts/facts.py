@@ -49,10 +49,7 @@ class EventFact(NamedTuple):
 
 
 def find_fault(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
-    """Return the fault of a session whose calls have ended, in words, or None when it failed by itself or not at all.
-
-    When there are several, the newest is named.
-    """
+    """Return the newest fault of a session whose calls have ended, in words; None without one."""
     roles = {call.call_id: call.role for call in calls}
     faults = [event for event in events if event.kind == "fault"]
     lost = [
@@ -83,10 +80,6 @@ def failed_tls(kind: str, detail: str) -> bool:
 
 
 def _why_no_call(events: Sequence[EventFact]) -> str:
-    """Return why a session has no call.
-
-    Its requests were refused, were not known as model calls, failed in their TLS, or did not come.
-    """
     if rejected := [event for event in events if event.kind == "rejected"]:
         return f"every model call was refused: {_newest(rejected).detail}"
     if uncaptured := [event for event in events if event.kind == "uncaptured"]:
@@ -117,10 +110,7 @@ def _recovered(fault: EventFact, role: CallRole | None, calls: Sequence[CallFact
 
 
 def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
-    """Return the budget that ended a session whose calls have ended, in words, or None.
-
-    When there are several, the newest is named.
-    """
+    """Return the newest budget that ended a session whose calls have ended, in words; None when none did."""
     refused = [event for event in events if event.kind == "budget"]
     if not refused:
         return None
@@ -152,10 +142,7 @@ class Facts(NamedTuple):
 
 
 def session_facts(rows: SessionRows, session_id: str) -> Facts:
-    """Return the facts of a session whose calls have ended.
-
-    Raises `RunError` and `OSError` when the folder cannot be read.
-    """
+    """Return the facts of a session whose calls have ended. Raises `RunError` and `OSError` of the folder."""
     calls = [
         CallFact(call_id, role, status, started_at, len(completion_ids or ()))
         for call_id, role, status, started_at, completion_ids in rows.of(

@@ -79,8 +79,7 @@ class Harness(BaseModel):
     def environment(self, engine_url: str) -> dict[str, str]:
         """Return `env` with the engine's context window filled in.
 
-        The engine is asked only if a variable needs it; of several URLs, separated by commas, the first one. Raises
-        `EngineError`.
+        The engine is asked only if a variable needs it, of several URLs with commas the first. Raises `EngineError`.
         """
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env

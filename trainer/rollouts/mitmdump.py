@@ -1,9 +1,4 @@
-"""One mitmdump process with the addons.
-
-The lock of a run folder: one rollout or training runs sessions in it at a time.
-
-The folder for what a recorder or a rollout needs while it runs: certificates, starts, workspaces, homes.
-"""
+"""One mitmdump process with the addons, the lock of a run folder, and the folder for what is needed while it runs."""
 
 import json
 import logging
@@ -23,22 +18,6 @@ from rolltap.addons.errors import MissingPackageError, RecorderError, RunError
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised
-
-LOCK_FILE = "rollout.lock"
-
-
-@contextmanager
-def rollout_lock(run: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, which is made if it does not exist. A killed process holds it no longer.
-
-    Raises `RunError` when another process holds it, and `OSError`.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    with locked(run / LOCK_FILE, os.O_RDWR | os.O_CREAT) as held:
-        if held is None:
-            raise RunError(f"another rollout or training runs sessions in {run}: wait until it has ended, or stop it")
-        yield
-
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +94,7 @@ class Mitmdump:
         return self._process.poll() is not None
 
     def address(self) -> str:
-        """Wait until the process accepts calls, and return `HOST:PORT`. Logs its warnings.
-
-        Raises `RecorderError` when it ends before.
-        """
+        """Return `HOST:PORT` when it accepts calls, and log its warnings. Raises `RecorderError` when it ends."""
         with self._ready:
             # a line when the recorder is ready; nothing when it exits before
             line = self._ready.readline()
@@ -171,12 +147,28 @@ def _program() -> str:
     return program
 
 
+LOCK_FILE = "rollout.lock"
+
+
+@contextmanager
+def rollout_lock(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder: one rollout or training runs sessions in it at a time. Makes the folder.
+
+    Raises `RunError` when another process holds it, and `OSError`.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    with locked(run / LOCK_FILE, os.O_RDWR | os.O_CREAT) as held:
+        if held is None:
+            raise RunError(f"another rollout or training runs sessions in {run}: wait until it has ended, or stop it")
+        yield
+
+
 _PREFIX = "rolltap-work-"
 
 
 @contextmanager
 def workplace() -> Iterator[Path]:
-    """Yield a new folder below the system's folder for temporary files, and remove it at the end.
+    """Yield a new temporary folder for certificates, starts, workspaces and homes, and remove it at the end.
 
     It is not in the run folder: a harness looks for its settings and for a checkout in the folders above its workspace.
     The folder is locked while its process runs. Those that killed processes of this user left are removed first.

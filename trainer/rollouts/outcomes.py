@@ -40,9 +40,7 @@ an unjudged session is given a reward later, it gets the status that it would ha
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
 from rolltap.trainer.rollouts.facts import Facts
@@ -50,21 +48,16 @@ from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.resume import place_of
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
 
-_STOPPED: Mapping[StopReason, str] = MappingProxyType(
-    {
-        "memory": "stopped: its programs used more memory than the limit",
-        "processes": "stopped: it had more processes than the limit",
-        "disk": "stopped: it wrote more than the limit of its disk",
-    }
-)
+_STOPPED: dict[StopReason, str] = {
+    "memory": "stopped: its programs used more memory than the limit",
+    "processes": "stopped: it had more processes than the limit",
+    "disk": "stopped: it wrote more than the limit of its disk",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Status, reward and error of a session's row.
-
-    `ended` is the status that an unjudged session has without its judge; None for others.
-    """
+    """Status, reward and error of a session's row, and the status that an unjudged one has without its judge."""
 
     status: SessionStatus
     reward: float | None = None
@@ -117,10 +110,7 @@ def _joined(why: str, how: str | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the sessions that have ended, for the progress line, of `total` places of `tasks` tasks.
-
-    A place is done when its session is not retried.
-    """
+    """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is not retried."""
 
     total: int
     tasks: int = 1
@@ -157,11 +147,8 @@ class Tally:
 
     def line(self) -> str:
         """Return the counts as one line."""
-        counts = [f"{number} {status}" for status, number in self.statuses.most_common()]
-        for number, what in (
-            (self.unrewarded, "without a reward"),
-            (self.retried, "retried"),
-            (self.refusals, "events of refused requests"),
-        ):
-            counts += [f"{number} {what}"] if number else []
-        return f"{self.done} of {self.total} sessions: {', '.join(counts)}"
+        counts = [(number, str(status)) for status, number in self.statuses.most_common()]
+        counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
+        counts += [(self.refusals, "events of refused requests")]
+        told = ", ".join(f"{number} {what}" for number, what in counts if number)
+        return f"{self.done} of {self.total} sessions: {told}"

@@ -64,8 +64,12 @@ class Provenances:
     async def _find(self, image: str | None) -> Provenance:
         image_digest = await asyncio.to_thread(self._runtime.image_digest, image) if image is not None else ""
         version = await reported_version(self._harness, self._runtime, self._work, image)
-        if warning := version_warning(self._harness, version):
-            logger.warning("%s", warning)
+        harness = self._harness
+        if version and harness.version and version != harness.version:
+            how = f": install it with `{harness.install}`, or" if harness.install else ":"
+            what = f"has the version {version}, and its preset was tested with {harness.version}{how}"
+            why = "expect other prompts and tools; sessions of both versions are no fair comparison"
+            logger.warning("the harness %s %s %s", harness.name, what, why)
         return Provenance(
             harness_version=version,
             program_digest=await asyncio.to_thread(_program_digest, self._harness.program, image),
@@ -107,17 +111,6 @@ def find_version(output: str) -> str:
     """
     found = _ENDS_A_LINE.search(output) or _VERSION.search(output)
     return found[1] if found else ""
-
-
-def version_warning(harness: Harness, version: str) -> str | None:
-    """Return a warning when a program's version is known and not the preset's, or None."""
-    if not version or not harness.version or version == harness.version:
-        return None
-    how = f": install it with `{harness.install}`, or" if harness.install else ":"
-    return (
-        f"the harness {harness.name} has the version {version}, and its preset was tested with {harness.version}{how} "
-        "expect other prompts and tools; sessions of both versions are no fair comparison"
-    )
 
 
 def _program_digest(program: str, image: str | None) -> str:

@@ -114,17 +114,11 @@ class Recorder:
             process.terminate()
 
     def environment(self, session_id: str) -> dict[str, str]:
-        """Return the variables with which a program is recorded as the session `session_id`.
-
-        Raises `RecorderError` outside of the `with` block.
-        """
+        """Return the variables with which a program is recorded as `session_id`. Raises `RecorderError` as `proxy`."""
         return self.proxy(session_id).environment(session_id)
 
     def proxy(self, session_id: str) -> Proxy:
-        """Return the process of a session. It depends on the id and the number of processes only.
-
-        Raises `RecorderError` outside of the `with` block.
-        """
+        """Return the process of a session, by its id alone. Raises `RecorderError` outside of the `with` block."""
         if not self._proxies:
             raise RecorderError("the recorder is not running: use it inside `with Recorder(...) as recorder:`")
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
@@ -153,10 +147,7 @@ class Recorder:
         return self.facts(session_id).fault
 
     def stop_calls(self, session_id: str) -> None:
-        """End the calls of a session as `end_calls`, for a caller that asks for `facts` itself.
-
-        Raises `RecorderError` outside of the `with` block and when the recorder has died or cannot do that.
-        """
+        """End the calls of a session as `end_calls`, for a caller that asks for `facts` itself."""
         proxy = self.proxy(session_id)
         try:
             proxy.end_session(session_id)
@@ -170,10 +161,7 @@ class Recorder:
         return self._rows
 
     def facts(self, session_id: str) -> Facts:
-        """Return the facts of a session after `end_calls` or `stop_calls`.
-
-        Raises `RecorderError` outside of the `with` block; `RunError` and `OSError` when the run folder cannot be read.
-        """
+        """Return the facts of a session after `end_calls` or `stop_calls`. Raises as `end_calls`."""
         self.proxy(session_id)
         return session_facts(self._rows, session_id)
 
@@ -185,9 +173,7 @@ class Recorder:
         it is None it becomes the published version, `default` for the engine's own weights.
 
         Raises `InputError` for an empty id, a status that a session cannot end with, and a reward that is not finite or
-        comes with a status of `UNREWARDED`;
-        `RecorderError` outside of the `with` block and when the recorder has died or cannot do that; `RunError` and
-        `OSError` when the run folder cannot be read or written.
+        comes with a status of `UNREWARDED`; else as `end_calls`.
         """
         self.proxy(session.session_id)
         if not session.session_id:
@@ -198,9 +184,8 @@ class Recorder:
         if session.reward is not None and not math.isfinite(session.reward):
             raise InputError(f"session {session.session_id}: the reward {session.reward} is not finite")
         if session.status in UNREWARDED and session.reward is not None:
-            raise InputError(
-                f"session {session.session_id}: it has the status {session.status} and the reward {session.reward}"
-            )
+            both = f"the status {session.status} and the reward {session.reward}"
+            raise InputError(f"session {session.session_id}: it has {both}")
         session.finished_at = session.finished_at or utc_now()
         try:
             self.stop_calls(session.session_id)
@@ -218,10 +203,8 @@ class Recorder:
         try:
             return PolicyFile(self.path).read().version
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            message = (
-                f"{self.path / POLICY_FILE} cannot be read ({error!r}): session {session.session_id} has no version"
-            )
-            raise RunError(message) from error
+            what = f"{self.path / POLICY_FILE} cannot be read ({error!r})"
+            raise RunError(f"{what}: session {session.session_id} has no version") from error
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""

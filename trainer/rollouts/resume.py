@@ -15,7 +15,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from hashlib import sha256
 from operator import itemgetter
 from pathlib import Path
@@ -62,18 +61,9 @@ def next_attempt(session_id: str) -> str:
     return f"{place_of(session_id)}~{attempt_of(session_id) + 1}"
 
 
-_STARTED_FIELDS = (
-    "task_id",
-    "group_id",
-    "harness",
-    "policy_version",
-    "harness_version",
-    "program_digest",
-    "preset_digest",
-    "task_digest",
-    "runtime",
-    "image_digest",
-)
+_OF_TASK = ("task_id", "group_id", "task_digest", "policy_version")
+_OF_PROGRAM = ("harness", "harness_version", "program_digest", "preset_digest", "runtime", "image_digest")
+_STARTED_FIELDS = _OF_TASK + _OF_PROGRAM
 """Fields of a session's row that are known before it runs, and are in the event `session_started`."""
 
 
@@ -82,16 +72,12 @@ def started_event(session: Session, key: Mapping[str, str] | None = None) -> Eve
     detail: dict[str, object] = {name: value for name in _STARTED_FIELDS if (value := getattr(session, name))}
     if key:
         detail["key"] = dict(key)
-    return Event(
-        kind="session_started", session_id=session.session_id, at=session.started_at, detail=json.dumps(detail)
-    )
+    text = json.dumps(detail)
+    return Event(kind="session_started", session_id=session.session_id, at=session.started_at, detail=text)
 
 
 def group_keys(run: Path) -> dict[str, Mapping[str, str]]:
-    """Return task id -> the digests of the parts of the key that its newest session was started with.
-
-    Raises `RunError` when the folder cannot be read.
-    """
+    """Return task id -> the digests of the key of its newest session. Raises `RunError` of the folder."""
     details = [json.loads(row["detail"]) for row in _started(run)]
     return {detail["task_id"]: detail["key"] for detail in details if "key" in detail}
 
@@ -103,11 +89,7 @@ def interrupted_sessions(run: Path) -> list[Session]:
     `RunError` when the folder cannot be read.
     """
     ended = load_sessions(run).keys()
-    return [
-        _interrupted(row["session_id"], row["at"], row["detail"])
-        for row in _started(run)
-        if row["session_id"] not in ended
-    ]
+    return [_interrupted(row) for row in _started(run) if row["session_id"] not in ended]
 
 
 def _started(run: Path) -> list[dict[str, Any]]:
@@ -116,26 +98,24 @@ def _started(run: Path) -> list[dict[str, Any]]:
     return sorted(started, key=itemgetter("at"))
 
 
-def _interrupted(session_id: str, at: datetime, detail: str) -> Session:
-    fields = json.loads(detail)
-    known = {name: fields[name] for name in _STARTED_FIELDS if name in fields}
+def _interrupted(row: Mapping[str, Any]) -> Session:
+    known = {name: value for name, value in json.loads(row["detail"]).items() if name in _STARTED_FIELDS}
     error = "it was running when the rollout was killed"
-    return Session(session_id=session_id, status="cancelled", error=error, started_at=at, **known)
+    return Session(session_id=row["session_id"], status="cancelled", error=error, started_at=row["at"], **known)
 
 
 def key_parts(values: Mapping[str, object]) -> dict[str, str]:
     """Return the digest of each part of a group's key: 8 hexadecimal characters. The values are of JSON."""
-    texts = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
-    return {name: _short(text) for name, text in texts.items()}
+    return {name: _digest(value) for name, value in values.items()}
 
 
 def group_key(parts: Mapping[str, str]) -> str:
     """Return the fingerprint of everything that may change the distribution of a group's sessions, by its parts."""
-    return _short(json.dumps(parts, sort_keys=True))
+    return _digest(dict(parts))
 
 
-def _short(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:8]
+def _digest(value: object) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Recorded:

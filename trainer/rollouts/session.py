@@ -234,21 +234,15 @@ def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[st
     """Return the whole environment of the harness. The recorder's variables win."""
     isolated = stage.runtime.isolated
     certificates = CERTIFICATES if isolated else None
-    proxy = stage.recorder.proxy(session_id)
-    return {
-        **clean_environment(Path(box.home), isolated=isolated),
-        **stage.harness_env,
-        **task.env,
-        **proxy.environment(session_id, address=box.proxy, certificates=certificates),
-    }
+    recorded = stage.recorder.proxy(session_id).environment(session_id, address=box.proxy, certificates=certificates)
+    return {**clean_environment(Path(box.home), isolated=isolated), **stage.harness_env, **task.env, **recorded}
 
 
 async def _judge(stage: Stage, session: Session, task: Task, start: Start, made: AgentResult, box: Box) -> Judged:
     """Return the judgement, and set its parts and evidence in `session`.
 
-    A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made,
-    and that must not end the rollout. `OSError` and `InputError` are raised: a fault of this machine or of the task is
-    none of the agent's.
+    A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made.
+    `OSError` and `InputError` are raised: a fault of this machine or of the task is none of the agent's.
     """
     try:
         await in_folder_thread(open_to_owner, made.home)  # the agent may have closed it to this user

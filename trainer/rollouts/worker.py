@@ -1,8 +1,4 @@
-"""The worker: runs groups of sessions into one run folder.
-
-`rolltap rollout` and the training loop run their sessions by it. It holds the folder's lock, the recorder, and what its
-sessions share, such as the folders that they start from.
-"""
+"""The worker, by which `rolltap rollout` and the training loop run groups of sessions into one run folder."""
 
 import asyncio
 import sys
@@ -18,9 +14,10 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, progress_bar
-from rolltap.trainer.rollouts.check import check_engines, check_judges, fit_tasks
+from rolltap.trainer.rollouts.check import check_engines, fit_tasks
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -80,7 +77,8 @@ class Worker:
             stack.enter_context(rollout_lock(self.recorder.path))
             work = stack.enter_context(workplace())
             stack.enter_context(self.recorder)
-            end_interrupted(self.recorder)
+            for session in interrupted_sessions(self.recorder.path):
+                end_session(self.recorder, session, None)
             self.stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
             self._cleanup = stack.pop_all()
         return self
@@ -160,8 +158,7 @@ def given_tasks(tasks: Sequence[Task] | str | Path, repositories: Path | None) -
 async def keys_of(tasks: Sequence[Task], stage: Stage, weights: str) -> list[dict[str, str]]:
     """Return the parts of each task's key. `weights` names those of the engines and the published version.
 
-    Asks as many programs for their version at once as sessions run. Raises `InputError` for a path of a task that
-    cannot be read, and `OSError`.
+    Asks for as many versions of programs at once as sessions run. Raises `InputError` of a task's path, and `OSError`.
     """
     places = asyncio.Semaphore(stage.config.concurrency)
 
@@ -201,12 +198,3 @@ async def key_values(task: Task, stage: Stage, weights: str) -> dict[str, object
         "weights": weights,
         **{name: value for name, value in stage.config.options().items() if name not in FREE_OPTIONS},
     }
-
-
-def end_interrupted(recorder: Recorder) -> None:
-    """Give a row `cancelled` to each session of the recorder's run that was begun and has none.
-
-    Call it with the run's `rollout_lock`. Raises as `Recorder.end`.
-    """
-    for session in interrupted_sessions(recorder.path):
-        end_session(recorder, session, None)

@@ -75,7 +75,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def head_commit(checkout: Path) -> str | None:
     """Return the commit that is checked out; None before the first. Raises `InputError` for a broken repository."""
     git("rev-parse", "--git-dir", folder=checkout)
-    return _commit(checkout, "HEAD")
+    return commit_id(checkout, "HEAD")
 
 
 def give_history(source: Path, target: Path, commit: str | None, *, files: bool) -> None:
@@ -91,7 +91,7 @@ def give_history(source: Path, target: Path, commit: str | None, *, files: bool)
         commit: Commit that the history ends at; None: what is checked out.
         files: True: write the files of the commit. False: leave the files as they are, which git shows as changes.
     """
-    head = _commit(source, commit or "HEAD")
+    head = commit_id(source, commit or "HEAD")
     if head is None and commit is not None:
         raise InputError(f"{source} has no commit {commit}: fetch it there")
     target.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,8 @@ def give_history(source: Path, target: Path, commit: str | None, *, files: bool)
         _add_submodules(source, target, head)
 
 
-def _commit(repository: Path, name: str) -> str | None:
+def commit_id(repository: Path, name: str) -> str | None:
+    """Return the id of the commit that a name stands for; None without one."""
     return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", folder=repository, may_fail=True) or None
 
 

@@ -13,14 +13,15 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.task import CommandJudge, Limits, Task
-from rolltap.trainer.toml import describe, load_toml
+from rolltap.trainer.toml import load_toml
 
 _NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
 _PLAIN_SYSTEMS = {"alpine", "busybox", "debian", "python", "ubuntu"}
@@ -240,19 +241,14 @@ class HarborConfig(_Table):
             source = artifact if isinstance(artifact, str) else artifact.source
             place = PurePosixPath(workdir, source)
             if not place.is_relative_to(workdir) or ".." in place.parts:
-                raise InputError(
-                    f"the artifact {source} is outside the work folder {workdir}, which is all that is kept"
-                )
+                raise InputError(f"the artifact {source} is outside the work folder {workdir}: only that is kept")
             name = str(place.relative_to(workdir))
             patterns += ["**"] if name == "." else [name, f"{name}/**"]
         return patterns
 
 
 def resolve_variables(values: Mapping[str, str], file: Path) -> dict[str, str]:
-    """Return variables with `${NAME}` and `${NAME:-default}` from this process's environment.
-
-    Raises `InputError` for a name that is not set and has no default.
-    """
+    """Return variables with `${NAME}` and `${NAME:-default}` filled in. Raises `InputError` for one that is not set."""
     resolved: dict[str, str] = {}
     for key, value in values.items():
         match = _VARIABLE.fullmatch(value)
@@ -285,9 +281,9 @@ def load_harbor(folder: Path) -> Task:
     operating system or Python is optional. A verifier with `environment_mode = "separate"` gets the declared artifacts
     only, others get all changes of the work folder; what the agent changed elsewhere in its box is not judged.
 
-    Raises `InputError`, which names the files and keys, for what is missing, and for what Harbor has and rolltap has
-    not: images to build, several steps, other services, users, GPUs, MCP servers, skills, health checks, a verifier's
-    own image or the agent's box for it, Windows.
+    Raises pydantic's `ValidationError`, and `InputError`, which names the files and keys, for what is missing, and for
+    what Harbor has and rolltap has not: images to build, several steps, other services, users, GPUs, MCP servers,
+    skills, health checks, a verifier's own image or the agent's box for it, Windows.
     """
     folder = folder.resolve()
     file = folder / "task.toml"
@@ -295,23 +291,20 @@ def load_harbor(folder: Path) -> Task:
     if faults := _faults(folder, config):
         raise InputError(f"{folder}: {'; '.join(faults)}")
     environment = _environment(folder, config)
-    try:
-        return Task(
-            id=folder.name,
-            instruction=_instruction(folder),
-            files=environment.files,
-            image=environment.image,
-            image_optional=environment.optional,
-            workdir=environment.workdir,
-            timeout=config.agent.timeout_sec,
-            limits=config.environment.limits(),
-            env={**environment.env, **resolve_variables(config.environment.env, file)},
-            needs_network=config.network() or _download(folder / "tests"),
-            judge=_judge(folder, config, environment.workdir),
-            source=str(folder),
-        )
-    except ValidationError as error:
-        raise InputError(f"{folder}: {describe(error)}") from error
+    return Task(
+        id=folder.name,
+        instruction=_instruction(folder),
+        files=environment.files,
+        image=environment.image,
+        image_optional=environment.optional,
+        workdir=environment.workdir,
+        timeout=config.agent.timeout_sec,
+        limits=config.environment.limits(),
+        env={**environment.env, **resolve_variables(config.environment.env, file)},
+        needs_network=config.network() or _download(folder / "tests"),
+        judge=_judge(folder, config, environment.workdir),
+        source=str(folder),
+    )
 
 
 def _faults(folder: Path, config: HarborConfig) -> list[str]:
@@ -322,9 +315,8 @@ def _faults(folder: Path, config: HarborConfig) -> list[str]:
     unusable = ["environment/docker-compose.yaml", "trajectory.json"]
     if config.verifier.environment_mode == "separate":
         unusable.append("tests/Dockerfile")
-    faults += [
-        f"{name}: rolltap cannot use it: remove it from the task" for name in unusable if (folder / name).exists()
-    ]
+    found = [name for name in unusable if (folder / name).exists()]
+    faults += [f"{name}: rolltap cannot use it: remove it from the task" for name in found]
     if not (folder / "instruction.md").is_file():
         faults.append("instruction.md is missing: it is what the agent is told")
     if not (folder / "tests" / "test.sh").is_file():
@@ -374,10 +366,7 @@ def _instruction(folder: Path) -> str:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
-    begin = 0
-    while begin < len(lines) and _CANARY.match(lines[begin].strip()):
-        begin += 1
-    return "\n".join(lines[begin:]).strip()
+    return "\n".join(dropwhile(lambda line: _CANARY.match(line.strip()), lines)).strip()
 
 
 def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:

@@ -14,14 +14,7 @@ from pydantic import ValidationError
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
 from rolltap.trainer.tasks.swe import swe_task
-from rolltap.trainer.tasks.task import (
-    JUDGE_KINDS,
-    CommandJudge,
-    Judge,
-    LLMJudge,
-    SeveralJudges,
-    Task,
-)
+from rolltap.trainer.tasks.task import JUDGE_KINDS, CommandJudge, Judge, LLMJudge, SeveralJudges, Task
 from rolltap.trainer.toml import describe
 
 logger = logging.getLogger(__name__)
@@ -39,11 +32,9 @@ def load_tasks(
 ) -> list[Task]:
     """Return the tasks of a file or folder.
 
-    The source is a JSON Lines file of tasks (`Task` has the keys), a Harbor task folder or a folder of them, or rows of
-    SWE-bench and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
-
     Args:
-        path: File or folder.
+        path: JSON Lines file of tasks (`Task` has the keys), Harbor task folder or folder of them, or rows of SWE-bench
+            and its relatives: a JSON Lines or Parquet file, or a Hugging Face dataset on disk.
         repositories: Folder with the checkouts or bare mirrors of SWE rows: `<owner>__<name>` or `<owner>/<name>`, with
             or without `.git`. None: the rows' images have them.
         refused: List that gets one line for each task that is refused; the others are returned. None: a warning
@@ -100,7 +91,7 @@ def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Tas
                 f"{path} has no tasks: give a Harbor task folder (with task.toml), a folder of them, a Hugging Face "
                 "dataset on disk, or a .jsonl or .parquet file"
             )
-        yield from (partial(_refusing, load_harbor, folder) for folder in folders)
+        yield from (partial(_refusing, str(folder), load_harbor, folder) for folder in folders)
         return
     for where, row in _read_rows(path):
         yield partial(_task_of_row, where, row, path, repositories)
@@ -113,10 +104,7 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | str]]:
-    """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of the line.
-
-    Raises `InputError` for what cannot be read, and for a folder with several splits.
-    """
+    """Yield for each row its name, for messages, and its values; of a JSON Lines file the text of the line."""
     try:
         if path.is_dir():
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(_rows_of_folder(path)))
@@ -136,9 +124,7 @@ def _rows_of_folder(folder: Path) -> Iterator[Mapping[str, Any]]:
     if files and not (folder / "dataset_info.json").is_file():
         splits = sorted({file.name.split("-")[0].removesuffix(".parquet") for file in files})
         if len(splits) > 1:
-            raise InputError(
-                f"{folder} has the splits {', '.join(splits)}: give one Parquet file, or a folder with one"
-            )
+            raise InputError(f"{folder} has the splits {', '.join(splits)}: give one Parquet file")
         yield from _rows_of_parquet(files)
         return
     from datasets import DatasetDict, load_from_disk
@@ -173,26 +159,21 @@ def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositor
             raise InputError(f"{where} is not a JSON object")
         row = fields
     if "instance_id" in row or "problem_statement" in row:
-        return _refusing(_task_of_swe_row, row, where, repositories)
+        return _refusing(where, swe_task, row, where, repositories)
     try:
         return _resolve(Task.model_validate_json(json.dumps({"source": where, **row})), path.parent, where)
     except ValidationError as error:
         raise InputError(f"{where}: {describe(error, {'judge': JUDGE_KINDS})}") from error
 
 
-def _task_of_swe_row(row: Mapping[str, Any], where: str, repositories: Path | None) -> Task:
-    try:
-        return swe_task(row, where, repositories)
-    except ValidationError as error:
-        raise InputError(f"{where}: {describe(error)}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: 'instance_dict' is not JSON: {error}") from error
-
-
-def _refusing(make: Callable[..., Task], *source: object) -> Task:
-    """Return the task that `make` makes. Raises `RefusedError` for its `InputError`."""
+def _refusing(where: str, make: Callable[..., Task], *source: object) -> Task:
+    """Return the task that `make` makes of somebody else's source. Raises `RefusedError` for its errors."""
     try:
         return make(*source)
+    except ValidationError as error:
+        raise RefusedError(f"{where}: {describe(error)}") from error
+    except json.JSONDecodeError as error:
+        raise RefusedError(f"{where}: 'instance_dict' is not JSON: {error}") from error
     except InputError as error:
         raise RefusedError(str(error)) from error
 

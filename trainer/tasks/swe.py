@@ -11,39 +11,29 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.git import git
+from rolltap.trainer.tasks.git import commit_id
 from rolltap.trainer.tasks.task import PytestJudge, Task
 
 _PATCHED = re.compile(r"^diff --git a/.+ b/(.+\.py)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class TestProgram:
-    """A repository's own test program.
-
-    Attributes:
-        log_parser: Name of the parser of its output: see `PytestJudge.log_parser`.
-        command: The program with its options, for one version of the repository.
-        label: Path of a test file -> the program's name of it.
-        files: Files of the program, which the agent's changes do not replace.
-    """
+class TestProgram(NamedTuple):
+    """A repository's own test program."""
 
     log_parser: str
+    """Name of the parser of its output: see `PytestJudge.log_parser`."""
     command: Callable[[str], Sequence[str]]
+    """The program with its options, for one version of the repository."""
     label: Callable[[str], str]
-    files: Sequence[str]
-
-    def run(self, version: str, test_patch: str) -> list[str]:
-        """Return the command that runs the test files of a patch; empty when the patch has none."""
-        files = list(dict.fromkeys(_PATCHED.findall(test_patch)))
-        return [*self.command(version), *map(self.label, files)] if files else []
+    """Path of a test file -> the program's name of it."""
+    file: str
+    """File of the program, which the agent's changes do not replace."""
 
 
 def _django(version: str) -> Sequence[str]:
@@ -61,8 +51,8 @@ def _sympy(version: str) -> Sequence[str]:
 
 
 TEST_PROGRAMS = {
-    "django/django": TestProgram("parse_log_django", _django, _django_label, ("tests/runtests.py",)),
-    "sympy/sympy": TestProgram("parse_log_sympy", _sympy, str, ("bin/test",)),
+    "django/django": TestProgram("parse_log_django", _django, _django_label, "tests/runtests.py"),
+    "sympy/sympy": TestProgram("parse_log_sympy", _sympy, str, "bin/test"),
 }
 """Repository, as OWNER/NAME -> its test program."""
 
@@ -111,9 +101,9 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
     `/testbed` of the row's image, with all that was built in it. Where the tests are not pytest's, the judge runs the
     repository's own test program on the files of the test patch, always in the image, and `log_parser` reads its log.
 
-    Raises pydantic's `ValidationError` for keys that are missing or wrong, and `InputError`, which names the row and
-    the key, for tests that pytest does not know, a test command that does not run pytest, and a repository, commit or
-    image that cannot be had.
+    Raises pydantic's `ValidationError` for keys that are missing or wrong, `JSONDecodeError` for 'instance_dict', and
+    `InputError`, which names the row and the key, for tests that pytest does not know, a test command that does not run
+    pytest, and a repository, commit or image that cannot be had.
     """
     swe = SweRow.model_validate(_flat(row))
     where = f"{where} ({swe.instance_id})"
@@ -182,10 +172,10 @@ def _own_program(swe: SweRow, where: str, foreign: str) -> tuple[str, list[str],
             f"{what}: the test program of {swe.repo} runs in the row's image only, and the row has none (keys 'image', "
             "'docker_image', 'image_name')"
         )
-    command = program.run(swe.version, swe.test_patch)
-    if not command:
+    patched = dict.fromkeys(_PATCHED.findall(swe.test_patch))
+    if not patched:
         raise InputError(f"{what}, and 'test_patch' has no Python file that the test program of {swe.repo} could run")
-    return program.log_parser, command, program.files
+    return program.log_parser, [*program.command(swe.version), *map(program.label, patched)], [program.file]
 
 
 def _test_command(swe: SweRow, where: str) -> list[str]:
@@ -206,9 +196,7 @@ def _repository(swe: SweRow, where: str, repositories: Path) -> Path | None:
     names = (swe.repo.replace("/", "__"), swe.repo)
     for place in (repositories / f"{name}{suffix}" for name in names for suffix in ("", ".git")):
         if place.is_dir():
-            if not git(
-                "rev-parse", "--verify", "--quiet", f"{swe.base_commit}^{{commit}}", folder=place, may_fail=True
-            ):
+            if commit_id(place, swe.base_commit) is None:
                 raise InputError(f"{where}: {place} has no commit {swe.base_commit} ('base_commit'): fetch it there")
             return place.resolve()
     if swe.image is None:

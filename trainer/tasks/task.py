@@ -238,9 +238,7 @@ class Task(BaseModel):
         if self.evaluate and self.judge is not None:
             raise ValueError("'evaluate' and 'judge' are both given: remove 'evaluate', the short form")
         if self.commit is not None and self.workspace is None and self.image is None:
-            raise ValueError(
-                f"'commit' is {self.commit!r} without a checkout: give 'workspace', or an 'image' with one"
-            )
+            raise ValueError(f"'commit' is {self.commit!r} without a checkout: give 'workspace' or an 'image' with one")
         return self
 
     @property

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -45,9 +46,10 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self.server.answers.get(path, (404, '{"detail":"Not Found"}'))
         answer = answer(self.command, body) if callable(answer) else answer
         status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
+        with suppress(ConnectionError):  # a client that gave up, or was killed
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
 
     do_POST = do_PUT = do_DELETE = do_GET
 

@@ -1,6 +1,7 @@
 """The client against fixed answers. `test_publish.py` and `views/test_check.py` test it against vLLM."""
 
 import re
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,10 @@ def test_a_completion_is_scored_by_the_log_probabilities_of_its_own_tokens(answe
         admin.score("tiny", [1], [3, 4])
 
 
-def test_the_proxy_of_the_caller_is_not_used(admin, monkeypatch):
+def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_caller(answering, admin, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
     assert EngineAdmin(admin.url).healthy()
-
-
-def test_an_engine_that_says_it_is_not_healthy_is_not(answering, admin):
     answering.answers["/health"] = (503, "")
     assert not admin.healthy()
     assert not EngineAdmin("http://127.0.0.1:9").healthy()
@@ -59,76 +57,42 @@ def test_weights_that_were_not_loaded_leave_the_engine_paused(answering, admin):
     assert [path for path, _ in answering.requests] == ["/pause?mode=wait", "/collective_rpc"]
 
 
-def test_an_engine_says_whether_it_is_paused(answering, admin):
-    answering.answers["/is_paused"] = {"is_paused": True}
+def test_what_an_engine_says_of_its_state_counts(answering, admin):
+    answering.answers |= {"/is_paused": {"is_paused": True}, "/reset_prefix_cache": {"success": False}}
+    answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
     assert admin.is_paused() is True
-
-
-def test_a_prefix_cache_that_was_kept_is_an_error(answering, admin):
-    answering.answers["/reset_prefix_cache"] = {"success": False}
     with pytest.raises(EngineError, match="kept its prefix cache"):
         admin.reset_prefix_cache()
-
-
-def test_a_version_that_is_not_served_after_it_was_set_is_an_error(answering, admin):
-    answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}
     with pytest.raises(EngineError, match="serves version '6' after '7' was published"):
         admin.set_weight_version("7")
 
 
 NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
+WEIGHTS, MODELS, LOAD = "/weight_info", "/v1/models", "/v1/load_lora_adapter"
+WEIGHT_VERSION, SCORE = methodcaller("weight_version"), methodcaller("score", "a", [1], [2])
+LOAD_ADAPTER, UNLOAD_ADAPTER = methodcaller("load_adapter", "a", Path("/a")), methodcaller("unload_adapter", "a")
+RELOAD = methodcaller("reload_weights", Path("/a"))
+BY_SERVE = "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
+HIGHER_RANK = "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
+LOW_RANK = (400, "LoRA rank 32 is greater than max_lora_rank 16.")
+NOT_VLLM = r"it is not vLLM 0\.32"
 
 
 @pytest.mark.parametrize(
     ("ask", "path", "answer", "message"),
     [
-        (
-            EngineAdmin.weight_version,
-            "/weight_info",
-            None,
-            "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1",
-        ),
-        (EngineAdmin.weight_version, "/weight_info", (200, "<html>"), r"answers '<html>' .*: it is not vLLM 0\.32"),
-        (EngineAdmin.weight_version, "/weight_info", {"version": 1}, r"KeyError.*: it is not vLLM 0\.32"),
-        (EngineAdmin.models, "/v1/models", {"data": []}, r"StopIteration.*: it is not vLLM 0\.32"),
-        (EngineAdmin.models, "/v1/models", (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's log"),
-        (
-            lambda e: e.load_adapter("a", Path("/a")),
-            "/v1/load_lora_adapter",
-            None,
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-        ),
-        (lambda e: e.load_adapter("a", Path("/a")), "/v1/load_lora_adapter", NOT_FOUND, "folder under the same path"),
-        (
-            lambda e: e.load_adapter("a", Path("/a")),
-            "/v1/load_lora_adapter",
-            (400, "LoRA rank 32 is greater than max_lora_rank 16."),
-            "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r",
-        ),
-        (
-            lambda e: e.unload_adapter("a"),
-            "/v1/unload_lora_adapter",
-            NOT_FOUND,
-            "cannot be found.*; see the engine's log",
-        ),
-        (
-            lambda e: e.score("a", [1], [2]),
-            "/v1/completions",
-            NOT_FOUND,
-            "was unloaded while it was checked: check again",
-        ),
-        (
-            lambda e: e.score("a", [1], [2]),
-            "/v1/completions",
-            (400, "out of vocabulary"),
-            "the model that run.json names",
-        ),
-        (
-            lambda e: e.reload_weights(Path("/a")),
-            "/collective_rpc",
-            (500, "boom"),
-            "500 boom; read the engine.s log",
-        ),
+        (WEIGHT_VERSION, WEIGHTS, None, BY_SERVE),
+        (WEIGHT_VERSION, WEIGHTS, (200, "<html>"), rf"answers '<html>' .*: {NOT_VLLM}"),
+        (WEIGHT_VERSION, WEIGHTS, {"version": 1}, rf"KeyError.*: {NOT_VLLM}"),
+        (EngineAdmin.models, MODELS, {"data": []}, rf"StopIteration.*: {NOT_VLLM}"),
+        (EngineAdmin.models, MODELS, (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's log"),
+        (LOAD_ADAPTER, LOAD, None, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (LOAD_ADAPTER, LOAD, NOT_FOUND, "folder under the same path"),
+        (LOAD_ADAPTER, LOAD, LOW_RANK, HIGHER_RANK),
+        (UNLOAD_ADAPTER, "/v1/unload_lora_adapter", NOT_FOUND, "cannot be found.*; see the engine's log"),
+        (SCORE, "/v1/completions", NOT_FOUND, "was unloaded while it was checked: check again"),
+        (SCORE, "/v1/completions", (400, "out of vocabulary"), "the model that run.json names"),
+        (RELOAD, "/collective_rpc", (500, "boom"), "500 boom; read the engine.s log"),
     ],
 )
 def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, ask, path, answer, message):

@@ -30,6 +30,11 @@ def name(step, attempt=0):
 
 
 @pytest.fixture
+def model():
+    return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+
+
+@pytest.fixture
 def base(tmp_path) -> Path:
     tiny_model().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
@@ -66,33 +71,20 @@ def policy(tmp_path):
 
 
 class TestAdapters:
-    @pytest.fixture
-    def model(self):
-        return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
-
     def loaded(self, pair):
         return [sorted(each.adapters) for each in pair]
 
     def test_the_newest_stay_loaded_and_on_the_disk_and_those_of_others_are_left_alone(
         self, pair, start, model, published, policy
     ):
-        for each in pair:
-            each.adapters[OTHER] = "/other"
+        start("lora", run="one").publish(model, "ffffffff.7.0", agreed)
         publisher = start("lora", adapters=3)
         for step in range(5):
             assert publisher.publish(model, version(step), agreed) == name(step)
         kept = [name(2), name(3), name(4)]
         assert self.loaded(pair) == [[*kept, OTHER]] * 2
-        assert published() == kept
+        assert published() == [*kept, OTHER]  # two trainings share the folder
         assert policy() == {"model": name(4), "version": version(4)}
-
-    def test_two_trainings_share_a_folder(self, pair, start, model, published):
-        start("lora", run="one").publish(model, "ffffffff.7.0", agreed)
-        publisher = start("lora", run="two")
-        for step in range(4):
-            publisher.publish(model, version(step), agreed)
-        assert published() == [name(2), name(3), OTHER]
-        assert self.loaded(pair) == [[name(2), name(3), OTHER]] * 2
 
     def test_when_one_engine_refuses_none_serves_it_and_the_policy_is_the_previous_one(
         self, pair, start, model, policy
@@ -143,22 +135,6 @@ class TestAdapters:
         start("lora").publish(model, version(3, attempt=1), agreed)
         assert self.loaded(pair) == [[name(3, attempt=1)]] * 2
         assert published() == [name(3, attempt=1)]
-
-    def test_an_engine_that_was_stolen_is_not_published_to(self, pair, base, model, tmp_path):
-        engines = Engines([each.url for each in pair])
-        publisher = make_publisher("lora", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
-        with (
-            engines.claimed("1a2b3c4d", "here"),
-            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
-            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
-        ):
-            publisher.publish(model, version(0), agreed)
-        assert self.loaded(pair) == [[], []]
-
-    def test_a_model_without_an_adapter_is_refused(self, pair, start):
-        with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
-            start("lora").publish(tiny_model(), version(0), agreed)
-        assert pair[0].requests == []
 
 
 class TestCheckpoints:
@@ -231,17 +207,6 @@ class TestCheckpoints:
         assert before == [f".{name(3, attempt=1)}.partial", OTHER]
         assert published() == [name(3, attempt=1), OTHER]
 
-    def test_an_engine_that_was_stolen_keeps_its_weights(self, pair, base, tmp_path):
-        engines = Engines([each.url for each in pair])
-        publisher = make_publisher("checkpoint", engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
-        with (
-            engines.claimed("1a2b3c4d", "here"),
-            Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
-            pytest.raises(EngineError, match=r"ffffffff \(there\)"),
-        ):
-            publisher.publish(tiny_model(), version(0), agreed)
-        assert self.served(pair) == [("base", "default", False)] * 2
-
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
     def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
         save = publish.save_weights
@@ -262,21 +227,35 @@ class TestCheckpoints:
         monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: True)
         with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
             start("checkpoint").publish(model, version(1), agreed)
+        with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):
+            start("lora").publish(model, version(0), agreed)
+        assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths}
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "lora"])
-def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(kind, pair, start, tmp_path):
+def test_an_engine_that_was_stolen_is_not_published_to(kind, pair, base, model, tmp_path):
+    engines = Engines([each.url for each in pair])
+    publisher = make_publisher(kind, engines, folder=tmp_path / "p", run=tmp_path, base=base, adapters=2)
+    with (
+        engines.claimed("1a2b3c4d", "here"),
+        Engines(pair[1].url).claimed("ffffffff", "there", steal=True),
+        pytest.raises(EngineError, match=r"ffffffff \(there\)"),
+    ):
+        publisher.publish(model, version(0), agreed)
+    served = [(each.weights, each.version, each.paused, each.adapters) for each in pair]
+    assert served == [("base", "default", False, {})] * 2
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
+def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(kind, pair, start, model, tmp_path):
     (tmp_path / "published").write_text("a file")
-    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
     with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
         start(kind).publish(model, version(1), agreed)
     assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
 
 
-def test_adapters_are_saved_by_the_names_of_the_base(pair, start, base, monkeypatch):
+def test_adapters_are_saved_by_the_names_of_the_base(start, base, model, monkeypatch):
     saved = []
     monkeypatch.setattr(publish, "save_adapter", lambda model, folder, base: saved.append(base))
-    start("lora").publish(
-        get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")), version(1), agreed
-    )
+    start("lora").publish(model, version(1), agreed)
     assert saved == [base]

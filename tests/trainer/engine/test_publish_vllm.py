@@ -202,18 +202,6 @@ def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine
     assert_samples_like(base, generate(engine))
 
 
-def test_weights_of_another_training_are_found_and_replaced(engine, base, restored, tmp_path, tokenizer):
-    ids, said = fixed_ids(tokenizer), []
-    perturbed(base).save_pretrained(tmp_path / "other")
-    for version in ("ffffffff.7.0", "default"):
-        EngineAdmin(engine.url).serve(tmp_path / "other", version)
-        Engines(engine.url).verify_base(
-            engine.model_dir, f"{RUN}.0.0", ids, score(base, ids), LIMITS["float32"], said.append
-        )
-        assert version in said[-1]
-        assert_samples_like(base, generate(engine))
-
-
 def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine, base, restored, publisher, tmp_path):
     model = with_adapter(base)
     name = publisher("lora").publish(model, f"{RUN}.1.0", agreed)
@@ -309,10 +297,3 @@ def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, 
         EngineAdmin(f"{engine.url}/v1").pause()
     with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
         EngineAdmin(f"{engine.url}/v1").load_adapter("policy-1", tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "lora"])
-def test_an_engine_that_is_not_there_is_an_error_that_says_so(kind, base, publisher, tmp_path):
-    with pytest.raises(EngineError, match=r"http://127.0.0.1:9/.*no engine answers .*start it with `rolltap serve`"):
-        publisher(kind, "http://127.0.0.1:9").publish(with_adapter(base), f"{RUN}.1.0", agreed)
-    assert not (tmp_path / "policy.json").exists()

@@ -11,7 +11,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
-from rolltap.trainer.engine.weights import FIXED_TEXT, LIMITS, Owner, claim, fixed_ids, mean_difference, release
+from rolltap.trainer.engine.weights import FIXED_TEXT, Owner, claim, fixed_ids, mean_difference, release
 
 ONE, TWO = Owner("11111111", "host one, /runs/one"), Owner("22222222", "host two, /runs/two")
 
@@ -40,32 +40,23 @@ class TestTheRegister:
     def register(self):
         return OneOwner(passed)
 
-    def test_it_knows_nobody_at_first(self, register):
-        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": None})
-
     def test_the_first_training_gets_the_engine_and_a_second_one_is_told_who_has_it(self, register):
+        assert asked(register, "GET") == (200, {"owner": None, "about": None, "base": None})
         first = (200, {"owner": "a", "about": "one", "base": None})
         assert asked(register, "PUT", b'{"owner": "a", "about": "one"}') == first
-        assert asked(register, "PUT", b'{"owner": "b", "about": "two", "steal": false}') == (409, first[1])
-        assert asked(register, "DELETE", b'{"owner": "b"}') == (409, first[1])
+        for method, body in (("PUT", b'{"owner": "b", "about": "two", "steal": false}'), ("DELETE", b'{"owner": "b"}')):
+            assert asked(register, method, body) == (409, first[1])
+        assert asked(register, "DELETE", b'{"owner": "b", "steal": true}')[0] == 409
         assert asked(register, "GET") == first
-
-    def test_the_same_training_takes_its_engine_again(self, register):
-        asked(register, "PUT", b'{"owner": "a", "about": "one"}')
-        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (
-            200,
-            {"owner": "a", "about": "later", "base": None},
-        )
+        later = {"owner": "a", "about": "later", "base": None}
+        assert asked(register, "PUT", b'{"owner": "a", "about": "later"}') == (200, later)
 
     def test_an_engine_is_given_back_and_stolen(self, register):
         asked(register, "PUT", b'{"owner": "a"}')
         assert asked(register, "PUT", b'{"owner": "b", "steal": true}')[1]["owner"] == "b"
-        assert asked(register, "DELETE", b'{"owner": "b"}') == (200, {"owner": None, "about": None, "base": None})
-        assert asked(register, "DELETE", b'{"owner": "b"}')[0] == 200
-
-    def test_giving_back_is_not_stealing(self, register):
-        asked(register, "PUT", b'{"owner": "a"}')
-        assert asked(register, "DELETE", b'{"owner": "b", "steal": true}')[0] == 409
+        for _ in range(2):
+            nobody = {"owner": None, "about": None, "base": None}
+            assert asked(register, "DELETE", b'{"owner": "b"}') == (200, nobody)
 
     @pytest.mark.parametrize(
         "body",
@@ -100,8 +91,10 @@ class TestTheClient:
         answering.answers[PATH] = (409, json.dumps({"owner": ONE.run, "about": ONE.about}))
         with pytest.raises(EngineError, match=r"owns the engine at .*: 11111111 \(host one, /runs/one\).*--steal"):
             claim(engine, TWO)
-
-    def test_an_engine_without_a_register_is_nobody_s(self, answering, engine):
+        answering.answers[PATH] = (200, "<html>")
+        with pytest.raises(EngineError, match="it is not vLLM"):
+            claim(engine, ONE)
+        del answering.answers[PATH]  # a vLLM without a register is nobody's
         assert claim(engine, ONE) is False
         release(engine, ONE)
 
@@ -112,11 +105,6 @@ class TestTheClient:
         with pytest.raises(EngineError, match="did not answer in time"):
             release(engine, ONE)
         end.set()
-
-    def test_a_server_that_answers_something_else_is_an_error(self, answering, engine):
-        answering.answers[PATH] = (200, "<html>")
-        with pytest.raises(EngineError, match="it is not vLLM"):
-            claim(engine, ONE)
 
 
 @pytest.mark.engine
@@ -134,21 +122,17 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
     assert engine.http.get(PATH).json().items() >= {"owner": None, "about": None}.items()
 
 
-def test_the_difference_is_the_mean_over_the_tokens_whatever_its_sign():
-    assert mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -2.5]) == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_never_agreement(bad):
-    assert mean_difference([-1.0, bad], [-1.0, -2.0]) == math.inf
-    assert mean_difference([-1.0, -2.0], [bad, -2.0]) == math.inf
-    assert mean_difference([bad], [bad]) == math.inf
+def test_the_difference_is_the_mean_and_a_number_that_is_not_finite_is_never_agreement(bad):
+    assert mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -2.5]) == pytest.approx(1 / 3)
+    for rows in (([-1.0, bad], [-1.0, -2.0]), ([-1.0, -2.0], [bad, -2.0]), ([bad], [bad])):
+        assert mean_difference(*rows) == math.inf
 
 
-@pytest.mark.parametrize("rows", [([], []), ([-1.0], [-1.0, -2.0])])
-def test_rows_that_do_not_belong_together_are_refused(rows):
-    with pytest.raises(ValueError, match=r"nothing to compare|shorter|longer"):
-        mean_difference(*rows)
+def test_rows_that_do_not_belong_together_are_refused():
+    for rows in (([], []), ([-1.0], [-1.0, -2.0])):
+        with pytest.raises(ValueError, match=r"nothing to compare|shorter|longer"):
+            mean_difference(*rows)
 
 
 def test_the_text_is_encoded_without_special_tokens(tokenizer):
@@ -156,7 +140,3 @@ def test_the_text_is_encoded_without_special_tokens(tokenizer):
     assert tokenizer.decode(ids) == FIXED_TEXT
     assert len(ids) >= 150
     assert not set(ids) & set(tokenizer.all_special_ids)
-
-
-def test_every_type_of_a_recipe_has_a_limit():
-    assert set(LIMITS) == {"bfloat16", "float16", "float32"}

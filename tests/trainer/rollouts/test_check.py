@@ -5,14 +5,8 @@ import pytest
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.rollouts import check
-from rolltap.trainer.rollouts.check import check_engines, check_judges, fit_tasks
+from rolltap.trainer.rollouts.check import check_engines, fit_tasks
 from rolltap.trainer.tasks.task import Task
-
-
-def test_an_engine_that_serves_the_model_is_asked_for_its_weights(scripted_engine, caplog):
-    scripted_engine.weight_version = "1a2b3c4d.3.0"
-    assert check_engines(scripted_engine.url, scripted_engine.root) == "1a2b3c4d.3.0"
-    assert not caplog.messages
 
 
 def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine):
@@ -24,18 +18,14 @@ def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_en
 
 
 def test_another_model_weights_without_a_name_and_different_weights_are_named(scripted_engine, tokenizer, caplog):
+    scripted_engine.weight_version = "1a2b3c4d.3.0"
+    assert check_engines(scripted_engine.url, scripted_engine.root) == "1a2b3c4d.3.0"
+    assert not caplog.messages
     scripted_engine.weight_version = None
     with ScriptedEngine(tokenizer) as other:
         assert check_engines(f"{scripted_engine.url},{other.url}", "org/model") == "default,unknown"
     named = ("the recorder's model is org/model", "does not tell which weights it serves", "serve different weights")
     assert [sum(words in line for line in caplog.messages) for words in named] == [2, 1, 1]
-
-
-def test_a_judge_that_cannot_judge_is_an_error_that_names_its_task():
-    judge = {"kind": "llm", "rubric": "Is it good?", "url": "http://127.0.0.1:9/v1", "model": "m", "key_env": "NO_KEY"}
-    tasks = [Task(id="good", instruction="go", evaluate=["true"]), Task(id="bad", instruction="go", judge=judge)]
-    with pytest.raises(InputError, match=r"bad.*key_env"):
-        check_judges(tasks, "http://127.0.0.1:8")
 
 
 class Plain:
@@ -109,12 +99,9 @@ def test_a_log_parser_without_its_package_is_refused(monkeypatch):
         fit_tasks([make_task(judge={"kind": "pytest", "log_parser": "parse_log_django"})], PROCESS)
 
 
-def test_an_optional_image_is_used_where_the_runtime_has_images():
+def test_an_optional_image_is_used_where_the_runtime_has_images_and_what_it_has_is_left():
     task = make_task(image="python:3.13", image_optional=True)
     assert [fit_tasks([task], runtime)[0].image for runtime in (PROCESS, SANDBOX)] == [None, None]
     assert fit_tasks([task], CONTAINER) == [task]
-
-
-def test_what_a_runtime_has_is_left_as_it_is():
-    assert fit_tasks([make_task(needs_network="x")], PROCESS) == [make_task(needs_network="x")]
-    assert fit_tasks([make_task(judge=MOUNTS)], SANDBOX) == [make_task(judge=MOUNTS)]
+    for fields, runtime in (({"needs_network": "x"}, PROCESS), ({"judge": MOUNTS}, SANDBOX)):
+        assert fit_tasks([make_task(**fields)], runtime) == [make_task(**fields)]

@@ -33,6 +33,10 @@ def fault(second, call_id=None):
     return EventFact("fault", call_id, f"fault {second}", at(second), "POST", "/v1/messages")
 
 
+def budget(second):
+    return EventFact("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
+
+
 def lookup(second, path):
     return fault(second)._replace(method="GET" if path.endswith("models") else "POST", path=path)
 
@@ -64,6 +68,9 @@ def begun(second):
         ([], [told("rejected", 1), fault(2)], "no token was sampled.*: fault 2"),
         ([], [begun(1)], "no token was sampled"),
         ([], [fault(1), fault(3), fault(2)], "no token was sampled.*: fault 3"),
+        # another attempt at a first prompt that is over the budget would be refused too
+        ([], [budget(1)], None),
+        ([], [budget(1), fault(2)], "fault 2"),
         ([call(1, status="failed", sampled=0)], [begun(1)], "no token was sampled"),
         ([call(1), call(2)], [begun(1), begun(2)], None),
         ([call(1, status="aborted")], [begun(1)], None),
@@ -256,10 +263,6 @@ async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, recorde
     assert [event["call_id"] for event in named] == [None, *failed]
 
 
-def budget(second):
-    return EventFact("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
-
-
 @pytest.mark.parametrize(
     ("calls", "events", "expected"),
     [
@@ -276,8 +279,3 @@ def budget(second):
 )
 def test_a_budget_ended_a_session_when_no_later_call_was_completed(calls, events, expected):
     assert find_budget(calls, events) == expected
-
-
-def test_a_session_whose_first_prompt_is_over_the_budget_is_no_fault_and_not_tried_again():
-    assert find_fault([], [budget(1)]) is None
-    assert "fault 2" in find_fault([], [budget(1), fault(2)])

@@ -15,12 +15,11 @@ def test_every_preset_loads_and_takes_the_instruction(name):
     assert any("window" in quirk for quirk in harness.quirks)  # the one that its program assumes
 
 
-def test_the_command_is_the_program_its_arguments_and_the_instruction():
-    harness = Harness(name="x", version="1", program="x", arguments=["{a}"], headless=["run", "--text={instruction}"])
-    assert harness.command_for("{instruction} {b}") == ["x", "{a}", "run", "--text={instruction} {b}"]
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
+def test_a_program_that_is_not_installed_and_an_unknown_name_are_named():
+    harness = Harness(name="h", program="no-such", install="npm it", arguments=["{a}"], headless=["-t={instruction}"])
+    assert harness.command_for("{instruction} {b}") == ["no-such", "{a}", "-t={instruction} {b}"]
+    with pytest.raises(InputError, match=r"'no-such' is not on the PATH: install it \(npm it\), or"):
+        harness.require_program()
     with pytest.raises(InputError, match=r"named 'clod': choose aider, claude-code, .*, or give a \.toml"):
         Harness.load("clod")
 
@@ -47,8 +46,3 @@ def test_a_bad_preset_is_named(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(InputError, match=message):
         Harness.load(str(tmp_path / "x.toml"))
-
-
-def test_a_program_that_is_not_installed_is_named():
-    with pytest.raises(InputError, match=r"'no-such-harness' is not on the PATH: install it \(npm install it\), or"):
-        Harness(name="h", program="no-such-harness", install="npm install it", headless=[]).require_program()

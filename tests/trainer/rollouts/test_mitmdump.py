@@ -27,9 +27,8 @@ with Recorder("run", engine="http://127.0.0.1:9", model=sys.argv[1], options={"c
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_recorder_ends_with_rolltap_however_that_ends(tmp_path, tokenizer_folder, number):
     command = [sys.executable, "-c", ROLLTAP, str(tokenizer_folder)]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as rolltap:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as rolltap:
         recorder, supervisor = map(int, rolltap.stdout.readline().split())
         rolltap.send_signal(number)
         rolltap.stdin.close()  # a signal just before the read does not interrupt it
@@ -63,10 +62,7 @@ ENDING = "[10:00:01.000] HTTP(S) proxy listening at 127.0.0.1:1.\nError logged d
     ("log", "shown"),
     [
         (f"{LOADING}[10:00:00.100] error: rolltap_out is not set\n{ENDING}", "rolltap_out is not set"),
-        (
-            f"{LOADING}[10:00:00.100] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: three\n",
-            "one\ntwo\nthree",
-        ),
+        (f"{LOADING}[10:00:00.1] error: one\nerror: two\n[10:00:00.2][127.0.0.1:5] error: 3\n", "one\ntwo\n3"),
         ("[10:00:00.100] error: one\n[10:00:00.200] error: one\n", "one"),
         ("[10:00:00.100] a harness says error: one\n", "[10:00:00.100] a harness says error: one"),
         ("".join(f"{i}\n" for i in range(20)), "\n".join(map(str, range(12, 20)))),
@@ -86,9 +82,7 @@ def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path
         process.address()
     process.stop()
     first, second, third = str(refused.value).splitlines()
-    assert first == (
-        "the recorder did not start: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?"
-    )
+    assert first.startswith("the recorder did not start: rolltap_samplin is no option of the recorder: did you mean")
     assert second.startswith("rolltap_patience is 'soon': ")
     assert third == f"Its log is {log}"
 

@@ -18,6 +18,8 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.reader import load_sessions
 from tests.recorder_process import CHAT, HELLO
 
+NOWHERE = "http://127.0.0.1:9"
+
 
 def kill(process):
     os.kill(process.pid, signal.SIGKILL)
@@ -34,23 +36,21 @@ def ask(recorder, session_id, content="Hello"):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory, tokenizer_folder):
-    with Recorder(tmp_path_factory.mktemp("run"), engine="http://127.0.0.1:9", model=tokenizer_folder) as recorder:
+    with Recorder(tmp_path_factory.mktemp("run"), engine=NOWHERE, model=tokenizer_folder) as recorder:
         yield recorder
 
 
 def test_a_log_that_cannot_be_written_does_not_end_the_recorder(tmp_path, tokenizer_folder):
     (tmp_path / "recorder.log").symlink_to("/dev/full")
-    with Recorder(tmp_path, engine="http://127.0.0.1:9", model=str(tokenizer_folder)) as recorder:
+    with Recorder(tmp_path, engine=NOWHERE, model=str(tokenizer_folder)) as recorder:
         recorder.end(Session(session_id="s1", status="completed"))
         recorder.check()
 
 
 def test_a_recorder_that_dies_inside_the_block_is_an_error_at_its_end(tmp_path, tokenizer_folder):
-    recorder = Recorder(tmp_path, engine="http://127.0.0.1:9", model=tokenizer_folder)
-    recorder.__enter__()
-    kill(recorder._processes[0])
-    with pytest.raises(RecorderError, match="the recorder died with status -9"):
-        recorder.__exit__(None, None, None)
+    recorder = Recorder(tmp_path, engine=NOWHERE, model=tokenizer_folder)
+    with pytest.raises(RecorderError, match="the recorder died with status -9"), recorder:
+        kill(recorder._processes[0])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_session_that_cannot_be_is_refused_and_not_recorded(running, fields, m
 
 
 def test_outside_of_its_block_a_recorder_says_so(tmp_path, tokenizer_folder):
-    recorder = Recorder(tmp_path, engine="http://127.0.0.1:9", model=tokenizer_folder)
+    recorder = Recorder(tmp_path, engine=NOWHERE, model=tokenizer_folder)
     with pytest.raises(RecorderError, match="the recorder is not running: use it inside"):
         recorder.environment("s")
     with recorder:
@@ -81,28 +81,18 @@ def test_outside_of_its_block_a_recorder_says_so(tmp_path, tokenizer_folder):
     assert session.finished_at >= session.started_at
 
 
-def test_a_recorder_that_does_not_start_says_why(tmp_path):
-    recorder = Recorder(tmp_path, engine="localhost", model="/nowhere")
-    with pytest.raises(RecorderError, match=r"(?s)did not start:.*rolltap_engine is 'localhost': give a URL"):
-        recorder.__enter__()
-
-
-def test_a_number_of_processes_below_one_is_refused(tmp_path):
-    with pytest.raises(InputError, match="processes=0: give at least 1"):
-        Recorder(tmp_path, engine="http://127.0.0.1:9", model="m", processes=0)
-
-
 @pytest.mark.parametrize(
-    ("option", "value", "refused"),
+    ("settings", "refused"),
     [
-        ("rolltap_alow", "pypi.org", "rolltap_alow is no option of the recorder: did you mean rolltap_allow"),
-        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe'"),
-        ("rolltap_fsync", "sometimes", "rolltap_fsync is 'sometimes': choose"),
+        ({"options": {"rolltap_alow": "pypi.org"}}, "rolltap_alow is no option .*: did you mean rolltap_allow"),
+        ({"options": {"rolltap_keep_adapter": "maybe"}}, "rolltap_keep_adapter is 'maybe'"),
+        ({"options": {"rolltap_fsync": "sometimes"}}, "rolltap_fsync is 'sometimes': choose"),
+        ({"processes": 0}, "processes=0: give at least 1"),
     ],
 )
-def test_a_wrong_option_is_refused_by_its_name_before_the_folder_is_made(tmp_path, option, value, refused):
+def test_a_wrong_option_is_refused_by_its_name_before_the_folder_is_made(tmp_path, settings, refused):
     with pytest.raises(InputError, match=refused):
-        Recorder(tmp_path / "run", engine="http://127.0.0.1:9", model="m", options={option: value})
+        Recorder(tmp_path / "run", engine=NOWHERE, model="m", **settings)
     assert not (tmp_path / "run").exists()
 
 
@@ -136,19 +126,17 @@ class TestPolicyVersion:
         ask(running, "s", "More")
         assert self.end(running, "s", policy_version="1") == "2"
 
-    def test_without_a_token_it_is_the_expected_or_the_published_one(self, running):
+    def test_without_a_token_it_is_the_expected_or_the_published_one_or_an_error(self, running):
         assert self.end(running, "a") == "default"
         (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
         assert self.end(running, "b") == "5"
         assert self.end(running, "c", policy_version="1") == "1"
-
-    @pytest.mark.parametrize("text", ["{", '{"model": null}', "[]"])
-    def test_a_policy_file_that_cannot_be_read_is_named_and_the_session_has_its_row(self, running, text):
-        (running.path / "policy.json").write_text(text)
-        with pytest.raises(RunError, match=r"policy\.json cannot be read .*session s has no version"):
-            running.end(Session(session_id="s", status="completed", reward=1.0))
-        session = load_sessions(running.path)["s"]
-        assert (session.reward, session.policy_version) == (1.0, None)
+        for name, text in (("d", "{"), ("e", '{"model": null}'), ("f", "[]")):
+            (running.path / "policy.json").write_text(text)
+            with pytest.raises(RunError, match=rf"policy\.json cannot be read .*session {name} has no version"):
+                running.end(Session(session_id=name, status="completed", reward=1.0))
+            session = load_sessions(running.path)[name]
+            assert (session.reward, session.policy_version) == (1.0, None)
 
     def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, scripted_engine):
         (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
@@ -163,7 +151,7 @@ class TestPolicyVersion:
 class TestSeveralProcesses:
     """Two processes that start on a folder without a CA."""
 
-    SESSIONS = ("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7")
+    SESSIONS = tuple(f"s{number}" for number in range(8))
 
     @pytest.fixture
     def make(self, tmp_path, scripted_engine, tokenizer_folder):
@@ -171,9 +159,8 @@ class TestSeveralProcesses:
 
         def make(**options):
             options = {"confdir": str(tmp_path / "conf"), **options}
-            return Recorder(
-                tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder, options=options, processes=2
-            )
+            engine, model = scripted_engine.url, tokenizer_folder
+            return Recorder(tmp_path / "run", engine=engine, model=model, options=options, processes=2)
 
         return make
 
@@ -185,7 +172,10 @@ class TestSeveralProcesses:
 
     def test_sessions_are_spread_by_id_recorded_together_and_end_where_they_ran(self, make):
         with make() as recorder:
-            assert set(self.places(recorder).values()) == {0, 1}
+            places = self.places(recorder)
+        with make() as recorder:
+            assert set(places.values()) == {0, 1}
+            assert self.places(recorder) == places  # a restart reaches the same processes
             for session_id in self.SESSIONS:
                 assert ask(recorder, session_id).status_code == 200
             for session_id in self.SESSIONS[:4]:
@@ -200,19 +190,11 @@ class TestSeveralProcesses:
                 assert client.get("http://a.example/").status_code == 407
         files = run_files(recorder.path, "calls")
         assert len(files) == 2
-        assert sorted(call["session_id"] for call in read_rows(recorder.path, "calls")) == sorted(
-            [*self.SESSIONS, *self.SESSIONS[4:]]
-        )
+        recorded = sorted(call["session_id"] for call in read_rows(recorder.path, "calls"))
+        assert recorded == sorted([*self.SESSIONS, *self.SESSIONS[4:]])
         assert load_sessions(recorder.path).keys() == set(self.SESSIONS[:4])
         assert len(json.loads((recorder.path / "run.json").read_text())["recorders"]) == 1
         assert sorted(path.name for path in recorder.path.glob("*.log")) == ["recorder-1.log", "recorder-2.log"]
-
-    def test_a_session_reaches_the_same_process_after_a_restart(self, make):
-        places = []
-        for _ in range(2):
-            with make() as recorder:
-                places.append(self.places(recorder))
-        assert places[0] == places[1]
 
     def test_a_process_that_dies_is_an_error_that_names_it(self, make):
         with suppress(RecorderError), make() as recorder:

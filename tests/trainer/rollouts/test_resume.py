@@ -62,16 +62,17 @@ def test_a_session_that_says_something_of_the_agent_is_used_again_and_others_are
     assert found == [f"t-{KEY}.0{place}" for place in expected]
 
 
-def test_sessions_of_another_key_or_task_are_not_taken():
-    others = [row("t-ffffffff.0-0", group="t-ffffffff.0"), row(f"u-{KEY}.0-0", group=f"u-{KEY}.0"), row("x", group="")]
-    assert missing(others) == [f"t-{KEY}.0-0", f"t-{KEY}.0-1"]
-
-
 def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
     rows = [row(f"t-{KEY}.{number}-0", group=f"t-{KEY}.{number}") for number in (0, 9, 10)]
     assert missing(rows) == [f"t-{KEY}.10-1"]
     assert missing([*rows, row(f"t-{KEY}.10-1")], further=True) == [f"t-{KEY}.11-0", f"t-{KEY}.11-1"]
-    assert missing([], further=True) == [f"t-{KEY}.0-0", f"t-{KEY}.0-1"]
+    first = [f"t-{KEY}.0-0", f"t-{KEY}.0-1"]
+    assert missing([], further=True) == first
+    others = [row("t-ffffffff.0-0", group="t-ffffffff.0"), row(f"u-{KEY}.0-0", group=f"u-{KEY}.0"), row("x", group="")]
+    assert missing(others) == first  # of another key or task
+    rows = [row(first[0], group="mine"), row(first[1], group=f"t-{KEY}.7")]  # somebody changed their groups
+    assert missing(rows) == []
+    assert missing(rows, further=True) == [f"t-{KEY}.1-0", f"t-{KEY}.1-1"]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,6 @@ def test_the_newest_round_is_gone_on_with_and_a_further_one_comes_after_it():
 def test_further_groups_are_begun_once_the_sessions_of_the_newest_have_run(last, expected):
     rows = [row(f"t-{KEY}.{place}") for place in ("0-0", "0-1", "1-0")] + ([row(f"t-{KEY}.1-1", last)] if last else [])
     assert missing(rows, further=True) == [f"t-{KEY}.{place}" for place in expected]
-
-
-def test_a_session_whose_group_somebody_changed_keeps_its_place():
-    rows = [row(f"t-{KEY}.0-0", group="mine"), row(f"t-{KEY}.0-1", group=f"t-{KEY}.7")]
-    assert missing(rows) == []
-    assert missing(rows, further=True) == [f"t-{KEY}.1-0", f"t-{KEY}.1-1"]
 
 
 def told(tmp_path, rows, parts, *, further=False):

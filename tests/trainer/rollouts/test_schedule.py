@@ -14,17 +14,8 @@ from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.trainer.rollouts.stages import ONE_CALL, stage_of
-from tests.trainer.rollouts.test_recorder import kill
 
 TASK = Task(id="count", instruction="go", evaluate=["true"])
-
-
-@pytest.fixture
-def mortal(engine, tmp_path, tokenizer_folder):
-    """A recorder that a test may kill."""
-    recorder = Recorder(tmp_path / "run", engine=engine.url, model=tokenizer_folder)
-    with suppress(RecorderError), recorder:
-        yield recorder
 
 
 async def run(groups, stage, advance=lambda *_: None):
@@ -107,15 +98,15 @@ async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_
     assert digests == ["count"]
 
 
-async def test_a_recorder_that_dies_is_an_error_of_its_own(mortal, tmp_path):
-    kill(mortal._processes[0])
-    with pytest.raises(RecorderError, match="the recorder died with status -9"):
-        await run([group_of(tmp_path, 0)], stage_of(mortal, tmp_path, "true"))
-
-
-async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(mortal, tmp_path):
-    with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
-        await run([group_of(tmp_path, 0)], stage_of(mortal, tmp_path, f"kill -9 {mortal._processes[0].pid}"))
-    (session,) = load_sessions(mortal.path).values()
-    assert (session.status, session.reward) == ("infrastructure", None)
-    assert "the recorder" in session.error
+async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(engine, tmp_path, tokenizer_folder):
+    recorder = Recorder(tmp_path / "run", engine=engine.url, model=tokenizer_folder)
+    with suppress(RecorderError), recorder:
+        stage = stage_of(recorder, tmp_path, f"kill -9 {recorder._processes[0].pid}")
+        with pytest.raises(RecorderError, match=r"the recorder (died|does not end)"):
+            await run([group_of(tmp_path, 0)], stage)
+        (session,) = load_sessions(recorder.path).values()
+        assert (session.status, session.reward) == ("infrastructure", None)
+        assert "the recorder" in session.error
+        recorder._processes[0]._process.wait()
+        with pytest.raises(RecorderError, match="the recorder died with status -9"):  # before a session
+            await run([group_of(tmp_path, 1)], stage)

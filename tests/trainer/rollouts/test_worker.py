@@ -14,6 +14,7 @@ from rolltap.trainer.rollouts.session import Stage
 from rolltap.trainer.rollouts.worker import key_values
 from rolltap.trainer.tasks.task import Task
 
+TASK = Task(id="t", instruction="go", evaluate=["true"])
 HARNESS = Harness(name="h", program="p", headless=[])
 
 
@@ -37,7 +38,7 @@ async def parts(
     *, model="m", weights="default", options=None, budget=None, digest="d", timeout=60, runtime=None, task=None, **known
 ):
     config = RolloutConfig.of({"timeout": timeout, "recorder": options or {}, "budget": budget or {}})
-    task = task or Task(id="t", instruction="go", evaluate=["true"])
+    task = task or TASK
     recorder = SimpleNamespace(model=str(model))
     stage = Stage(config, HARNESS, runtime or ProcessRuntime(), recorder, None, None, Known(**known), {}, {"t": digest})
     return key_parts(await key_values(task, stage, weights))
@@ -67,6 +68,8 @@ async def test_each_of_them_changes_the_key_and_is_named(changed, name):
 
 async def test_the_preset_changes_the_key(monkeypatch):
     known = await parts()
+    gone = TASK.model_copy(update={"image": "gone"})
+    assert (await parts(task=gone))["task"] == known["task"]  # an image that cannot be had does not end the rollout
     monkeypatch.setitem(globals(), "HARNESS", HARNESS.model_copy(update={"env": {"A": "1"}}))
     assert changed_parts(known, await parts()) == ["harness"]
 
@@ -76,13 +79,6 @@ async def test_what_decides_nothing_does_not_change_it(tmp_path, monkeypatch):
     assert await parts(options=free) == await parts()
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert (
-        await parts(model="m") == await parts(model=tmp_path / "m") == await parts(model="../" + tmp_path.name + "/m")
-    )
-    own = Task(id="t", instruction="go", evaluate=["true"], timeout=5)
+    assert await parts() == await parts(model=tmp_path / "m") == await parts(model=f"../{tmp_path.name}/m")
+    own = TASK.model_copy(update={"timeout": 5})
     assert await parts(task=own, timeout=60) == await parts(task=own, timeout=61)
-
-
-async def test_an_image_that_cannot_be_had_does_not_end_the_rollout():
-    task = Task(id="t", instruction="go", evaluate=["true"], image="gone")
-    assert (await parts(task=task))["task"] == (await parts())["task"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.workspace import Starts, make_start
+from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.tasks.checkouts import SECRET, commit, find_secret, git, make_repository
 
@@ -25,60 +25,44 @@ def repository(tmp_path):
     return folder, make_repository(folder)
 
 
-def as_checkout(folder, base):
+def new_repository(folder):
+    folder.mkdir()
+    git(folder, "init", "--quiet")
     return folder
 
 
-def as_worktree(folder, base):
-    return folder.parent / "repository-worktree"
+def clone(folder, name, *arguments, base=None):
+    """Clone the repository beside it, and check a commit out if one is given."""
+    git(folder.parent, "clone", "--quiet", *arguments, name)
+    if base is not None:
+        git(folder.parent / name, "--no-replace-objects", "checkout", "--quiet", "--detach", base)
+    return folder.parent / name
 
 
-def as_bare_mirror(folder, base):
-    git(folder.parent, "clone", "--quiet", "--mirror", "repository", "mirror.git")
-    return folder.parent / "mirror.git"
-
-
-def as_clone_with_alternates(folder, base):
-    git(folder.parent, "clone", "--quiet", "--shared", "--no-checkout", "repository", "shared")
-    git(folder.parent / "shared", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
-    return folder.parent / "shared"
-
-
-def as_separate_git_folder(folder, base):
-    git(folder.parent, "clone", "--quiet", "--no-checkout", "--separate-git-dir=elsewhere", "repository", "separate")
-    git(folder.parent / "separate", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
-    return folder.parent / "separate"
-
-
-def as_shallow_clone(folder, base):
-    git(folder.parent, "clone", "--quiet", "--depth=2", "--no-single-branch", f"file://{folder}", "shallow")
-    git(folder.parent / "shallow", "checkout", "--quiet", "--detach", base)
-    return folder.parent / "shallow"
-
-
-def as_one_pack_with_bitmap(folder, base):
+def repacked(folder):
     git(folder, "repack", "-q", "-a", "-d", "-b")
     return folder
 
 
-FORMS = [
-    as_checkout,
-    as_one_pack_with_bitmap,
-    as_worktree,
-    as_bare_mirror,
-    as_clone_with_alternates,
-    as_separate_git_folder,
-    as_shallow_clone,
-]
+ALL = ("--depth=2", "--no-single-branch")
+APART = ("--no-checkout", "--separate-git-dir=elsewhere", "repository")
+FORMS = {
+    "checkout": lambda folder, base: folder,
+    "one pack with bitmap": lambda folder, base: repacked(folder),
+    "worktree": lambda folder, base: folder.parent / "repository-worktree",
+    "bare mirror": lambda folder, base: clone(folder, "mirror.git", "--mirror", "repository"),
+    "alternates": lambda folder, base: clone(folder, "shared", "--shared", "--no-checkout", "repository", base=base),
+    "separate git folder": lambda folder, base: clone(folder, "separate", *APART, base=base),
+    "shallow clone": lambda folder, base: clone(folder, "shallow", *ALL, f"file://{folder}", base=base),
+}
 
 
 @pytest.mark.parametrize(
-    ("form", "by_id"),
-    [(form, by_id) for form in FORMS for by_id in (True, False) if by_id or form is not as_bare_mirror],
+    ("form", "by_id"), [(form, by_id) for form in FORMS for by_id in (True, False) if by_id or form != "bare mirror"]
 )
 def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_path, form, by_id):
     folder, base = repository
-    source = form(folder, base)
+    source = FORMS[form](folder, base)
     assert find_secret(folder)
     start = start_of(tmp_path, make_task(workspace=source, commit=base if by_id else None)).folder
 
@@ -91,25 +75,17 @@ def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_pa
     assert git(start, "fsck", "--full", "--lost-found", "--strict") == ""
     assert git(start, "stash", "list") == git(start, "remote") == git(start, "notes", "list") == ""
     assert git(start, "worktree", "list").splitlines() == [f"{start}  {base[:7]} [main]"]
-    assert git(start, "for-each-ref", "--format=%(refname) %(objecttype)").splitlines() == [
-        "refs/heads/main commit",
-        "refs/tags/v1 commit",
-        "refs/tags/v1-annotated commit",
-    ]
+    refs = git(start, "for-each-ref", "--format=%(refname) %(objecttype)").splitlines()
+    assert refs == ["refs/heads/main commit", "refs/tags/v1 commit", "refs/tags/v1-annotated commit"]
     names = {path.name for path in (start / ".git").rglob("*")}
     assert (start / ".git").is_dir()
     assert not names & {"ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "logs", "alternates", "hooks", "grafts", "worktrees"}
-    assert git(start, "config", "--local", "--name-only", "--list").split() == [
-        "core.repositoryformatversion",
-        "core.filemode",
-        "core.bare",
-    ]
+    settings = git(start, "config", "--local", "--name-only", "--list").split()
+    assert settings == ["core.repositoryformatversion", "core.filemode", "core.bare"]
 
 
 def test_a_shallow_checkout_stays_shallow(tmp_path):
-    folder = tmp_path / "whole"
-    folder.mkdir()
-    git(folder, "init", "--quiet")
+    folder = new_repository(tmp_path / "whole")
     for number in range(4):
         last = commit(folder, "a", f"{number}", f"number {number}")
     git(tmp_path, "clone", "--quiet", "--depth=2", f"file://{folder}", "shallow")
@@ -120,9 +96,7 @@ def test_a_shallow_checkout_stays_shallow(tmp_path):
 
 
 def test_a_partial_clone_that_lacks_files_is_refused(tmp_path):
-    folder = tmp_path / "whole"
-    folder.mkdir()
-    git(folder, "init", "--quiet")
+    folder = new_repository(tmp_path / "whole")
     git(folder, "config", "uploadpack.allowFilter", "true")
     base = commit(folder, "a", "a")
     git(tmp_path, "clone", "--quiet", "--filter=blob:none", "--no-checkout", f"file://{folder}", "partial")
@@ -146,12 +120,8 @@ def test_a_start_without_a_commit_keeps_what_is_not_committed(repository, tmp_pa
     (folder / "untracked.txt").write_text("here\n")
     (folder / "tests" / "test_code.py").unlink()
     start = start_of(tmp_path, make_task(workspace=folder)).folder
-    assert git(start, "status", "--porcelain").splitlines() == [
-        "M code.py",
-        " D tests/test_code.py",
-        "?? staged.py",
-        "?? untracked.txt",
-    ]
+    changed = ["M code.py", " D tests/test_code.py", "?? staged.py", "?? untracked.txt"]
+    assert git(start, "status", "--porcelain").splitlines() == changed
     assert (start / "code.py").read_text() == "changed = 1\n"
     assert find_secret(start) == []
 
@@ -177,9 +147,7 @@ def test_a_checkout_below_the_workspace_has_no_later_history_either(repository, 
 
 def test_a_submodule_has_the_history_up_to_its_commit(repository, tmp_path):
     folder, base = repository
-    outer = tmp_path / "outer"
-    outer.mkdir()
-    git(outer, "init", "--quiet")
+    outer = new_repository(tmp_path / "outer")
     git(outer, "submodule", "--quiet", "add", str(folder), "part")
     git(outer / "part", "--no-replace-objects", "checkout", "--quiet", "--detach", base)
     git(outer, "add", "part")
@@ -196,9 +164,7 @@ def test_a_submodule_has_the_history_up_to_its_commit(repository, tmp_path):
 
 
 def test_files_that_git_lfs_keeps_are_refused_with_a_commit(tmp_path):
-    folder = tmp_path / "large"
-    folder.mkdir()
-    git(folder, "init", "--quiet")
+    folder = new_repository(tmp_path / "large")
     commit(folder, "sub/.gitattributes", "*.bin filter=lfs\n")
     base = commit(folder, "sub/x.bin", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(InputError, match=r"sub/x\.bin of commit .* is kept by Git LFS: check the commit out"):
@@ -207,9 +173,9 @@ def test_files_that_git_lfs_keeps_are_refused_with_a_commit(tmp_path):
 
 
 def test_a_checkout_without_commits_starts_as_one(tmp_path):
-    git(tmp_path, "init", "--quiet", "new")
-    (tmp_path / "new" / "a").write_text("a")
-    start = start_of(tmp_path, make_task(workspace=tmp_path / "new")).folder
+    folder = new_repository(tmp_path / "new")
+    (folder / "a").write_text("a")
+    start = start_of(tmp_path, make_task(workspace=folder)).folder
     assert git(start, "status", "--porcelain") == "?? a"
 
 
@@ -228,20 +194,19 @@ def test_hooks_filters_and_settings_of_the_checkout_run_nothing(repository, tmp_
     assert not proof.exists()
 
 
+def plant_links(folder):
+    (folder / "sub/up").symlink_to("..")
+    (folder / "out").symlink_to("sub/up/../secret")
+
+
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
         (lambda folder: os.mkfifo(folder / "pipe"), r"pipe is a FIFO: a workspace starts with files"),
         (lambda folder: (folder / "out").symlink_to("../secret"), r"out is a symlink to \.\./secret, outside"),
         (lambda folder: (folder / "out").symlink_to("/etc/passwd"), r"out is a symlink to /etc/passwd, outside"),
-        (
-            lambda folder: (folder / "out").symlink_to("../workspace/a"),
-            r"out is a symlink to \.\./workspace/a, outside",
-        ),
-        (
-            lambda folder: ((folder / "sub/up").symlink_to(".."), (folder / "out").symlink_to("sub/up/../secret")),
-            r"out is a symlink to sub/up/\.\./secret, outside",
-        ),
+        (lambda folder: (folder / "out").symlink_to("../workspace/a"), r"symlink to \.\./workspace/a, outside"),
+        (plant_links, r"out is a symlink to sub/up/\.\./secret, outside"),
     ],
 )
 def test_what_a_workspace_cannot_start_with_is_named(tmp_path, plant, message):
@@ -332,10 +297,6 @@ def test_a_start_is_made_once_and_its_digest_is_of_its_content(repository, tmp_p
     assert start_of(tmp_path / "c", make_task(workspace=folder)).digest != first.digest
 
 
-def test_a_start_without_workspace_is_an_empty_folder(tmp_path):
-    assert list(start_of(tmp_path, make_task()).folder.iterdir()) == []
-
-
 class Images:
     """A runtime whose images have the folders of this machine."""
 
@@ -373,12 +334,6 @@ def test_an_image_without_what_the_task_names_is_refused(tmp_path):
         start_of(tmp_path, make_task(image="i", workdir=str(tmp_path / "plain"), commit="1234567"), Images())
 
 
-def test_an_optional_image_gives_no_files(tmp_path):
-    task = make_task(image="image", workdir=str(tmp_path), image_optional=True)
-    assert list(start_of(tmp_path, task, Images()).folder.iterdir()) == []
-
-
-def test_make_start_needs_no_runtime(repository, tmp_path):
-    folder, base = repository
-    make_start(folder, tmp_path / "start", base)
-    assert find_secret(Path(tmp_path / "start")) == []
+def test_a_task_without_workspace_and_an_optional_image_start_with_no_files(tmp_path):
+    for task in (make_task(), make_task(image="image", workdir=str(tmp_path), image_optional=True)):
+        assert list(start_of(tmp_path, task, Images()).folder.iterdir()) == []

@@ -31,17 +31,11 @@ def load(folder, **parts):
 def test_a_task_folder_becomes_a_task(tmp_path):
     toml = """
         schema_version = "1.4"
-        [task]
-        name = "org/name"
-        authors = [{ name = "A", email = "a@example.org" }]
-        [metadata]
-        difficulty = "easy"
-        anything = [1, 2]
-        [agent]
-        timeout_sec = 900.0
-        [verifier]
-        timeout_sec = 120.0
-        env = { MODEL = "x" }
+        task = { name = "org/name", authors = [{ name = "A", email = "a@example.org" }] }
+        metadata = { difficulty = "easy", anything = [1, 2] }
+        agent = { timeout_sec = 900.0 }
+        verifier = { timeout_sec = 120.0, env = { MODEL = "x" } }
+        solution = { env = { ANSWER = "SECRET" } }
         [environment]
         build_timeout_sec = 600.0
         cpus = 2
@@ -49,8 +43,6 @@ def test_a_task_folder_becomes_a_task(tmp_path):
         storage_mb = 512
         gpus = 0
         network_mode = "no-network"
-        [solution]
-        env = { ANSWER = "SECRET" }
     """
     task = load(tmp_path, toml=toml)
     assert (task.id, task.instruction, task.timeout, task.workdir) == ("task", "Do it.", 900.0, "/app")
@@ -90,11 +82,6 @@ def test_every_missing_part_of_a_folder_is_named_at_once(tmp_path):
         assert part in str(error.value)
 
 
-def test_the_sizes_of_older_tasks_are_read(tmp_path):
-    task = load(tmp_path, toml='version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n')
-    assert (task.limits.memory_gib, task.limits.disk_gib) == (2, 0.5)
-
-
 def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
     environment = tmp_path / "task" / "environment"
     (environment / "data").mkdir(parents=True)
@@ -108,9 +95,8 @@ def test_files_that_the_dockerfile_copies_are_in_the_workspace(tmp_path):
 
 
 def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
-    write_task(
-        tmp_path / "task", toml='[environment]\ndocker_image = "python:3.13-slim"\nworkdir = "/data"\n', dockerfile=None
-    )
+    toml = '[environment]\ndocker_image = "python:3.13-slim"\nworkdir = "/data"\n'
+    write_task(tmp_path / "task", toml=toml, dockerfile=None)
     (tmp_path / "task" / "environment").mkdir()
     (task,) = load_tasks(tmp_path / "task")
     assert (task.image, task.image_optional, task.workdir, task.files) == ("python:3.13-slim", True, "/data", {})
@@ -120,23 +106,16 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
 
 
 def test_an_image_that_was_built_is_needed(tmp_path):
-    task = load(
-        tmp_path, toml='[environment]\ndocker_image = "me/built"', dockerfile="FROM ubuntu\nRUN make\nWORKDIR /x"
-    )
+    built = '[environment]\ndocker_image = "me/built"'
+    task = load(tmp_path, toml=built, dockerfile="FROM ubuntu\nRUN make\nWORKDIR /x")
     assert (task.image, task.image_optional, task.workdir) == ("me/built", False, "/x")
 
 
 @pytest.mark.parametrize(
     ("dockerfile", "message"),
     [
-        (
-            "FROM ubuntu\nRUN make",
-            r"environment/Dockerfile, line 2: RUN make: this needs an image to be built: run `podman",
-        ),
-        (
-            "FROM ubuntu\nWORKDIR /app\nCOPY . /etc/x",
-            r"COPY to /etc/x, outside the work folder /app: this needs an image",
-        ),
+        ("FROM ubuntu\nRUN make", r"environment/Dockerfile, line 2: RUN make: this needs an image to be built: run `p"),
+        ("FROM ubuntu\nWORKDIR /app\nCOPY . /etc/x", r"COPY to /etc/x, outside the work folder /app: this needs an"),
         (None, r"give environment/Dockerfile, or 'environment\.docker_image'"),
     ],
 )
@@ -162,19 +141,22 @@ def test_variables_come_from_the_environment(tmp_path, monkeypatch):
         load(tmp_path, toml='[verifier.env]\nA = "${UNSET_ONE}"\n')
 
 
-def test_a_canary_is_not_shown(tmp_path):
-    text = "<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n"
-    assert load(tmp_path, instruction=text).instruction == "# Title\nDo it."
+def test_older_sizes_are_read_a_canary_is_not_shown_and_the_name_must_be_an_id(tmp_path):
+    sizes = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\n'
+    task = load(tmp_path, toml=sizes, instruction="<!-- harbor-canary GUID x -->\n# canary y\n\n# Title\nDo it.\n")
+    assert (task.limits.memory_gib, task.limits.disk_gib, task.instruction) == (2, 0.5, "# Title\nDo it.")
+    with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
+        load_tasks(write_task(tmp_path / "with space"))
+
+
+ALLOWLIST = 'network_mode = "allowlist"\nallowed_hosts = ["a.org"]'
 
 
 @pytest.mark.parametrize(
     ("toml", "where"),
     [
         ('[environment]\nnetwork_mode = "public"', "'environment.network_mode' is public"),
-        (
-            '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]',
-            "'agent.network_mode' is allowlist with a.org",
-        ),
+        (f"[agent]\n{ALLOWLIST}", "'agent.network_mode' is allowlist with a.org"),
         ("[environment]\nallow_internet = true", "'environment.allow_internet' is true"),
         ("[environment]\nallow_internet = false", None),
     ],
@@ -183,16 +165,10 @@ def test_a_network_that_is_asked_for_in_words_is_needed(tmp_path, toml, where):
     assert load(tmp_path, toml=toml).needs_network == where
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "apt-get update",
-        "curl -LsSf https://x | sh",
-        "if uvx pytest; then",
-        "pip install pytest",
-        "python -m pip install x",
-    ],
-)
+DOWNLOADS = "apt-get update|curl -LsSf https://x > x|if uvx pytest; then|pip install pytest|python -m pip install x"
+
+
+@pytest.mark.parametrize("line", DOWNLOADS.split("|"))
 def test_tests_that_download_need_a_network(tmp_path, line):
     task = load(tmp_path, test=f"#!/bin/bash\n# apt-get is not here\n{line}\n")
     assert task.needs_network == f"{tmp_path / 'task' / 'tests' / 'test.sh'}, line 3: {line}"
@@ -234,14 +210,6 @@ def test_files_that_rolltap_cannot_use_are_refused(tmp_path):
     (folder / "tests" / "Dockerfile").touch()
     with pytest.raises(InputError, match="tests/Dockerfile: rolltap cannot use it"):
         load_tasks(folder)
-
-
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"instruction\.md is missing"):
-        load(tmp_path, instruction=None)
-    write_task(tmp_path / "with space")
-    with pytest.raises(InputError, match="with space: 'id' is 'with space'"):
-        load_tasks(tmp_path / "with space")
 
 
 def read(folder, text):
@@ -294,15 +262,9 @@ def test_the_first_line_that_needs_a_build_is_named(tmp_path, lines, unclear):
     assert read(tmp_path, lines).unclear == unclear
 
 
-def test_an_ignore_file_needs_a_build(tmp_path):
+def test_an_ignore_file_needs_a_build_and_no_base_is_no_image(tmp_path):
     (tmp_path / ".dockerignore").touch()
     assert read(tmp_path, "FROM a").unclear == "it has a .dockerignore"
-
-
-def test_no_base_is_no_image(tmp_path):
     assert read(tmp_path, "FROM scratch").base is None
-
-
-def test_official_systems_are_plain():
     assert all(map(is_plain_system, ["ubuntu:24.04", "python", "docker.io/library/debian@sha256:0", "alpine:3"]))
     assert not any(map(is_plain_system, ["me/python:3", "postgres:16", "ghcr.io/x/ubuntu", "pythonx"]))

@@ -14,14 +14,10 @@ def write(folder, *tasks):
     return path
 
 
-def test_a_workspace_is_relative_to_the_task_file(tmp_path):
+def test_a_workspace_is_relative_to_the_task_file_and_empty_lines_are_skipped(tmp_path):
     (tmp_path / "start").mkdir()
-    (task,) = load_tasks(write(tmp_path, {**GOOD, "workspace": "start"}))
-    assert task.workspace == tmp_path / "start"
-
-
-def test_empty_lines_are_skipped(tmp_path):
-    assert [task.id for task in load_tasks(write(tmp_path, GOOD, "", {**GOOD, "id": "u"}))] == ["t", "u"]
+    tasks = load_tasks(write(tmp_path, {**GOOD, "workspace": "start"}, "", {**GOOD, "id": "u"}))
+    assert [(task.id, task.workspace) for task in tasks] == [("t", tmp_path / "start"), ("u", None)]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +35,11 @@ def test_empty_lines_are_skipped(tmp_path):
 def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
     with pytest.raises(InputError, match=message):
         load_tasks(write(tmp_path, *tasks))
+    with pytest.raises(InputError, match=r"cannot read the task file .*none\.jsonl: "):
+        load_tasks(tmp_path / "none.jsonl")
+
+
+NOTHING = {"kind": "command", "command": []}
 
 
 @pytest.mark.parametrize(
@@ -49,18 +50,10 @@ def test_a_mistake_is_named_with_its_line(tmp_path, tasks, message):
         ({"kind": "pytest", "fail_to_pas": []}, "unknown key 'judge.fail_to_pas'"),
         ({"kind": "command", "command": "x"}, "'judge.command' is 'x': Input should be a valid array"),
         ({"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."}, "unknown key 'judge.tests'"),
-        (
-            {"kind": "several", "judges": [{"name": "a", "judge": {"kind": "command", "command": []}}]},
-            "'judge.judges.0.judge.command' is []",
-        ),
+        ({"kind": "several", "judges": [{"name": "a", "judge": NOTHING}]}, "'judge.judges.0.judge.command' is []"),
     ],
 )
 def test_a_mistake_in_a_judge_is_named_by_the_keys_of_the_file(tmp_path, judge, message):
     with pytest.raises(InputError) as error:
         load_tasks(write(tmp_path, {"id": "t", "instruction": "Do it.", "judge": judge}))
     assert message in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read the task file .*none\.jsonl: "):
-        load_tasks(tmp_path / "none.jsonl")

@@ -54,9 +54,8 @@ class OneOwner:
             base = asked.get("base", self._base)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return 400
-        if not isinstance(owner, str) or not owner or not isinstance(about, str) or not isinstance(steal, bool):
-            return 400
-        if not isinstance(base, str | None):
+        types = (owner, str), (about, str), (steal, bool), (base, str | None)
+        if not owner or not all(isinstance(value, kind) for value, kind in types):
             return 400
         if self._owner not in (None, owner) and not (method == "PUT" and steal):
             return 409

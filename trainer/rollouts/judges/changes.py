@@ -15,22 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.folders import (
-    MAX_FILE_BYTES,
-    Entry,
-    Refusal,
-    TooMuchError,
-    Tree,
-    allow_owner,
-    file_digest,
-    opened,
-    parents,
-    read_chunks,
-    read_file,
-    remove,
-    scan,
-    write_file,
-)
+from rolltap.trainer.rollouts.judges import folders
+from rolltap.trainer.rollouts.judges.folders import MAX_FILE_BYTES, Entry, Refusal, TooMuchError, Tree, opened, parents
 from rolltap.trainer.tasks.content import TEST_FILES, matches
 
 MAX_CHANGED_BYTES = 4 << 30
@@ -82,10 +68,10 @@ class Changes:
     @property
     def files(self) -> list[str]:
         """Paths of changed and deleted files and links, and of new empty folders, in order."""
-        folders: set[str] = set()
+        above: set[str] = set()
         for path in self.changed:
-            folders.update(takewhile(lambda parent: parent not in folders, parents(path)))
-        return sorted(({*self.changed} - folders) | {*self.deleted})
+            above.update(takewhile(lambda parent: parent not in above, parents(path)))
+        return sorted(({*self.changed} - above) | {*self.deleted})
 
     def without(self, refused: Mapping[str, Refusal]) -> "Changes":
         """Return the changes less those at some paths, which are among `refused` then."""
@@ -146,19 +132,20 @@ def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) 
     `seconds`; `InputError` for such a start; `OSError` for a fault of this machine.
     """
     try:
-        before = scan(start)
+        before = folders.scan(start)
     except TooMuchError as error:
         raise InputError(f"the task's start: {error}") from error
     end = time.monotonic() + seconds
     try:
-        after = scan(workspace, stat.S_IRWXU)
+        after = folders.scan(workspace, stat.S_IRWXU)
         _require_bounded(before, after)
         _hash_changed(start, workspace, before, after, end)
     except OSError as error:
         if is_of_the_machine(error):
             raise
         raise TooMuchError(f"the workspace cannot be read: {error}") from error
-    refused = {path: why for path, why in after.refused.items() if not _is_of_start(path, why, before.refused)}
+    # what the start has as well is no refusal, and compiled Python comes with every run of it
+    refused = {path: why for path, why in after.refused.items() if why not in (before.refused.get(path), "cache")}
     changed = {
         path: entry
         for path, entry in after.entries.items()
@@ -190,18 +177,13 @@ def _hash_changed(start: Path, workspace: Path, before: Tree, after: Tree, end: 
         if time.monotonic() > end:
             raise TooMuchError("comparing the workspace with the start took too long")
         try:
-            after.entries[path] = dataclasses.replace(entry, digest=file_digest(workspace, path, stat.S_IRUSR))
+            after.entries[path] = dataclasses.replace(entry, digest=folders.file_digest(workspace, path, stat.S_IRUSR))
         except PermissionError:
             after.refused[path] = "unreadable"
             del after.entries[path]
         old = before.entries.get(path)
         if old is not None and old.kind == "file" and old.size <= MAX_FILE_BYTES:
-            before.entries[path] = dataclasses.replace(old, digest=file_digest(start, path))
-
-
-def _is_of_start(path: str, why: Refusal, before: Mapping[str, Refusal]) -> bool:
-    """Return True for what the start has as well. Compiled Python comes with every run of it."""
-    return before.get(path) == why or why == "cache"
+            before.entries[path] = dataclasses.replace(old, digest=folders.file_digest(start, path))
 
 
 def _diff(
@@ -228,12 +210,13 @@ def _diff(
 
 def _file_diff(start: Path, workspace: Path, path: str, old: Entry | None, new: Entry | None) -> str:
     name = printable(path).replace("\n", "\\n")
+    summary = f"{name}: {_describe(old)} -> {_describe(new)}\n"
     if {entry.kind for entry in (old, new) if entry is not None} != {"file"}:
-        return f"{name}: {_describe(old)} -> {_describe(new)}\n"
+        return summary
     texts = [_lines(start, path, old), _lines(workspace, path, new)]
-    mode = f"{name}: {_describe(old)} -> {_describe(new)}\n" if old and new and old.executable != new.executable else ""
     if texts[0] is None or texts[1] is None:
-        return mode or f"{name}: {_describe(old)} -> {_describe(new)}\n"
+        return summary
+    mode = summary if old and new and old.executable != new.executable else ""
     names = (f"a/{name}" if old else "/dev/null", f"b/{name}" if new else "/dev/null")
     lines = difflib.unified_diff(texts[0], texts[1], *names)
     ends = "\n\\ No newline at end of file\n"
@@ -252,7 +235,7 @@ def _lines(root: Path, path: str, entry: Entry | None) -> list[str] | None:
     """Return the lines of a text, None for what is no text or too long for a diff."""
     if entry is None:
         return []
-    content = read_file(root, path, _MAX_DIFF_FILE_BYTES)
+    content = folders.read_file(root, path, _MAX_DIFF_FILE_BYTES)
     if content is None or len(content) > _MAX_DIFF_FILE_BYTES or b"\0" in content:
         return None
     try:
@@ -273,7 +256,7 @@ def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
     for path in changes.deleted:
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), opened(fresh, parent) as folder:
-            allow_owner(folder, stat.S_IRWXU)
+            folders.allow_owner(folder, stat.S_IRWXU)
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:
@@ -286,10 +269,10 @@ def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
                 continue
         if entry.kind == "link":
             with opened(fresh, parent, create=True) as folder:
-                remove(folder, name)
+                folders.remove(folder, name)
                 os.symlink(entry.target, name, dir_fd=folder)
             continue
         with opened(workspace, parent) as source:
-            digest = write_file(fresh, path, read_chunks(source, name), executable=entry.executable)
+            digest = folders.write_file(fresh, path, folders.read_chunks(source, name), executable=entry.executable)
         if digest != entry.digest:
             raise OSError(f"{printable(path)} was changed while it was copied")

@@ -1,4 +1,4 @@
-"""Checking a task's judge before its first session: what can only be `unjudged` later is an error now."""
+"""Checking the judges of tasks before the first session: what can only be `unjudged` later is an error now."""
 
 import os
 import subprocess
@@ -8,71 +8,51 @@ from functools import lru_cache
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.checkout import apply_patch
 from rolltap.trainer.rollouts.judges.command import CALL, modules
 from rolltap.trainer.rollouts.judges.log import require_parser
 from rolltap.trainer.rollouts.judges.model import find_key, require_other_model
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
 
 _IMPORT_SECONDS = 120.0
 
 
-def check_judge(task: Task, start: Start | None = None, engine_urls: Sequence[str] = ()) -> None:
-    """Check that a task's judge can judge here. `engine_urls` are the policy's engines.
+def check_judges(tasks: Sequence[Task], engine: str) -> None:
+    """Check that the judges of tasks can judge here. `engine` is a URL of the policy's, or several with commas.
 
-    Without a `start` it is not checked that the `test_patch` fits it. A function is imported, in a process of its own,
-    once per process.
-
-    Raises `InputError` that names the task and the key of its judge, and `MissingPackageError` for a package that the
-    judge needs.
+    A function is imported, in a process of its own, once per process. Raises `InputError` that names the task and the
+    key of its judge, and `MissingPackageError` for a package that the judge needs.
     """
-    _check(task.id, "judge", task.effective_judge, start, engine_urls)
+    urls = [url.strip() for url in engine.split(",")]
+    for task in tasks:
+        _check(f"task {task.id}, judge", task.effective_judge, urls)
 
 
-def _check(task: str, key: str, spec: Judge, start: Start | None, engine_urls: Sequence[str]) -> None:
-    if isinstance(spec, SeveralJudges):
-        for number, one in enumerate(spec.judges):
-            _check(task, f"{key}.judges[{number}].judge", one.judge, start, engine_urls)
-        return
-    if not isinstance(spec, LLMJudge) and spec.tests is not None and not spec.tests.exists():
-        raise InputError(f"task {task}, {key}.tests: {spec.tests} does not exist")
+def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
+    key = ""
     try:
-        if isinstance(spec, LLMJudge):
-            name = "key_env"
-            find_key(spec)
-            name = "url"
-            require_other_model(spec, engine_urls)
-        elif isinstance(spec, PythonJudge):
-            name = "function"
-            if why := _import_fault(spec.function):
-                raise UnjudgedError(f"{spec.function} cannot be imported: {why}")
-        elif isinstance(spec, CommandJudge):
-            name = "mounts"
-            _check_mounts(spec)
-        else:
-            name = "log_parser"
-            if spec.log_parser is not None:
-                require_parser(spec.log_parser)
-            name = "test_patch"
-            _check_patch(spec, start)
+        match spec:
+            case SeveralJudges():
+                for number, one in enumerate(spec.judges):
+                    _check(f"{where}.judges[{number}].judge", one.judge, engine_urls)
+            case LLMJudge():
+                key = "key_env"
+                find_key(spec)
+                key = "url"
+                require_other_model(spec, engine_urls)
+            case PythonJudge():
+                key = "function"
+                if why := _import_fault(spec.function):
+                    raise UnjudgedError(f"{spec.function} cannot be imported: {why}")
+            case CommandJudge() if spec.where == "session" and (spec.mounts or spec.writable):
+                key = "mounts"
+                raise UnjudgedError("'where' is 'session', whose box has no mounts of the judge's: use 'fresh'")
+            case PytestJudge(log_parser=str(parser)):
+                key = "log_parser"
+                require_parser(parser)
     except UnjudgedError as error:
-        raise InputError(f"task {task}, {key}.{name}: {error}") from error
-
-
-def _check_mounts(spec: CommandJudge) -> None:
-    if spec.where == "session" and (spec.mounts or spec.writable):
-        raise UnjudgedError("'where' is 'session', and the session's box has no mounts of the judge's: use 'fresh'")
-    for source in spec.mounts.values():
-        if not source.exists():
-            raise UnjudgedError(f"{source} does not exist")
-
-
-def _check_patch(spec: PytestJudge, start: Start | None) -> None:
-    if spec.test_patch and start is not None:
-        apply_patch(spec.test_patch, start.folder, only_check=True)
+        raise InputError(f"{where}.{key}: {error}") from error
 
 
 @lru_cache(maxsize=1024)

@@ -14,15 +14,8 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
-from rolltap.trainer.rollouts.judges.folders import (
-    opened,
-    read_chunks,
-    read_file,
-    remove,
-    scan,
-    write_file,
-)
-from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, judges_files, read_only, select, stamp, stamps
+from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, read_file, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, judges_files, read_only, select, stamp
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
@@ -71,7 +64,7 @@ class Checkout:
         out: Folder of this machine that the judge writes to. The agent never saw it.
         tools: Folder of this machine with files that the judge only reads.
         outside: Folder in the box -> folder of this machine, for what the judge may write.
-        guarded: Path in the workspace -> stamp: the judge's own files, which no program may change. See `guard`.
+        guarded: Path in the workspace -> stamp: the judge's own files, which no program may change.
     """
 
     job: JudgeJob
@@ -90,10 +83,7 @@ class Checkout:
         return sorted(path for path, before in self.guarded.items() if stamp(self.workspace, path) != before)
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> int:
-        """Run the judge's program, and return its exit status.
-
-        Raises `UnjudgedError` when it has none, `OSError` when the box cannot be made.
-        """
+        """Return the exit status of the judge's program. Raises `UnjudgedError`, and `OSError` without a box."""
         clean = clean_environment(Path(self.box.home), isolated=self.job.runtime.isolated)
         whole = {**clean, **self.job.task.env, "PYTHONDONTWRITEBYTECODE": "1", **env}
         try:
@@ -122,10 +112,7 @@ class Checkout:
 
 @asynccontextmanager
 async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
-    """Yield the checkout for a judge: fresh, or the session's own.
-
-    Raises `UnjudgedError` when there is none to be had, `InputError` and `OSError` when it cannot be made.
-    """
+    """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it cannot be made."""
     if spec.where == "session" and job.result is not None:
         yield await _session_checkout(job, job.result, spec)
         return
@@ -152,8 +139,6 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
     if isolated:
         mounts += read_only(workspace, job.task.workdir, own)
     if isinstance(spec, CommandJudge):
-        if not isolated and (spec.mounts or spec.writable):
-            raise UnjudgedError(f"the judge needs mounts, and the runtime {job.runtime.name} has none", broke=False)
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
             outside[target] = folder / f"writable-{number}"
@@ -179,16 +164,13 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
             tools=tools,
             tools_inside=tools_inside,
             outside=outside,
-            guarded=stamps(workspace, own),
+            guarded={path: stamp(workspace, path) for path in own},
         )
 
 
 async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) -> Checkout:
     if job.session_box is None:
         raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
-    if isinstance(spec, CommandJudge) and (spec.mounts or spec.writable):
-        why = "the judge asks for mounts and for the session's box, which has none of the judge's"
-        raise UnjudgedError(why, broke=False)
     await job.session_box.settle()
     names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
     with _blame_agent():
@@ -212,11 +194,9 @@ async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) 
 
 
 def _prepare(job: JudgeJob, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
-    """Make the fresh workspace: the start, the task's tests over it, and the agent's changes to all else.
+    """Make the fresh workspace. Return the changes that were applied, and the paths of the tests.
 
-    Return the changes that were applied, and the paths of the tests.
-
-    The tests come first, so that nothing of the agent's is there yet when they are written.
+    The tests come before the agent's changes, so that nothing of these is there yet when they are written.
     """
     job.start.copy_to(workspace)
     tests = _lay_tests(job, spec, workspace)
@@ -243,7 +223,7 @@ def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
     """Lay the task's tests over a copy of the start, and return their paths."""
     laid: set[str] = set()
     if isinstance(spec, PytestJudge) and spec.test_patch:
-        apply_patch(spec.test_patch, workspace)
+        _apply_patch(spec.test_patch, workspace)
         patched = find_changes(job.start.folder, workspace)
         laid |= {*(path for path, entry in patched.changed.items() if entry.kind != "folder"), *patched.deleted}
     if spec.tests is not None:
@@ -271,28 +251,23 @@ def _lay(tests: Path, workspace: Path) -> set[str]:
 
 
 def _lay_over_session(job: JudgeJob, result: AgentResult, spec: OneJudge) -> None:
-    """Lay the task's tests over the agent's own workspace."""
     if isinstance(spec, PytestJudge) and spec.test_patch:
         with tempfile.TemporaryDirectory(prefix="judge-") as folder:
             patched = Path(folder, "workspace")
             job.start.copy_to(patched)
-            apply_patch(spec.test_patch, patched)
+            _apply_patch(spec.test_patch, patched)
             apply_changes(find_changes(job.start.folder, patched), patched, result.workspace)
     if spec.tests is not None:
         _lay(spec.tests, result.workspace)
 
 
-def apply_patch(patch: str, folder: Path, *, only_check: bool = False) -> None:
-    """Apply a unified diff to a copy of the start, by `git apply`. Raises `UnjudgedError` when it does not fit.
-
-    With `only_check` nothing is changed.
-    """
+def _apply_patch(patch: str, folder: Path) -> None:
     git = shutil.which("git")
     if git is None:
         raise InputError("git is not on the PATH: it is needed to apply the task's 'test_patch'")
     alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "PATH": os.defpath}
     text = patch if patch.endswith("\n") else patch + "\n"
-    command = [git, "apply", "--whitespace=nowarn", *(["--check"] if only_check else []), "-"]
+    command = [git, "apply", "--whitespace=nowarn", "-"]
     done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
     if done.returncode != 0:
         why = f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}"

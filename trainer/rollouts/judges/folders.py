@@ -77,8 +77,7 @@ def scan(root: Path, rights: int = 0) -> Tree:
     A folder that is not there, or is a symbolic link, is empty. Folders get the owner's `rights` first, where that is
     possible: an agent can close its own. What stays closed is refused.
 
-    Raises `TooMuchError` for more than `MAX_ENTRIES` or `MAX_PATH_BYTES`, and for a folder that stays closed, and
-    `OSError`.
+    Raises `TooMuchError` for more than `MAX_ENTRIES` or `MAX_PATH_BYTES` and a folder that stays closed, and `OSError`.
     """
     tree = Tree(rights=rights)
     if root.is_symlink() or not root.is_dir():
@@ -135,7 +134,11 @@ def _scan_folder(folder: int, prefix: str, depth: int, tree: Tree) -> None:
                     else:
                         tree.refused[path] = "symlink"
                 else:
-                    _add_file(path, status, tree)
+                    if status.st_mode & (stat.S_ISUID | stat.S_ISGID):
+                        tree.refused[path] = "setuid"
+                    if status.st_size > MAX_FILE_BYTES:
+                        tree.refused[path] = "size"
+                    tree.entries[path] = Entry("file", bool(status.st_mode & stat.S_IXUSR), status.st_size)
             except PermissionError:
                 tree.refused[path] = "unreadable"
     finally:
@@ -154,14 +157,6 @@ def _names(folder: int, prefix: str, tree: Tree) -> list[str]:
             if tree.path_bytes > MAX_PATH_BYTES:
                 raise TooMuchError(f"the paths in the workspace have more than {MAX_PATH_BYTES >> 20} MiB")
     return sorted(names)
-
-
-def _add_file(path: str, status: os.stat_result, tree: Tree) -> None:
-    if status.st_mode & (stat.S_ISUID | stat.S_ISGID):
-        tree.refused[path] = "setuid"
-    if status.st_size > MAX_FILE_BYTES:
-        tree.refused[path] = "size"
-    tree.entries[path] = Entry("file", bool(status.st_mode & stat.S_IXUSR), status.st_size)
 
 
 def file_digest(root: Path, path: str, rights: int = 0) -> str:

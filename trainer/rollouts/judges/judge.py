@@ -27,36 +27,27 @@ from rolltap.trainer.rollouts.judges.model import judge_by_model
 from rolltap.trainer.rollouts.judges.protected import OneJudge, pytest_command
 from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
-from rolltap.trainer.tasks.task import (
-    CommandJudge,
-    Judge,
-    LLMJudge,
-    PytestJudge,
-    PythonJudge,
-    SeveralJudges,
-    WeightedJudge,
-)
+from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
 
 
-def combine(judges: Sequence[WeightedJudge], judged: Sequence[Judged]) -> Judged:
-    """Return the weighted mean of several judgements; unjudged when one of them is.
-
-    Each reward is a part with the name of its judge, and its parts follow as `NAME.PART`.
-    """
+def _combine(spec: SeveralJudges, judged: Sequence[Judged]) -> Judged:
+    """Return the weighted mean. Each reward is a part with the name of its judge; its parts follow as `NAME.PART`."""
     parts: dict[str, float] = {}
     evidence: dict[str, Any] = {"judge": "several", "judges": {}}
-    for one, result in zip(judges, judged, strict=True):
+    for one, result in zip(spec.judges, judged, strict=True):
         evidence["judges"][one.name] = result.evidence
         if "forged_report" in result.evidence:
             evidence["forged_report"] = result.evidence["forged_report"]
         if result.reward is not None:
             parts[one.name] = result.reward
             parts.update((f"{one.name}.{name}", part) for name, part in result.parts.items())
-    missing = [f"{one.name}: {result.unjudged}" for one, result in zip(judges, judged, strict=True) if result.unjudged]
+    missing = [
+        f"{one.name}: {result.unjudged}" for one, result in zip(spec.judges, judged, strict=True) if result.unjudged
+    ]
     if missing:
         return Judged(unjudged="; ".join(missing), parts=parts, evidence=evidence)
-    weights = [one.weight for one in judges]
-    whole = sum(weight / sum(weights) * parts[one.name] for one, weight in zip(judges, weights, strict=True))
+    weights = sum(one.weight for one in spec.judges)
+    whole = sum(one.weight / weights * parts[one.name] for one in spec.judges)
     return Judged(reward=whole, parts=parts, evidence=evidence)
 
 
@@ -98,7 +89,7 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
             await _judge(one.judge, dataclasses.replace(job, name=f"{job.name}.{number}"))
             for number, one in enumerate(spec.judges)
         ]
-        return combine(spec.judges, results)
+        return _combine(spec, results)
     if isinstance(spec, CommandJudge):
         spec = _by_its_report(spec)
     try:

@@ -103,19 +103,14 @@ async def _answer(spec: LLMJudge, body: dict[str, Any], client: httpx.AsyncClien
         why = f"the judge's model {spec.model} answered with status {response.status_code}: {text}"
         raise UnjudgedError(why, broke=False)
     try:
-        text = httpx.Response(200, content=content).json()["choices"][0]["message"]["content"]
-        return read_answer(text if isinstance(text, str) else "")
+        text = str(httpx.Response(200, content=content).json()["choices"][0]["message"]["content"]).strip()
+        fenced = _FENCE.fullmatch(text)
+        reward = parse_json(fenced[1] if fenced else text)
+        if not 0.0 <= reward.reward <= 1.0 or reward.parts:
+            raise UnjudgedError(f"the reward {reward.reward:g} is not from 0 to 1, or has parts")
+        return reward
     except (ValueError, LookupError, TypeError, RecursionError, UnjudgedError) as error:
         raise _AgainError(f"its answer is not as asked for: {error}", is_models=True) from None
-
-
-def read_answer(text: str) -> Reward:
-    """Return the reward of an answer: a JSON object, in a code block or not. Raises `UnjudgedError`."""
-    fenced = _FENCE.fullmatch(text.strip())
-    reward = parse_json(fenced.group(1) if fenced else text)
-    if not 0.0 <= reward.reward <= 1.0 or reward.parts:
-        raise UnjudgedError(f"the reward {reward.reward:g} is not from 0 to 1, or has parts")
-    return reward
 
 
 def messages(rubric: str, instruction: str, diff: str) -> list[dict[str, str]]:
@@ -147,8 +142,7 @@ def require_other_model(spec: LLMJudge, engine_urls: Sequence[str]) -> None:
 def is_policy(url: str, engine_urls: Sequence[str]) -> bool:
     """Return True if an engine of the policy listens at the address of `url`.
 
-    Names are resolved, and all addresses of this machine's loopback are one. A gateway that forwards to the engine is
-    not seen.
+    Names are resolved, and all addresses of loopback are one. A gateway that forwards to the engine is not seen.
     """
     own = _addresses(url)
     return any(own & _addresses(engine) for engine in engine_urls)

@@ -111,9 +111,9 @@ def select(
 ) -> Changes:
     """Return the changes that are applied for a judge; the others are refused in it.
 
-    `tests` are the paths of the task's own tests. A judge that runs a program also refuses what would run in it without
-    being a part of the solution: see `patterns`. Files of the start that its command names, and the start's test files,
-    are applied only if `paths` names them; new test files are not applied for pytest.
+    `tests` are the paths of the task's own tests. For a judge that runs a program, what would run in it without being a
+    part of the solution (`PLANTED`) is refused too. Files of the start that its command names, and the start's test
+    files, are applied only if `paths` names them; new test files are not applied for pytest.
     """
     tests_folders = {parent for path in tests for parent in parents(path)}
     refused: dict[str, Refusal] = {}
@@ -151,17 +151,11 @@ def _refuse_for_program(
             return {path: "protected"}
         if not added and is_script(path, spec.command, workdir):
             return {path: "protected"}
-    if for_pytest and (why := _refuse_settings(path, start, workspace)):
-        return {path: why}
+    if for_pytest and matches(path, SETTINGS):
+        before, after = (read_file(folder, path, _MAX_SETTINGS_BYTES) for folder in (start, workspace))
+        if pytest_settings(path, before) != pytest_settings(path, after):
+            return {path: "settings"}
     return {}
-
-
-def _refuse_settings(path: str, start: Path, workspace: Path) -> Refusal | None:
-    if matches(path, SETTINGS):
-        before = pytest_settings(path, read_file(start, path, _MAX_SETTINGS_BYTES))
-        if pytest_settings(path, read_file(workspace, path, _MAX_SETTINGS_BYTES)) != before:
-            return "settings"
-    return None
 
 
 def pytest_settings(path: str, content: bytes | None) -> object:
@@ -219,11 +213,6 @@ def read_only(workspace: Path, workdir: str, paths: Iterable[str]) -> list[Mount
     folders = {parent for path in chosen for parent in parents(path)}
     mounts = [Mount(workspace / folder, f"{workdir}/{folder}", writable=True) for folder in sorted(folders)]
     return mounts + [Mount(workspace / path, f"{workdir}/{path}") for path in chosen]
-
-
-def stamps(workspace: Path, paths: Iterable[str]) -> dict[str, Stamp | None]:
-    """Return the stamp of each file: see `stamp`."""
-    return {path: stamp(workspace, path) for path in paths}
 
 
 def stamp(workspace: Path, path: str) -> Stamp | None:

@@ -113,10 +113,7 @@ class _Reader:
 
 
 def read_report(content: bytes) -> Report:
-    """Return the outcomes of a JUnit XML report. Of a test that is there twice the worse one counts.
-
-    Raises `UnjudgedError` for what cannot be read.
-    """
+    """Return what a JUnit XML report says; of a test that is there twice the worse. Raises `UnjudgedError`."""
     if len(content) > MAX_REPORT_BYTES:
         raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB")
     reader = _Reader()
@@ -342,7 +339,7 @@ async def judge_by_report(
     those without one when the reward depends on them, and returns the ones that count as such too.
 
     The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the tests that must
-    fail did; `missing_modules`, the modules for want of which no test of a file ran.
+    fail did; `missing_modules`, the modules, without their submodules, for want of which no test of a file ran.
     """
     file = f"{checkout.out_inside}/report.xml"
     marks = f"{checkout.out_inside}/marks"
@@ -376,11 +373,12 @@ async def judge_by_report(
         allowed |= await allow(skips - allowed)
         verdict = compare(evaded(outcomes, allowed), *lists)
     worst_first = sorted(reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
+    missing = sorted({module for text in report.errors.values() for module in _MISSING.findall(text)})
     evidence: dict[str, Any] = {
         "exit_status": status,
         "canary": saw,
         "tests": {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]},
-        "missing_modules": missing_modules(report)[:_MAX_MODULES],
+        "missing_modules": missing[:_MAX_MODULES],
     }
     if evasions := sorted(str(name)[:_MAX_NAME] for name, _ in skips - allowed):
         evidence["skipped_by_code"] = evasions[:_MAX_MODULES]
@@ -397,8 +395,3 @@ def _beside(spec: PytestJudge, checkout: Checkout) -> str:
             return path
     tests = (path for path in scan(checkout.workspace).entries if matches(path, TEST_FILES) and path.endswith(".py"))
     return min(tests, key=lambda path: (not path.rpartition("/")[2].startswith("test_"), path), default="")
-
-
-def missing_modules(report: Report) -> list[str]:
-    """Return the modules, without their submodules, for want of which tests could not be collected."""
-    return sorted({name for text in report.errors.values() for name in _MISSING.findall(text)})

@@ -6,10 +6,11 @@ A reward is one number within `MAX_REWARD` that was meant as one, or a JSON obje
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from rolltap.addons.errors import InputError
-from rolltap.addons.store.rewards import finite
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rolltap.trainer.toml import describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ _NEARLY = re.compile(
 _MAX_LINE = 10_000
 MAX_REWARD = 1e6
 """Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
-_MAX_PARTS = 1000
+_BETWEEN = f"between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}"
+_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
 class Reward(NamedTuple):
@@ -77,7 +79,19 @@ def parse_number(text: str) -> float:
     """Return the finite number that a text is, in ASCII digits, with blanks around it. Raises `UnjudgedError`."""
     if not _NUMBER.fullmatch(text.strip(" \t\r\n")):
         raise UnjudgedError(f"{_short(text)} is not one number")
-    return _bounded(float(text), "the number")
+    if abs(number := float(text)) > MAX_REWARD:
+        raise UnjudgedError(f"the number is {number:g}, and rewards are {_BETWEEN}")
+    return number
+
+
+class RewardObject(BaseModel):
+    """A reward in JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reward: _Number
+    parts: dict[str, _Number] = Field(default={}, max_length=1000)
+    reason: str = ""
 
 
 def parse_json(text: str) -> Reward:
@@ -87,28 +101,12 @@ def parse_json(text: str) -> Reward:
     numbers that are not finite, booleans.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+        found = RewardObject.model_validate(json.loads(text, object_pairs_hook=_unique))
+    except ValidationError as error:
+        raise UnjudgedError(f"{_short(text)} is no reward: {describe(error)}") from error
     except (ValueError, RecursionError) as error:
         raise UnjudgedError(f"{_short(text)} is not the JSON of a reward: {error}") from error
-    return read_object(value)
-
-
-def read_object(value: Any) -> Reward:
-    """Return the reward of a Python object, as `parse_json` of its text."""
-    if not isinstance(value, dict):
-        raise UnjudgedError(f"{_short(repr(value))} is not an object with the key 'reward'")
-    if unknown := [key for key in value if key not in ("reward", "parts", "reason")]:
-        raise UnjudgedError(f"the reward has the unknown key {_short(repr(unknown[0]))}")
-    parts = value.get("parts", {})
-    if not isinstance(parts, dict) or len(parts) > _MAX_PARTS or not all(isinstance(name, str) for name in parts):
-        raise UnjudgedError("the reward's 'parts' are not an object of numbers")
-    reason = value.get("reason", "")
-    if not isinstance(reason, str):
-        raise UnjudgedError("the reward's 'reason' is not a text")
-    if "reward" not in value:
-        raise UnjudgedError("the object has no key 'reward'")
-    numbers = {name: _bounded(part, f"the part {name!r}") for name, part in parts.items()}
-    return Reward(_bounded(value["reward"], "the reward"), numbers, reason)
+    return Reward(found.reward, found.parts, found.reason)
 
 
 def parse_output(output: str, how: Literal["number", "json"] | None) -> Reward | None:
@@ -135,25 +133,11 @@ def parse_text(text: str) -> Reward:
     return parse_json(text) if text.lstrip().startswith("{") else Reward(parse_number(text), {})
 
 
-def _bounded(value: Any, what: str) -> float:
-    try:
-        number = finite(value, what)
-    except InputError as error:
-        raise UnjudgedError(str(error)) from None
-    if abs(number) > MAX_REWARD:
-        raise UnjudgedError(f"{what} is {number:g}, and rewards are between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}")
-    return number
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
     return found
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is not finite")
 
 
 def _short(text: str) -> str:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges import changes as changes_module
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.judges.changes import apply_changes, find_changes
 from rolltap.trainer.rollouts.judges.folders import TooMuchError, scan, stays_inside
@@ -98,17 +97,10 @@ def test_a_large_diff_is_cut_off_and_still_names_all_changes_by_a_digest(tmp_pat
     assert len(digests) == 2
 
 
-@pytest.mark.parametrize(("target", "depth"), [("a", 0), ("a/b", 0), ("../a", 1), ("..", 1)])
-def test_a_link_stays_inside_the_workspace(target, depth):
-    assert stays_inside(target, depth)
-
-
-OUT = [("../a", 0), ("../../a", 1), ("a/../b", 3), ("/etc", 3), ("", 0), (".git/config", 0), ("../.GIT", 1), ("..", 0)]
-
-
-@pytest.mark.parametrize(("target", "depth"), OUT)
-def test_a_link_that_may_lead_out_of_the_workspace_does_not_stay_inside(target, depth):
-    assert not stays_inside(target, depth)
+def test_a_link_that_may_lead_out_of_the_workspace_does_not_stay_inside():
+    assert all(stays_inside(target, depth) for target, depth in [("a", 0), ("a/b", 0), ("../a", 1), ("..", 1)])
+    out = [("../a", 0), ("../../a", 1), ("a/../b", 3), ("/etc", 3), ("", 0), (".git/config", 0), ("../.GIT", 1)]
+    assert not any(stays_inside(target, depth) for target, depth in [*out, ("..", 0)])
 
 
 def test_a_link_to_a_link_does_not_lead_out_when_it_is_applied(tmp_path):
@@ -123,31 +115,26 @@ def test_a_link_to_a_link_does_not_lead_out_when_it_is_applied(tmp_path):
     assert (tmp_path / "fresh/sub/up").resolve() == tmp_path / "fresh"
 
 
-def test_folders_deeper_than_the_bound_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "MAX_DEPTH", 3)
+def test_a_very_deep_folder_is_bounded(tmp_path, monkeypatch):
     start, workspace = trees(tmp_path, {}, {"a": {"a": {"a": {"a": {"a": b""}}}}})
-    assert find_changes(start, workspace).refused == {"a/a/a/a/a": "depth"}
-
-
-def test_a_very_deep_folder_is_bounded(tmp_path):
-    start, workspace = trees(tmp_path, {}, {})
+    with monkeypatch.context() as bounds:
+        bounds.setattr(folders, "MAX_DEPTH", 3)
+        assert find_changes(start, workspace).refused == {"a/a/a/a/a": "depth"}
     nest(workspace, 1200, "d" * 20)
     assert list(find_changes(start, workspace).refused.values()) == ["depth"]
     remove_folder(workspace)
 
 
-def test_files_with_holes_are_too_much_before_one_is_read(tmp_path, monkeypatch):
+def test_files_with_holes_are_too_much_before_one_is_read_and_time_is_bounded(tmp_path, monkeypatch):
     start, workspace = trees(tmp_path, {"a": b"1"}, {"a": b"1", **{str(number): b"" for number in range(9)}})
     for number in range(9):
         os.truncate(workspace / str(number), 512 << 20)
-    monkeypatch.setattr(changes_module, "file_digest", None)
+    monkeypatch.setattr(folders, "file_digest", None)
     with pytest.raises(TooMuchError, match="changed more than 4 GiB"):
         find_changes(start, workspace)
-
-
-def test_a_comparison_that_takes_too_long_is_too_much(tmp_path):
+    monkeypatch.undo()
     with pytest.raises(TooMuchError, match="took too long"):
-        find_changes(*trees(tmp_path, {}, {"a": b"1"}), seconds=-1)
+        find_changes(start, start, seconds=-1)
 
 
 def test_long_paths_are_refused_and_their_sum_is_bounded(tmp_path, monkeypatch):

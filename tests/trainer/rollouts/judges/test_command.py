@@ -1,6 +1,8 @@
 import os
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -10,63 +12,39 @@ from tests.trainer.rollouts.judges.sessions import Left, shell
 
 
 @pytest.mark.parametrize(
-    ("script", "reward"),
+    ("script", "result", "reward", "why"),
     [
-        ("exit 0", 1.0),
-        ("exit 1", 0.0),
-        ("echo text", 1.0),
-        ("echo 0.25", 0.25),
-        ("echo first; echo -3", -3.0),
-        ("echo 0.5; exit 1", 0.5),
-        ("printf '\\377\\n0.5'", 0.5),
-        ("cat a.txt", 7.0),
+        ("exit 0", None, 1.0, None),
+        ("exit 1", None, 0.0, None),
+        ("echo 0.25", None, 0.25, None),
+        ("echo 0.5; exit 1", None, 0.5, None),
+        ("printf '\\377\\n0.5'", None, 0.5, None),
+        ("cat a.txt", None, 7.0, None),
+        ("echo 'score: 0.3'", None, None, "'score: 0.3', is not one finite number"),
+        ("exit 2", None, None, "ended with status 2, and only 0 and 1 are a verdict"),
+        ("no-such-program", None, None, "'sh', or a program in it, is not there"),
+        ("kill -9 $$", None, None, "ended by signal 9"),
+        ("echo 1e300", None, None, "rewards are between -1,000,000 and 1,000,000"),
+        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 1", "number", 0.5, None),
+        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', "number", 0.5, None),
+        ("echo 0.5 > $ROLLTAP_REWARD; exit 3", "number", None, "ended with status 3"),
+        ("echo x > $ROLLTAP_REWARD", "number", None, "'x' is not one number"),
+        ("yes | head -c 70000 > $ROLLTAP_REWARD", "number", None, "more than 64 KiB"),
+        ("echo 0.3 | tee $ROLLTAP_REWARD; exit 1", "status", 0.0, None),
     ],
 )
-async def test_the_reward_is_a_number_or_json_or_the_exit_status(tmp_path, script, reward):
-    judged = await Left(tmp_path, {"a.txt": "7"}).judge(shell(script))
-    assert (judged.reward, judged.unjudged) == (reward, None)
-
-
-@pytest.mark.parametrize(
-    ("script", "reward", "why"),
-    [
-        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 1", 0.5, None),
-        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', 0.5, None),
-        ("echo 0.5 > $ROLLTAP_REWARD; exit 3", None, "ended with status 3"),
-        ("echo x > $ROLLTAP_REWARD", None, "'x' is not one number"),
-        ("yes | head -c 70000 > $ROLLTAP_REWARD", None, "more than 64 KiB"),
-    ],
-)
-async def test_a_judge_of_a_number_may_write_it_to_a_file(tmp_path, script, reward, why):
-    judged = await Left(tmp_path, {}).judge(shell(script, result="number"))
+async def test_the_reward_is_a_number_or_json_or_the_exit_status_and_all_else_is_unjudged(
+    tmp_path, script, result, reward, why
+):
+    judged = await Left(tmp_path, {"a.txt": "7"}, did={"b.txt": "made"}).judge(shell(script, result=result))
     assert judged.reward == reward
-    assert why is None or why in judged.unjudged
+    assert judged.unjudged is None if why is None else why in judged.unjudged
 
 
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("echo nan", "'nan', is not one finite number"),
-        ("echo 'score: 0.3'", "'score: 0.3', is not one finite number"),
-        ("exit 2", "ended with status 2, and only 0 and 1 are a verdict"),
-        ("exit 5", "ended with status 5"),
-        ("no-such-program", "'sh', or a program in it, is not there"),
-        ("kill -9 $$", "ended by signal 9"),
-        ("echo 1e300", "rewards are between -1,000,000 and 1,000,000"),
-    ],
-)
-async def test_all_else_is_unjudged(tmp_path, script, why):
-    left = Left(tmp_path, {}, did={"a.txt": "made"})
-    judged = await left.judge(shell(script))
-    assert judged.reward is None
-    assert why in judged.unjudged
-
-
-@pytest.mark.parametrize("command", [["no-such-evaluator"], ["/dev/null"]])
-async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, command):
-    left = Left(tmp_path, {}, did={"a.txt": "made"})
-    judged = await left.judge({"kind": "command", "command": command})
-    assert f"the judge {command[0]!r} could not be started" in judged.unjudged
+@pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
+async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, program):
+    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge({"kind": "command", "command": [program]})
+    assert f"the judge {program!r} could not be started" in judged.unjudged
 
 
 @pytest.mark.parametrize(
@@ -80,17 +58,11 @@ async def test_a_judge_that_breaks_in_python_has_no_verdict_unless_the_agent_bro
 
 
 async def test_a_time_limit_is_unjudged_when_the_start_takes_as_long(tmp_path):
-    left = Left(tmp_path, {}, did={"a.txt": "made"})
-    judged = await left.judge(shell("exec sleep 600", timeout=0.2))
+    judged = await Left(tmp_path, {}, did={"a.txt": "made"}).judge(shell("exec sleep 600", timeout=0.2))
     assert judged.unjudged == (
         "the judge took more than 0.2 s; its output is in t-0.judge.log; on the untouched start: "
         "the judge took more than 0.2 s; its output is in t-0.start.judge.log"
     )
-
-
-async def test_the_status_is_all_that_counts_when_it_is_asked_for(tmp_path):
-    judged = await Left(tmp_path, {}).judge(shell("echo 0.3 | tee $ROLLTAP_REWARD; exit 1", result="status"))
-    assert judged.reward == 0.0
 
 
 async def test_the_environment_is_clean_and_has_the_judges_variables(tmp_path, monkeypatch):
@@ -117,22 +89,11 @@ async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
     write.parent.mkdir()
     write.write_text('cat a.txt "$HOME/note"; test -p fifo; echo 0.75 > "$ROLLTAP_REWARD"')
 
-    class Box:
-        workdir, home, proxy = str(left.workspace), str(left.home), None
-        settled = 0
-
-        async def run(self, command, *, env, timeout, log):
-            spec = BoxSpec(name="s", workspace=left.workspace, workdir="/w", home=left.home)
-            async with left.runtime.box(spec) as box:
-                return await box.run(command, env=env, timeout=timeout, log=log)
-
-        async def settle(self):
-            self.settled += 1
-
-    box = Box()
     spec = shell(". ./check.sh", where="session", tests=str(write.parent), result="number")
-    judged = await left.judge(spec, session_box=box)
-    assert (judged.reward, box.settled) == (0.75, 1), left.log
+    async with left.runtime.box(BoxSpec(name="s", workspace=left.workspace, workdir="/w", home=left.home)) as box:
+        with patch.object(type(box), "settle", autospec=True, side_effect=type(box).settle) as settle:
+            judged = await left.judge(spec, session_box=box)
+    assert (judged.reward, settle.call_count) == (0.75, 1), left.log
     assert left.log == "newin the home"
     assert (await left.judge(spec)).unjudged == "the session's box is gone, and its judge asks for it"
 
@@ -141,20 +102,15 @@ class Mounted:
     """A runtime that has paths of its own: what is written in the box is written to its mounts."""
 
     name, isolated = "mounted", True
+    workdir, home, proxy = "/workspace", "/root", None
 
     def __init__(self, files):
         self.files = files
 
-    def box(self, spec):
+    @asynccontextmanager
+    async def box(self, spec):
         self.spec = spec
-        return self
-
-    async def __aenter__(self):
-        self.workdir, self.home, self.proxy = self.spec.workdir, "/root", None
-        return self
-
-    async def __aexit__(self, *_):
-        pass
+        yield self
 
     async def run(self, command, *, env, timeout, log):
         log.write_bytes(b"")
@@ -170,17 +126,12 @@ async def test_a_reward_file_is_read_from_a_writable_folder_whatever_the_status(
     name = "/logs/verifier/reward.txt"
     left = Left(tmp_path, {}, Mounted({name: text} if text is not None else {}))
     (tmp_path / "tests").mkdir()
-    spec = {"kind": "command", "command": ["bash", "/tests/test.sh"], "reward_file": name}
-    judged = await left.judge({**spec, "mounts": {"/tests": str(tmp_path / "tests")}, "writable": ["/logs/verifier"]})
+    mounts = {"/tests": str(tmp_path / "tests")}
+    judged = await left.judge(shell("x", reward_file=name, mounts=mounts, writable=["/logs/verifier"]))
     assert judged.reward == reward
     mounts = {mount.target: (mount.source, mount.writable) for mount in left.runtime.spec.mounts}
     assert mounts["/tests"] == (tmp_path / "tests", False)
     assert left.runtime.spec.proxy is None
-
-
-async def test_mounts_are_refused_without_paths_of_ones_own(tmp_path):
-    judged = await Left(tmp_path, {}).judge(shell("true", writable=["/logs"]))
-    assert judged.unjudged == "the judge needs mounts, and the runtime process has none"
 
 
 async def test_nothing_of_the_judging_is_left(tmp_path):
@@ -197,25 +148,17 @@ def judge(tmp_path, monkeypatch):
     return lambda command: judge_here(command, tmp_path / "logs" / "s.evaluate.log")
 
 
-@pytest.mark.parametrize(
-    ("command", "reward", "parts"),
-    [
-        ("sh -c 'echo 5 passed; exit 1'", 0.0, {}),
-        ("sh -c 'echo many words; echo 0.25'", 0.25, {}),
-        ("""echo '{"reward": 0.5, "parts": {"speed": 1}}'""", 0.5, {"speed": 1.0}),
-    ],
-)
-def test_a_verdict_is_a_status_a_number_or_json(judge, command, reward, parts):
-    judged = judge(command)
-    assert (judged.reward, judged.parts, judged.unjudged) == (reward, parts, None)
-    assert judged.evidence["log"] == "s.evaluate.log"
+def test_a_verdict_is_a_status_a_number_or_json(judge):
+    judged = judge("""echo '{"reward": 0.5, "parts": {"speed": 1}}'""")
+    assert (judged.reward, judged.parts, judged.evidence["log"]) == (0.5, {"speed": 1.0}, "s.evaluate.log")
+    assert judge("sh -c 'echo 5 passed; exit 1'").reward == 0.0
+    assert judge("sh -c 'echo many words; echo 0.25'").reward == 0.25
 
 
 @pytest.mark.parametrize(
     ("command", "why"),
     [
         ("echo score: 0.3", "score: 0.3"),
-        ("python3 -m nosuch", "No module named nosuch"),
         ("python3 -c '1 / 0'", "ZeroDivisionError: division by zero"),
         ("sh -c 'kill -9 $$'", "status -9"),
         ("no-such-program", "No such file"),
@@ -225,8 +168,7 @@ def test_a_verdict_is_a_status_a_number_or_json(judge, command, reward, parts):
 )
 def test_all_else_is_no_verdict(judge, command, why):
     judged = judge(command)
-    assert judged.reward is None
-    assert why in judged.unjudged
+    assert (judged.reward, why in judged.unjudged) == (None, True), judged.unjudged
 
 
 def test_what_it_leaves_running_ends_with_it(judge, tmp_path):

@@ -92,12 +92,16 @@ async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_b
     assert why in judged.evidence["broke_judge"]
 
 
-async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path):
+async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path, monkeypatch):
     left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"}, did={"run.sh": "exit 7\n"})
     spec = {"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"], "env": {"COUNT": str(tmp_path / "count")}}
     for _ in range(3):
         assert (await left.judge(spec)).reward == 0.0
     assert (tmp_path / "count").read_text() == "x\n"
+    monkeypatch.setattr(module, "_MAX_BASELINES", 0)
+    monkeypatch.setattr(module, "_baselines", {})
+    assert (await left.judge(spec)).reward == 0.0
+    assert module._baselines == {}
 
 
 async def test_an_untouched_workspace_is_not_judged_twice(tmp_path):
@@ -125,26 +129,15 @@ async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):
     assert judged.unjudged.startswith("the task's test_patch does not fit its start:")
 
 
-async def test_several_judges_give_the_weighted_mean(tmp_path):
+async def test_several_judges_give_the_weighted_mean_unless_one_cannot_judge(tmp_path):
     left = Left(tmp_path, {})
     judged = await left.judge(several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\''))
     assert judged.reward == pytest.approx(0.875)
     assert judged.parts == {"a": 1.0, "b": 0.5, "b.c": 2.0}
     assert [evidence["judge"] for evidence in judged.evidence["judges"].values()] == ["command", "command"]
-
-
-async def test_several_judges_of_which_one_cannot_judge_are_unjudged(tmp_path):
-    judged = await Left(tmp_path, {}).judge(several("exit 0", "exit 9"))
+    judged = await left.judge(several("exit 0", "exit 9"))
     assert judged.unjudged.startswith("b: the judge ended with status 9")
     assert judged.parts == {"a": 1.0}
-
-
-async def test_judgements_of_baselines_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_BASELINES", 0)
-    monkeypatch.setattr(module, "_baselines", {})
-    left = Left(tmp_path, {"run.sh": "exit 0"}, did={"run.sh": "exit 7"})
-    assert (await left.judge({"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"]})).reward == 0.0
-    assert module._baselines == {}
 
 
 FUNCTIONS = """

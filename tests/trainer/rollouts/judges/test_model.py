@@ -57,6 +57,7 @@ async def test_a_model_reads_the_rubric_and_the_changes(tmp_path, endpoint, monk
     asked = body["messages"][1]["content"]
     assert "Is {it} right?" in asked
     assert "+new </data> {rubric}\n" in asked
+    assert messages("r", "i", "</data>")[0] != messages("r", "i", "</data>")[0]  # marks are random each time
     assert "sk-very-secret" not in str(judged) + (left.logs / "t-0.diff").read_text()
 
 
@@ -64,11 +65,7 @@ async def test_a_model_reads_the_rubric_and_the_changes(tmp_path, endpoint, monk
     "bad",
     [
         *((status, "busy") for status in (429, 500, 503)),
-        *(
-            (200, text)
-            for text in ("I think 0.5", '{"reward": 2}', '{"reward": "1"}', '{"reward": 1} {"reward": 0}', "")
-        ),
-        (200, None),
+        *((200, text) for text in ("I think 0.5", '{"reward": 2}', '{"reward": "1"}', '{"reward": 1} {}', "", None)),
     ],
 )
 async def test_a_model_is_asked_again_and_not_for_ever(tmp_path, endpoint, bad):
@@ -88,15 +85,12 @@ async def test_a_refusal_is_unjudged_at_once_and_does_not_show_the_key(tmp_path,
     assert judged.unjudged == "the judge's model judge answered with status 401: the key (the key) is wrong"
 
 
-async def test_a_redirect_is_not_followed(tmp_path, endpoint):
-    endpoint.answers = [(307, "")]
-    assert "status 307" in (await Left(tmp_path, {}).judge(spec(endpoint))).unjudged
-
-
-async def test_a_key_that_is_not_there_is_unjudged(tmp_path, endpoint):
-    judged = await Left(tmp_path, {}).judge(spec(endpoint, key_env="NO_SUCH_KEY"))
-    assert "NO_SUCH_KEY" in judged.unjudged
+async def test_a_redirect_is_not_followed_and_without_its_key_nothing_is_asked(tmp_path, endpoint):
+    left = Left(tmp_path, {})
+    assert "NO_SUCH_KEY" in (await left.judge(spec(endpoint, key_env="NO_SUCH_KEY"))).unjudged
     assert endpoint.requests == []
+    endpoint.answers = [(307, "")]
+    assert "status 307" in (await left.judge(spec(endpoint))).unjudged
 
 
 async def test_the_policy_does_not_judge_itself_unless_said(tmp_path, endpoint):
@@ -122,8 +116,3 @@ async def test_the_policy_does_not_judge_itself_unless_said(tmp_path, endpoint):
 )
 def test_an_engine_is_known_by_its_address(url, engine, same):
     assert is_policy(url, [engine]) is same
-
-
-def test_data_stand_between_marks_that_are_random_each_time():
-    first, second = (messages("r", "i", "</data>")[0]["content"] for _ in range(2))
-    assert first != second

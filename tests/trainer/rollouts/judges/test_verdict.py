@@ -10,39 +10,29 @@ from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse
 FINITE = st.floats(-1e6, 1e6)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("0.25", 0.25), (" -3\n", -3.0), ("+.5", 0.5), ("1.", 1.0), ("1e-3", 0.001)]
-)
-def test_a_number_is_read(text, number):
-    assert parse_number(text) == number
-
-
 NO_NUMBERS = "|nan|inf|-Infinity|1e999|1000001|-1e300|1_000|0x1|0,5|0.3 0.4|score: 0.3|½|\uff11|50%|."
 
 
-@pytest.mark.parametrize("text", NO_NUMBERS.split("|"))
-def test_what_is_not_one_finite_number_is_refused(text):
-    with pytest.raises(UnjudgedError):
-        parse_number(text)
+def test_a_number_is_read_and_what_is_not_one_finite_number_is_refused():
+    assert [parse_number(text) for text in ("0.25", " -3\n", "+.5", "1.", "1e-3")] == [0.25, -3.0, 0.5, 1.0, 0.001]
+    for text in NO_NUMBERS.split("|"):
+        with pytest.raises(UnjudgedError):
+            parse_number(text)
 
 
-@pytest.mark.parametrize(
-    ("output", "reward"),
-    [
-        ("first\n0.5\n\n", 0.5),
-        ('log\n{"reward": 1, "parts": {"speed": 0.5}}', 1.0),
-        ("", None),
-        ("===== 3 passed in 0.02s =====", None),
-        ("1 passed in 0.01s", None),
-        ("Ran 3 tests in 0.1s\n\nOK", None),
-        ("FAILED (failures=1)", None),
-        ("[INFO] BUILD SUCCESS", None),
-        ("done: all 3 files are right", None),
-    ],
+NO_REWARDS = (
+    "|===== 3 passed in 0.02s =====|1 passed in 0.01s|Ran 3 tests in 0.1s\n\nOK|FAILED (failures=1)|"
+    "[INFO] BUILD SUCCESS|done: all 3 files are right"
 )
-def test_the_last_line_is_the_reward_or_none_was_meant(output, reward):
-    found = parse_output(output, None)
-    assert (found and found.reward) == reward
+
+
+def test_the_last_line_is_the_reward_or_none_was_meant():
+    assert parse_output("first\n0.5\n\n", None) == Reward(0.5, {})
+    assert parse_output('log\n{"reward": 1, "parts": {"speed": 0.5}}', None) == Reward(1.0, {"speed": 0.5})
+    assert {parse_output(output, None) for output in NO_REWARDS.split("|")} == {None}
+    for how in ("number", "json"):  # one is asked for
+        with pytest.raises(UnjudgedError):
+            parse_output("text", how)
 
 
 NEARLY_REWARDS = (
@@ -56,12 +46,6 @@ NEARLY_REWARDS = (
 def test_a_line_that_may_have_been_meant_as_a_reward_is_unjudged(line, how):
     with pytest.raises(UnjudgedError):
         parse_output("text\n" + line, how)
-
-
-@pytest.mark.parametrize("how", ["number", "json"])
-def test_a_line_is_asked_for(how):
-    with pytest.raises(UnjudgedError):
-        parse_output("text", how)
 
 
 @pytest.mark.parametrize(
