@@ -1,14 +1,13 @@
 """A server that acts as vLLM does when weights are published: it pauses, loads folders, and may refuse a step."""
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
-from tests.trainer.engine.answering import HEALTHY, Answering
+from tests.trainer.engine.answering import HEALTHY, Answering, serving
 
 BASE = [-1.0, -2.0, -3.0]
 """Log-probabilities by the weights of the folder that it was started with."""
@@ -95,14 +94,6 @@ class Acting(Answering):
         return [path.partition("?")[0] for path, _ in self.requests]
 
 
-@contextmanager
-def acting(root: Path) -> Iterator[Acting]:
+def acting(root: Path) -> AbstractContextManager[Acting]:
     """Run an `Acting` that was started with the model in `root`."""
-    with Acting(root) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return serving(Acting(root))

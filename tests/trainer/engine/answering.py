@@ -4,9 +4,13 @@ import hashlib
 import json
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
+
+AnyServer = TypeVar("AnyServer", bound=ThreadingHTTPServer)
 
 HEALTHY: dict[str, Any] = {
     "/health": "",
@@ -55,6 +59,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Suppress the access log."""
+
+
+@contextmanager
+def serving(server: AnyServer) -> Iterator[AnyServer]:
+    """Run an HTTP server in a thread."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,9 @@
-import threading
-
 import pytest
 
-from tests.trainer.engine.answering import Answering
+from tests.trainer.engine.answering import Answering, serving
 
 
 @pytest.fixture
 def answering():
-    with Answering() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Answering()) as server:
         yield server
-        server.shutdown()
-        thread.join()

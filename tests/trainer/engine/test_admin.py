@@ -50,13 +50,6 @@ def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
         admin.require_endpoints()
 
 
-def test_weights_that_were_not_loaded_leave_the_engine_paused(answering, admin):
-    answering.answers["/pause"] = {}
-    with pytest.raises(EngineError, match="/collective_rpc: 404"):
-        admin.serve(Path("/published/policy-1"), "1")
-    assert [path for path, _ in answering.requests] == ["/pause?mode=wait", "/collective_rpc"]
-
-
 def test_what_an_engine_says_of_its_state_counts(answering, admin):
     answering.answers |= {"/is_paused": {"is_paused": True}, "/reset_prefix_cache": {"success": False}}
     answering.answers |= {"/update_weight_version": {}, "/weight_info": {"weight_version": "6"}}

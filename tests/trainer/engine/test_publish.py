@@ -86,18 +86,9 @@ class TestAdapters:
         assert published() == [*kept, OTHER]  # two trainings share the folder
         assert policy() == {"model": name(4), "version": version(4)}
 
-    def test_when_one_engine_refuses_none_serves_it_and_the_policy_is_the_previous_one(
+    def test_engines_that_do_not_agree_or_refuse_unload_it_and_the_policy_is_the_previous_one(
         self, pair, start, model, policy
     ):
-        publisher = start("lora")
-        publisher.publish(model, version(0), agreed)
-        pair[1].refuses["/v1/load_lora_adapter"] = 1
-        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
-            publisher.publish(model, version(1), agreed)
-        assert self.loaded(pair) == [[name(0)]] * 2
-        assert policy() == {"model": name(0), "version": version(0)}
-
-    def test_engines_that_do_not_agree_unload_it_and_the_policy_was_never_another_one(self, pair, start, model, policy):
         def disagree(served):
             assert self.loaded(pair) == [[name(0), served]] * 2
             assert policy() == {"model": name(0), "version": version(0)}
@@ -107,6 +98,11 @@ class TestAdapters:
         publisher.publish(model, version(0), agreed)
         with pytest.raises(EngineError, match="no agreement"):
             publisher.publish(model, version(1), disagree)
+        assert self.loaded(pair) == [[name(0)]] * 2
+        assert policy() == {"model": name(0), "version": version(0)}
+        pair[1].refuses["/v1/load_lora_adapter"] = 1
+        with pytest.raises(EngineError, match=rf"{pair[1].url}/v1/load_lora_adapter: 500"):
+            publisher.publish(model, version(1), agreed)
         assert self.loaded(pair) == [[name(0)]] * 2
         assert policy() == {"model": name(0), "version": version(0)}
 

@@ -112,10 +112,6 @@ def adapters(engine) -> set[str]:
     return {served["id"] for served in engine.http.get("/v1/models").json()["data"] if served["parent"]}
 
 
-def version_of(engine) -> str:
-    return engine.http.get("/weight_info").json()["weight_version"]
-
-
 def policy(run: Path) -> dict:
     return json.loads((run / "policy.json").read_text())
 
@@ -198,7 +194,7 @@ def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine
     admin.reload_weights(tmp_path / "half")
     verify()
     assert "is paused, as a killed training leaves it" in said[0]
-    assert (admin.is_paused(), version_of(engine)) == (False, f"{RUN}.0.3")
+    assert (admin.is_paused(), admin.weight_version()) == (False, f"{RUN}.0.3")
     assert_samples_like(base, generate(engine))
 
 
@@ -267,15 +263,6 @@ class TestTwoEngines:
             choice = generate(each)
             assert_samples_like(model, choice)
             assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
-
-    def test_both_serve_a_published_adapter_or_none(self, engine, second_engine, urls, base, publisher, refuses):
-        publishes, model = publisher("lora", *urls), with_adapter(base)
-        name = publishes.publish(model, f"{RUN}.1.0", agreed)
-        refuses("load_adapter")
-        with pytest.raises(EngineError, match="refuses"):
-            publishes.publish(with_adapter(base, seed=2), f"{RUN}.2.0", agreed)
-        assert [adapters(engine), adapters(second_engine)] == [{name}, {name}]
-        assert max(Engines(urls).differences(name, PROMPT[:99], score(model, PROMPT[:99]))) < 1e-4
 
     def test_an_engine_that_cannot_go_back_is_paused_and_the_next_start_restores_it(
         self, engine, second_engine, urls, base, publisher, refuses, tokenizer

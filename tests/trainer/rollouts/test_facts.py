@@ -1,5 +1,6 @@
 """Faults and budgets of sessions: by tables of rows, and by real sessions."""
 
+import json
 import re
 import sys
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
+from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_fault
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
@@ -124,12 +125,6 @@ DOWN = Answer(500, "the engine is broken")
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def recorder_with(engine, tokenizer_folder, tmp_path_factory):
     """Return the recorder with a patience in seconds, which the tests share."""
     with ExitStack() as stack:
@@ -159,9 +154,9 @@ def play(tmp_path, engine, recorder_with, request):
         batch.ledger.check()
         return session, batch.ledger
 
+    engine.otherwise = None
     yield play
     engine.replies.clear()
-    engine.otherwise = None
     engine.release()
     engine._loop.call_soon_threadsafe(engine._released.clear)  # the next generation is held again
 
@@ -245,8 +240,9 @@ async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(play, s
 
 
 async def test_a_session_whose_judge_is_missing_is_unjudged(play):
-    session, ledger = await play("ask('a')", SAY, evaluate=["no-such-evaluator"])
-    assert (session.status, session.exit_status, session.reward) == ("unjudged", 0, None)
+    session, ledger = await play("ask('a'); sys.exit(3)", SAY, evaluate=["no-such-evaluator"])
+    assert (session.status, session.exit_status, session.reward) == ("unjudged", 3, None)
+    assert json.loads(session.evidence)["ended"] == "failed"  # for a later reward
     assert "'no-such-evaluator' could not be started" in session.error
     assert ledger.left_out == {"unjudged": ledger.sampled}
 

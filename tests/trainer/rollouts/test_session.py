@@ -154,12 +154,6 @@ async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row
         await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
 
 
-async def test_an_unjudged_session_keeps_the_status_that_it_would_have_for_a_later_reward(play):
-    row = await play(f"{ONE_CALL}; exit 3", evaluate=["no-such-program"])
-    assert row.status == "unjudged"
-    assert json.loads(row.evidence)["ended"] == "failed"
-
-
 async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(play, monkeypatch, caplog):
     def broken(*_):
         raise KeyError("of the agent's making")

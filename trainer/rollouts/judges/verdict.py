@@ -103,7 +103,7 @@ def parse_json(text: str) -> Reward:
     try:
         found = RewardObject.model_validate(json.loads(text, object_pairs_hook=_unique))
     except ValidationError as error:
-        raise UnjudgedError(f"{_short(text)} is no reward: {describe(error)}") from error
+        raise UnjudgedError(f"{_short(text)} is no reward: {describe(error)[:300]}") from error
     except (ValueError, RecursionError) as error:
         raise UnjudgedError(f"{_short(text)} is not the JSON of a reward: {error}") from error
     return Reward(found.reward, found.parts, found.reason)

@@ -1,11 +1,11 @@
 import json
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from rolltap.trainer.rollouts.judges import model
 from rolltap.trainer.rollouts.judges.model import is_policy, messages
+from tests.trainer.engine.answering import serving
 from tests.trainer.rollouts.judges.sessions import Left
 
 
@@ -29,14 +29,10 @@ def endpoint(monkeypatch):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
         server.requests, server.answers = [], []
         server.url = f"http://127.0.0.1:{server.server_port}/v1"
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def spec(endpoint, **fields):
