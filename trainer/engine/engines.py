@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
@@ -16,12 +16,10 @@ from rolltap.trainer.engine.weights import Base, Owner, StolenError, claim, publ
 from rolltap.trainer.names import Version
 
 T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """A checkpoint on the disk, and the version that engines report for it."""
 
     folder: Path

@@ -63,8 +63,7 @@ class LoraPublisher:
 
     Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The
     newest `adapters` of the run stay loaded and on the disk, and an engine that was started again gets them back. The
-    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Adapters of other runs stay. `folder` may
-    be shared with other runs.
+    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Other runs may share `folder`.
     """
 
     def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int) -> None:
@@ -104,8 +103,7 @@ class Publisher(Protocol):
         `agrees` is called when all engines serve the weights, and before they are the run's policy. It raises
         `EngineError` for engines that do not agree with the trainer. Calls that start after the return are sampled by
         the weights. Returns the name under which the engines serve them, None for the base model's. When it raises,
-        the run's policy and what the engines serve are as before. Calls that were sampled meanwhile have the version
-        of their weights.
+        policy and engines are as before. Calls that were sampled meanwhile have the version of their weights.
 
         `model` is unwrapped and its parameters are not sharded. Call it on the main process only. Raises `InputError`
         for a model that cannot be published this way, `RunError` when it cannot be saved, and `EngineError`, which

@@ -117,8 +117,7 @@ class EngineServer:
     The constructor raises `InputError` when the `vllm` program or the model's folder is not found, and `EngineError`
     when there is no working Python beside the program. Entering waits until the server is healthy. It raises
     `InputError` for a key file that cannot be used, and `EngineError` when the server exits before, is not healthy
-    within two hours, lacks a required endpoint or answers without the key, and when another engine answers at its
-    address.
+    within two hours, lacks an endpoint or answers without the key, and when another answers at its address.
     """
 
     def __init__(

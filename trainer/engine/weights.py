@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import EngineError, RunError
@@ -59,8 +59,7 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
     return mean if isfinite(mean) else float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """A training. `run` is its id, which its restarts share. `about` says where it runs, for people."""
 
     run: str

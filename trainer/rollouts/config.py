@@ -34,8 +34,7 @@ FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rol
 class Budget(BaseModel):
     """Budgets of one session. None is no limit. A session that used one up has the status `budget`.
 
-    `calls` is the option `--max-calls` of `rolltap rollout` and the recorder's option `rolltap_max_calls`; the others
-    likewise.
+    `calls` is the option `--max-calls` of `rolltap rollout` and the recorder's `rolltap_max_calls`, and so on.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

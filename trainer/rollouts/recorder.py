@@ -40,8 +40,7 @@ class Recorder:
 
     Raises `InputError` for `processes` below 1, and for an unknown option or a value of another type. Entering raises
     `RecorderError` when the recorder does not start, for instance for a wrong `model` or option; `MissingPackageError`
-    without mitmproxy; `OSError` when the folder cannot be made. Leaving raises `RecorderError` when a process has died
-    inside the block.
+    without mitmproxy; `OSError` for the folder. Leaving raises `RecorderError` when a process has died inside.
     """
 
     def __init__(
@@ -58,6 +57,8 @@ class Recorder:
         require_options(options or {})
         self.path = Path(out)
         """The run folder."""
+        self.rows: SessionRows
+        """The rows of the run's sessions. Only inside of the `with` block."""
         self.engine, self.model = engine, str(model)
         known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
         self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
@@ -94,7 +95,7 @@ class Recorder:
                 for address, key in zip(addresses, keys, strict=True)
             ]
             self._writer = stack.enter_context(RunWriter(self.path))
-            self._rows = SessionRows(self.path)
+            self.rows = SessionRows(self.path)
             self._proxies, self._cleanup = proxies, stack.pop_all()
         return self
 
@@ -155,15 +156,10 @@ class Recorder:
             self.check()
             raise
 
-    @property
-    def rows(self) -> SessionRows:
-        """The rows of the run's sessions. Only inside of the `with` block."""
-        return self._rows
-
     def facts(self, session_id: str) -> Facts:
         """Return the facts of a session after `end_calls` or `stop_calls`. Raises as `end_calls`."""
         self.proxy(session_id)
-        return session_facts(self._rows, session_id)
+        return session_facts(self.rows, session_id)
 
     def end(self, session: Session) -> None:
         """End a session and record how it ended. Its running calls are recorded, and its commits are synced to the disk
@@ -197,7 +193,7 @@ class Recorder:
 
     def _version(self, session: Session) -> str:
         """Return the version of a session's row. Raises `RunError` and `OSError`."""
-        known = self._rows.first_version(session.session_id) or session.policy_version
+        known = self.rows.first_version(session.session_id) or session.policy_version
         if known is not None:
             return known
         try:

@@ -30,9 +30,8 @@ async def run_groups(
     sessions have the version that their calls say: see `Recorder.end`.
 
     Returns the sessions in the order in which they ended, all attempts. Raises `RecorderError` when the recorder dies,
-    and after `give_up_after` consecutive infrastructure failures; `InputError` for a path of a task that cannot be
-    read, and `OSError` when the run folder cannot be written. The sessions that still run are stopped then, and have
-    rows.
+    and after `give_up_after` consecutive infrastructure failures; `InputError` for a task's path that cannot be read,
+    and `OSError` when the run folder cannot be written. The sessions that still run are stopped then, and have rows.
     """
     config, recorder, runtime = stage.config, stage.recorder, stage.runtime
     if runtime.warning is not None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -326,8 +326,7 @@ def _faults(folder: Path, config: HarborConfig) -> list[str]:
     return faults
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundEnvironment:
+class _FoundEnvironment(NamedTuple):
     """An image, and what lies over its files in the work folder. `optional` as `Task.image_optional`."""
 
     image: str | None

@@ -249,9 +249,8 @@ class Task(BaseModel):
     def digest(self) -> str:
         """Return the SHA-256 of the task, in hexadecimal: the same task elsewhere has the same.
 
-        Of each path that the task names the content counts instead, and of `workspace` with a `commit` the commit; of
-        an image its name. `source` does not count. The code of a `PythonJudge` is not covered. Raises `InputError` for
-        a path that cannot be read.
+        Of each path that the task names the content counts instead, of `workspace` with a `commit` the commit, and of
+        an image its name. `source` and the code of a `PythonJudge` do not count. Raises `InputError` for a path.
         """
         fields = self.model_dump(exclude={"source", "evaluate", "judge"} | ({"workspace"} if self.commit else set()))
         fields["judge"] = self.effective_judge.model_dump()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges import folders
@@ -34,8 +34,7 @@ _OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE
 """Errors of reading that are not the agent's."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentResult:
+class AgentResult(NamedTuple):
     """The folders of this machine that an agent left."""
 
     workspace: Path
