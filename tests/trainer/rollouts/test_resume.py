@@ -142,9 +142,12 @@ def test_a_session_that_was_begun_and_has_no_row_is_cancelled_with_all_that_was_
         for session in (second, ended, first):
             writer.add_event(started_event(session))
         writer.add_event(Event(kind="ended", session_id="third"))
+        of_later_version = '{"task_id": "t", "status": "completed"}'  # read as far as it is known
+        writer.add_event(Event(kind="session_started", session_id="later", detail=of_later_version))
         writer.add_session(ended)
     found = resume.interrupted_sessions(tmp_path)
-    assert [session.session_id for session in found] == ["first", "second"]
-    for session, begun in zip(found, (first, second), strict=True):
+    assert [session.session_id for session in found] == ["first", "second", "later"]
+    assert (found[2].task_id, found[2].status) == ("t", "cancelled")
+    for session, begun in zip(found[:2], (first, second), strict=True):
         assert (session.status, session.reward, session.started_at) == ("cancelled", None, begun.started_at)
         assert {name: getattr(session, name) for name in known} == known
