@@ -199,6 +199,7 @@ def test_a_folder_of_any_depth_gives_way_to_a_file(tmp_path):
 
 def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):
     start, workspace = trees(tmp_path, {}, {"a": b"1"})
+    build(tmp_path / "fresh", {})
     changes = find_changes(start, workspace)
     (workspace / "a").write_bytes(b"2")
     with pytest.raises(OSError, match="a was changed while it was copied"):
