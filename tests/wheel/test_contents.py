@@ -29,7 +29,8 @@ def test_every_part_of_rolltap_is_the_installed_one():
 
 def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
     tops = [ROOT / folder for folder in FOLDERS if folder != "trainer/public"]
-    sources = {path for top in tops for path in top.rglob("*") if path.suffix in (".py", ".toml", ".typed")}
+    files = {path for top in tops for path in top.rglob("*")}
+    sources = {path for path in files if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md"}
     # not by name alone: an editable install left metadata in the checkout
     (wheel,) = distributions(name="rolltap", path=[Path(rolltap.__file__).parents[1]])
     installed = [PurePosixPath(path) for path in wheel.files if path.parts[0] == "rolltap" and path.suffix != ".pyc"]
