@@ -188,11 +188,11 @@ def _memory(folder: Path, lora: dict[str, Any]) -> Iterator[Result]:
 
     step(256)
     held = torch.cuda.memory_allocated() - before
-    yield Result("weights and gradients over the plan", name, held / (always.weights + always.gradients), 1.1)
+    yield Result("weights and gradients over the plan", name, held / (always["weights"] + always["gradients"]), 1.1)
     torch.cuda.reset_peak_memory_stats()
     step(LENGTH)
     peak = torch.cuda.max_memory_allocated() - before - held
-    yield Result(f"peak of a step of {LENGTH:,} tokens over the plan", name, peak / traces.total, 1.0)
+    yield Result(f"peak of a step of {LENGTH:,} tokens over the plan", name, peak / traces.sizes.total, 1.0)
 
 
 def _autocast(device: str, dtype: str) -> Callable[[], Any]:

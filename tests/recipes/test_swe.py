@@ -42,9 +42,7 @@ def planned(name: str, folder: Path) -> TrainingPlan:
     with (
         chdir(folder),
         patch.object(plan, "model_numbers", numbers),
-        patch.object(plan, "kernels", lambda _: KERNELS),
         patch.object(findings, "kernels", lambda _: KERNELS),
-        patch.object(findings.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40)),
         patch("torch.cuda.is_available", lambda: False),
     ):
         return plan.plan(recipe, file=Path("recipes/swe", name), out=Path("runs/swe"))

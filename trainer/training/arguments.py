@@ -1,15 +1,7 @@
-"""A recipe's arguments for TRL, PEFT and the recorder. They are checked before anything starts.
+"""A recipe's arguments for TRL, PEFT and the recorder, and its checkpoints. All is checked before anything starts.
 
-Adapters that vLLM does not load, or would load as another one.
-
-The checkpoints from which a stopped training goes on.
-
-The reporters of a training: programs to which TRL's trainer sends its metrics.
-
-A trial of what transformers makes of a training's arguments long after its start: log level, optimizer, schedule.
-
-Transformers checks their names when the arguments are made, and the rest when the first step begins, when sessions have
-run already.
+Transformers checks the names of a training's arguments when they are made, and the rest (log level, optimizer,
+schedule) when the first step begins and sessions have run already: a trial makes these here.
 """
 
 import difflib
@@ -52,23 +44,20 @@ _ABSENT = (
 
 def require_servable(lora: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments of `LoraConfig` whose adapter vLLM does not serve. Their types are right."""
-    for key in _ABSENT:
-        if lora.get(key):
-            raise InputError(_refusal(key, lora[key], "remove it"))
+    fixes = {key: "remove it" for key in _ABSENT if lora.get(key)}
     if lora.get("bias", "none") != "none":
-        raise InputError(_refusal("bias", lora["bias"], 'set it to "none"'))
+        fixes["bias"] = 'set it to "none"'
     init = lora.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in _INITS:
-        raise InputError(_refusal("init_lora_weights", init, f"leave it out, choose one of {', '.join(_INITS)}"))
+        fixes["init_lora_weights"] = f"leave it out, choose one of {', '.join(_INITS)}"
     if lora.get("r", 8) > LARGEST_RANK:
-        raise InputError(_refusal("r", lora["r"], f"set {LARGEST_RANK} or less"))
-    ranks = lora.get("rank_pattern") or {}
-    if any(rank > LARGEST_RANK for rank in ranks.values()):
-        raise InputError(_refusal("rank_pattern", ranks, f"set {LARGEST_RANK} or less"))
-
-
-def _refusal(key: str, value: Any, fix: str) -> str:
-    return f'vLLM does not serve an adapter with lora.{key} = {value!r}: {fix}, or set publish = "checkpoint"'
+        fixes["r"] = f"set {LARGEST_RANK} or less"
+    if any(rank > LARGEST_RANK for rank in (lora.get("rank_pattern") or {}).values()):
+        fixes["rank_pattern"] = f"set {LARGEST_RANK} or less"
+    for key, fix in fixes.items():
+        raise InputError(
+            f'vLLM does not serve an adapter with lora.{key} = {lora[key]!r}: {fix}, or set publish = "checkpoint"'
+        )
 
 
 CHECKPOINTS = "checkpoints"
@@ -166,22 +155,16 @@ def _try(args: TrainingArguments, names: tuple[str, ...], make: Callable[[], Any
     try:
         return make()
     except Exception as error:  # of all kinds: a missing package, an unknown name, a number out of range
-        given = ", ".join(f"{name} = {_plain(getattr(args, name))!r}" for name in names)
+        values = {name: getattr(args, name) for name in names}
+        given = ", ".join(f"{name} = {getattr(value, 'value', value)!r}" for name, value in values.items())
         raise InputError(f"the recipe's [grpo] table cannot be used ({given}): {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Return an enumeration's value, and other values as they are."""
-    return getattr(value, "value", value)
 
 
 _SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
 SAVE_TOTAL_LIMIT = 2
 """Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
-_WIDER_THAN_DECLARED = ("scale_rewards",)
-"""Fields that take more types than they declare."""
 _SCALES = (True, False, "group", "batch", "none")
-"""Values of TRL's `scale_rewards`."""
+"""Values of TRL's `scale_rewards`: more types than it declares."""
 
 
 def check_arguments(recipe: Recipe) -> None:
@@ -207,7 +190,7 @@ def check_arguments(recipe: Recipe) -> None:
         require_servable(recipe.lora)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     if config:
-        _check_adapter(recipe, config, model)
+        add_adapter(recipe, config, model)
 
 
 def require_machine(machine: Machine | None, processes: int, urls: int | None = None) -> None:
@@ -330,7 +313,7 @@ def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
 def _check_types(table: str, kind: type, values: Mapping[str, Any]) -> None:
     """Raise `InputError` for a value that is not of its field's type. Keys that are not fields are left out."""
     types = get_type_hints(kind)
-    for key in values.keys() & types.keys() - {*_WIDER_THAN_DECLARED}:
+    for key in values.keys() & types.keys() - {"scale_rewards"}:
         try:
             TypeAdapter(types[key]).validate_python(values[key], strict=True)
         except ValidationError as error:
@@ -358,8 +341,8 @@ def _check_dtype(recipe: Recipe) -> None:
         raise InputError('grpo.bf16 = true with dtype = "float16": leave one of them out')
 
 
-def _check_adapter(recipe: Recipe, config: LoraConfig, model: Any) -> None:
-    """Raise `InputError` when the model, which is on the meta device, cannot get the adapter."""
+def add_adapter(recipe: Recipe, config: LoraConfig, model: Any) -> None:
+    """Add an adapter without weights to a model on the meta device. Raises `InputError` when it does not fit."""
     try:
         config.init_lora_weights = False  # there are none to begin from
         without_frozen(config, model)

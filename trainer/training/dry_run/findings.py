@@ -1,8 +1,7 @@
 """Findings of a plan: what a start refuses or cannot work, what may go wrong, and what is not there yet."""
 
 import importlib.util
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,17 +9,13 @@ from typing import Literal
 import torch
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.models.loading import INSTALL, Dtype, kernels
+from rolltap.trainer.models.loading import INSTALL, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling, training_arguments
-from rolltap.trainer.training.dry_run.memory import GIB, SLACK, Memory, Rows, session_bytes
+from rolltap.trainer.training.dry_run.memory import SLACK, Machine, Memory, Rows, gib, session_bytes
 from rolltap.trainer.training.dry_run.model import ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
-
-FIRST_PORT = 8000
-"""Port of the first engine, if no URL is given."""
-SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +29,6 @@ class Finding:
     fix: str
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Processes, engines and GPUs of a plan."""
-
-    processes: int
-    engines: tuple[str, ...]
-    """URLs. None to train on recorded runs."""
-    gpu: float | None
-    """Bytes of a GPU; None without one, or if it is not known."""
-    gpus: float
-    """GPUs of this machine that may train; infinite if the plan is for another one."""
-    shared_gpu: bool
-    dtype: Dtype
-    cuda: bool
-    """True if this machine has a GPU."""
-
-
-def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, online: bool = True) -> Machine:
-    """Return the machine that a recipe's table [machine] names, and otherwise this one.
-
-    `engine` is the value of `--engine`, and `processes` the number of processes that are started. Without `online`
-    there are no engines. The type of the weights is the one that a start on this machine chooses.
-    """
-    declared = recipe.machine
-    cuda = torch.cuda.is_available()
-    here = float(torch.cuda.get_device_properties(0).total_memory) if cuda else None
-    gpu = declared.gpu_gib * GIB if declared and declared.gpu_gib else here
-    if recipe.grpo.get("use_cpu"):
-        gpu = None
-    urls = [url.strip() for url in engine.split(",")] if engine else []
-    if not urls and online:
-        urls = [f"http://127.0.0.1:{FIRST_PORT + i}" for i in range(declared.engines if declared else 1)]
-    return Machine(
-        processes=processes or (declared.processes if declared else 1),
-        engines=tuple(urls),
-        gpu=gpu,
-        gpus=torch.cuda.device_count() if cuda and gpu == here else float("inf"),
-        shared_gpu=bool(online and declared and declared.shared_gpu),
-        dtype=recipe.dtype or ("float32" if gpu is None else "bfloat16"),
-        cuda=cuda,
-    )
-
-
 def refused(refusal: RolltapError) -> Finding:
     """Return the finding of what a start refuses. Its remedy comes after the last colon of the message."""
     what, _, fix = str(refusal).rpartition(": ")
@@ -84,19 +36,9 @@ def refused(refusal: RolltapError) -> Finding:
 
 
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    """Yield the findings that need no model: those of a start's own checks first."""
-    yield from _refused(recipe, machine)
+    """Yield the findings that need no model."""
     if machine.engines:
-        yield from _rollouts(recipe)
-        if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
-            fix = 'install it, or publish = "checkpoint"'
-            yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
-        if recipe.publish == "nccl" and machine.shared_gpu:
-            fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
-            yield Finding("error", "NCCL does not join two processes on one GPU", fix)
-        if recipe.publish == "lora" and len(machine.engines) > 1:
-            text = f"{len(machine.engines)} engines, one a GPU: vLLM with --data-parallel-size cannot load adapters"
-            yield Finding("note", text, "start each as written")
+        yield from _of_rollouts(recipe, machine)
     if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
         yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
     sessions = recipe.groups_per_step * recipe.sessions
@@ -107,21 +49,18 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     elif parts > sessions:
         text = f"a step has {sessions} sessions for {parts} micro-batches of all processes: some are empty"
         yield Finding("warning", text, "a smaller grpo.gradient_accumulation_steps")
-    if machine.processes > machine.gpus:
+    if machine.gpus is not None and machine.processes > machine.gpus:
         text = f"{machine.processes} processes on a machine with {machine.gpus} GPUs"
         yield Finding("error", text, "one process for each GPU that trains")
-    if machine.shared_gpu and machine.gpu is None:
-        yield Finding("warning", "the memory of the shared GPU is not known", "give machine.gpu_gib")
-    if machine.cuda and machine.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
+    if torch.cuda.is_available() and machine.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
         fix = 'dtype = "float16" with [lora], or dtype = "float32"'
         yield Finding("error", "this GPU does not compute in bfloat16", fix)
-    if recipe.grpo.get("forward") == "padded":
-        text = 'the memory of forward = "padded" is an estimate: rows are padded to the longest'
-        yield Finding("warning", text, 'forward = "segments"')
 
 
-def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterator[Finding]:
-    """Yield the findings that need the model's numbers, but no memory."""
+def of_numbers(
+    recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: Rows, memory: Memory
+) -> Iterator[Finding]:
+    """Yield the findings of the model, and one for each way in which the memory is too small."""
     context = f"the model's context of {numbers.context:,} tokens"
     if recipe.max_tokens is None:
         text = f"max_tokens is not set: traces are planned with {context}"
@@ -130,88 +69,70 @@ def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterato
         text = f"max_tokens = {recipe.max_tokens:,} is more than {context}"
         yield Finding("error", text, f"max_tokens = {numbers.context} or less")
     if missing := [name for name, there in kernels(numbers.model_type).items() if not there]:
-        where = "" if machine.cuda else " (here; look again on the machine that trains)"
+        where = "" if torch.cuda.is_available() else " (here; look again on the machine that trains)"
         text = f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)}{where}"
         yield Finding("warning", text, f"{INSTALL} on the machine with the GPU")
     if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
         text = "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned"
         fix = "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings"
         yield Finding("error", text, fix)
-
-
-def of_memory(
-    recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: Rows, memory: Memory
-) -> Iterator[Finding]:
-    """Yield a finding for each way in which the memory is too small."""
     if machine.gpu is None:
         yield Finding("note", "the memory of a GPU is not known: nothing is said about what fits", "machine.gpu_gib")
         return
     gpu, always, engine = machine.gpu, memory.always.total, memory.engine
     planned = memory.planned_traces or 0
     if always > SLACK * gpu:
-        text = f"weights, gradients and optimizer take {_gib(always)} of a GPU's {_gib(gpu)}"
+        text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(gpu)}"
         fix = "more machine.processes, which share the optimizer's state, or a "
         yield Finding("error", text, fix + ("larger GPU" if recipe.lora else "[lora] table"))
         return
-    if memory.traces.total > planned:
-        text = f"a trace of {traces.longest:,} tokens takes {_gib(memory.traces.total)}, and {_gib(planned)} are left"
+    if memory.traces.sizes.total > planned:
+        text = (
+            f"a trace of {traces.longest:,} tokens takes {gib(memory.traces.sizes.total)}, and {gib(planned)} are left"
+        )
         fix = "a smaller max_tokens" + ("" if recipe.grpo.get("offload_states") else ", or offload_states = true")
         yield Finding("error", text, fix + (", or a machine with a GPU for each" if machine.shared_gpu else ""))
-    elif always + planned + (engine.total if engine and machine.shared_gpu else 0) > gpu:
-        text = f"grpo.memory_gib = {recipe.grpo['memory_gib']} is more than the GPU has besides {_gib(always)}"
+    elif always + planned + (engine.sizes.total if engine and machine.shared_gpu else 0) > gpu:
+        text = f"grpo.memory_gib = {recipe.grpo['memory_gib']} is more than the GPU has besides {gib(always)}"
         yield Finding("error", text, "a smaller grpo.memory_gib, or none")
     if engine is None:
         return
     if engine.sessions < 1:
-        one = _gib(session_bytes(numbers, traces.longest))
-        text = (
-            f"the engine's cache of {_gib(engine.cache)} does not hold a session of {traces.longest:,} tokens ({one})"
-        )
+        cache, one = gib(engine.sizes["cache"]), gib(session_bytes(numbers, traces.longest))
+        text = f"the engine's cache of {cache} does not hold a session of {traces.longest:,} tokens ({one})"
         fix = "a smaller max_tokens" + (", or another GPU for the engine" if machine.shared_gpu else "")
         yield Finding("error", text, fix)
     elif (held := engine.sessions * len(machine.engines)) < recipe.concurrency:
         text = f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the longest: vLLM would "
         fix = "a smaller concurrency, unless most sessions are much shorter"
         yield Finding("warning", f"{text}compute some of them again", fix)
-    folder, needed = recipe.publish_folder, memory.disk.published
-    if folder and folder.is_relative_to(SHM) and SHM.is_dir() and (free := shutil.disk_usage(SHM).free) < needed:
-        text = f"{folder} needs {_gib(needed)} of memory, and {_gib(free)} are free here"
-        yield Finding("note", text, "a larger /dev/shm (docker run --shm-size)")
 
 
-def _refused(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    """Yield the first thing that a start refuses, found by its own checks."""
+def check_start(recipe: Recipe, machine: Machine) -> None:
+    """Make a start's own checks. Raises the first `RolltapError`."""
     online = bool(machine.engines)
+    require_machine(recipe.machine, machine.processes, len(machine.engines) if online else None)
+    check_arguments(recipe)
     tasks = recipe.tasks if online and recipe.tasks and recipe.tasks.is_file() else None
-
-    def arguments() -> None:
-        rows = load_tasks(tasks) if tasks else range(recipe.groups_per_step)
-        training_arguments(recipe, Path("run"), 0, rows)
-
-    checks: list[Callable[[], object]] = [
-        lambda: require_machine(recipe.machine, machine.processes, len(machine.engines) if online else None),
-        lambda: check_arguments(recipe),
-        arguments,
-        lambda: sampling(recipe) if online else None,
-        lambda: Harness.load(recipe.harness) if online and recipe.harness else None,
-    ]
-    for check in checks:
-        try:
-            check()
-        except RolltapError as refusal:
-            yield refused(refusal)
-            return
+    training_arguments(recipe, Path("run"), 0, load_tasks(tasks) if tasks else range(recipe.groups_per_step))
+    if online:
+        sampling(recipe)
+    if online and recipe.harness:
+        Harness.load(recipe.harness)
 
 
-def _rollouts(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.recorder and importlib.util.find_spec("mitmproxy") is None:
-        yield Finding("note", "values of [recorder] are not checked: mitmproxy is not here", "install rolltap[record]")
+def _of_rollouts(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
         text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
         yield Finding("warning", text, f"add {missing[0]}")
     elif recipe.tasks is not None and not recipe.tasks.is_file():
         yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
+    if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
+        fix = 'install it, or publish = "checkpoint"'
+        yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
+    if recipe.publish == "nccl" and machine.shared_gpu:
+        fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
+        yield Finding("error", "NCCL does not join two processes on one GPU", fix)
+    if recipe.publish == "lora" and len(machine.engines) > 1:
+        text = f"{len(machine.engines)} engines, one a GPU: vLLM with --data-parallel-size cannot load adapters"
+        yield Finding("note", text, "start each as written")

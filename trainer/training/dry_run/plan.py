@@ -16,17 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.models.loading import kernels
 from rolltap.trainer.training.dry_run import findings as found
-from rolltap.trainer.training.dry_run.findings import Finding, Machine, machine_of
+from rolltap.trainer.training.dry_run.findings import Finding
 from rolltap.trainer.training.dry_run.memory import (
     GIB,
     UTILIZATION,
     EngineShare,
+    Machine,
     Memory,
     Rows,
-    checkpoints_at_once,
-    checkpoints_written,
+    checkpoints_of,
+    gib,
+    machine_of,
     memory_of,
     rows,
 )
@@ -35,28 +36,16 @@ from rolltap.trainer.training.recipe import Recipe
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`. vLLM 0.32."""
-
 KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"
 """Line of every terminal: the file is made if it does not exist."""
-
 WIDTH = 74
 """Characters of a line of a command, without its end: a terminal has 80."""
 
+_WORK = (
+    "{steps:,} steps of {sessions_per_step:,} sessions = {sessions:,} sessions, {optimizer_steps:,} optimizer steps, "
+    "{checkpoints:,} checkpoints"
+)
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Numbers of a whole training. Sessions are without those that replace groups of equal rewards."""
-
-    steps: int
-    sessions_per_step: int
-    sessions: int
-    optimizer_steps: int
-    checkpoints: int
-    """Written in all; the newest are kept."""
-    traces_per_pass: Rows
-    """Longest forward pass of a training process, if sessions are single traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +56,12 @@ class TrainingPlan:
     machine: Machine
     findings: list[Finding]
     model: ModelNumbers | None = None
-    """None, as are `work` and `memory`, when the model could not be built: a finding says why."""
-    work: Work | None = None
+    """None, with all that follows, when a start would be refused, or there is no such model: a finding says why."""
+    work: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Numbers of the whole training. Sessions are without those that replace groups of equal rewards."""
+    traces_per_pass: Rows | None = None
+    """Longest forward pass of a training process, if sessions are single traces."""
     memory: Memory | None = None
-    kernels: dict[str, bool] = dataclasses.field(default_factory=dict)
-    """Packages of fast kernels that the model can use -> there is one here."""
     lines: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -81,13 +71,15 @@ class TrainingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values. Sizes are bytes."""
-        own = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        own = dataclasses.asdict(self)
+        if self.model is not None:
+            own["model"]["trained"] = sum(own["model"].pop("sizes"))
         return {"can_start": self.can_start, **own, "recipe": self.recipe.model_dump(mode="json")}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the plan as tables: its findings last, where they are read."""
-        if self.model is not None and self.work is not None and self.memory is not None:
-            yield _summary(self, self.model, self.work)
+        if self.model is not None and self.traces_per_pass is not None and self.memory is not None:
+            yield _summary(self, self.model, self.traces_per_pass)
             for title, table in _sizes(self, self.memory).items():
                 yield Text(f"\n{title}", style="bold")
                 yield Padding(table, (0, 0, 0, 2), expand=False)
@@ -95,12 +87,9 @@ class TrainingPlan:
             # as text of its own, not in a frame, which would be cut at the edge of a narrow terminal
             yield Text("\n".join(map(_broken, self.lines)))
         yield Text()
-        for finding in self.findings:
+        for finding in sorted(self.findings, key=lambda finding: list(_STYLES).index(finding.level)):
             yield Text.assemble((f"{finding.level}: ", _STYLES[finding.level]), f"{finding.text}. Fix: {finding.fix}.")
-        yield Text(
-            "This can start." if self.can_start else "This cannot start.",
-            "bold green" if self.can_start else "bold red",
-        )
+        yield Text("This can start.", "bold green") if self.can_start else Text("This cannot start.", "bold red")
 
 
 def plan(
@@ -117,52 +106,43 @@ def plan(
     `engine` is the value of `--engine`, and `processes` the number of training processes: by default what the recipe's
     table [machine] says. `file` is the recipe's path, and `out` the run folder, for the lines. With recorded `runs` no
     engine and no rollouts are planned; their groups are taken to be as large as the recipe's. What the training would
-    refuse is a finding.
+    refuse is a finding, without numbers.
     """
     machine = machine_of(recipe, engine, processes, online=not runs)
     typed = recipe.model_copy(update={"dtype": machine.dtype})  # this machine's GPU does not decide
-    findings = list(found.of_recipe(typed, machine))
+    findings = list(found.of_recipe(recipe, machine))
     try:
+        found.check_start(typed, machine)
         numbers = model_numbers(recipe, machine.dtype)
     except RolltapError as error:
-        refused = found.refused(error)
-        return TrainingPlan(recipe, machine, _ordered([*findings, *([] if refused in findings else [refused])]))
+        return TrainingPlan(recipe, machine, [found.refused(error), *findings])
     traces = rows(recipe, numbers, machine.processes)
-    memory = memory_of(
-        recipe,
-        numbers,
-        traces,
-        processes=machine.processes,
-        engines=len(machine.engines),
-        gpu=machine.gpu,
-        shared=machine.shared_gpu,
-    )
-    findings += found.of_model(recipe, machine, numbers)
-    findings += found.of_memory(recipe, machine, numbers, traces, memory)
+    memory = memory_of(recipe, machine, numbers, traces)
+    findings += found.of_numbers(recipe, machine, numbers, traces, memory)
     file = file or Path("recipe.toml")
     train = _training(recipe, machine, file, runs, out or Path("runs", file.stem))
     sessions = recipe.groups_per_step * recipe.sessions
     return TrainingPlan(
         recipe,
         machine,
-        _ordered(findings),
+        findings,
         model=numbers,
-        work=Work(
-            steps=recipe.steps,
-            sessions_per_step=sessions,
-            sessions=sessions * recipe.steps,
-            optimizer_steps=recipe.steps * int(recipe.grpo.get("num_iterations", 1)),
-            checkpoints=checkpoints_written(recipe),
-            traces_per_pass=traces,
-        ),
+        work={
+            "steps": recipe.steps,
+            "sessions_per_step": sessions,
+            "sessions": sessions * recipe.steps,
+            "optimizer_steps": recipe.steps * int(recipe.grpo.get("num_iterations", 1)),
+            "checkpoints": checkpoints_of(recipe)[0],
+        },
+        traces_per_pass=traces,
         memory=memory,
-        kernels=kernels(numbers.model_type),
         lines=[train] if runs else [KEY, *_serving(recipe, machine, numbers, memory.engine), train],
     )
 
 
 def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> Iterator[str]:
     """Yield the lines that start the engines. One that begins with `#` names the machine of the next, if another."""
+    arguments = _engine_arguments(recipe, machine, numbers, engine)
     hosts: dict[str, list[SplitResult]] = {}
     for url in map(urlsplit, machine.engines):
         hosts.setdefault("" if _is_here(url) else str(url.hostname), []).append(url)
@@ -171,9 +151,7 @@ def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: En
             yield f"# on {host}, with a copy of engine.key:"
         for gpu, url in enumerate(urls):
             command = ["rolltap", "serve", str(recipe.model), *(["--host", host] if host else [])]
-            if port := url.port or {"http": 80}.get(url.scheme):
-                command += ["--port", str(port)]
-            yield _on_gpus(machine, gpu, 1) + shlex.join(command + _engine_arguments(recipe, machine, numbers, engine))
+            yield _on_gpus(machine, gpu, 1) + shlex.join([*command, "--port", str(url.port or 80), *arguments])
     if any(hosts):
         yield "# here:"
 
@@ -181,9 +159,7 @@ def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: En
 def _engine_arguments(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> list[str]:
     own = ["--max-model-len", str(recipe.max_tokens)] if recipe.max_tokens else []
     if recipe.publish == "lora":
-        pattern = recipe.lora.get("rank_pattern") or {}
-        ranks = [recipe.lora.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else [])]
-        rank = max((rank for rank in ranks if isinstance(rank, int)), default=8)  # another type is refused elsewhere
+        rank = max([recipe.lora.get("r", 8), *(recipe.lora.get("rank_pattern") or {}).values()])
         own += ["--lora-rank", str(next((size for size in LORA_RANKS if size >= rank), rank))]
     extra = ["--dtype", machine.dtype] if recipe.dtype or machine.gpu is not None else []
     if engine is not None and engine.utilization != UTILIZATION:
@@ -197,9 +173,7 @@ def _training(recipe: Recipe, machine: Machine, file: Path, runs: Sequence[Path]
     command = ["rolltap"]
     if machine.processes > 1:
         command = ["torchrun", "--standalone", "--nproc-per-node", str(machine.processes), "-m", "rolltap"]
-    command += ["train", str(file)]
-    for run in runs:
-        command += ["--from", str(run)]
+    command += ["train", str(file), *(word for run in runs for word in ("--from", str(run)))]
     if machine.engines:
         command += ["--engine", ",".join(machine.engines)]
     first = 0 if machine.shared_gpu else sum(_is_here(urlsplit(url)) for url in machine.engines)
@@ -219,77 +193,61 @@ def _on_gpus(machine: Machine, first: int, number: int) -> str:
     return "" if machine.gpu is None else f"CUDA_VISIBLE_DEVICES={gpus} "
 
 
-def _summary(plan: TrainingPlan, model: ModelNumbers, work: Work) -> Table:
-    recipe, machine, traces = plan.recipe, plan.machine, work.traces_per_pass
+def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Table:
+    recipe, machine = plan.recipe, plan.machine
     default = "" if recipe.dtype else f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
     trained = f"LoRA of {model.trained / 1e6:,.1f} M" if recipe.lora else "all weights"
-    published = f", published as {recipe.publish}" if machine.engines else ", on recorded runs"
-    processes = f"{machine.processes:,} training process{'' if machine.processes == 1 else 'es'}"
     engines = f", {_number(len(machine.engines), 'engine')}" if machine.engines else ""
     shared = ", one GPU for both" if machine.shared_gpu else ""
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""
-    lines = [
+    return _table(
         ("model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"),
-        ("trains", trained + published),
-        ("machine", processes + engines + shared + memory),
-        (
-            "work",
-            f"{work.steps:,} steps of {work.sessions_per_step:,} sessions = {work.sessions:,} sessions, "
-            f"{work.optimizer_steps:,} optimizer steps, {work.checkpoints:,} checkpoints",
-        ),
+        ("trains", trained + (f", published as {recipe.publish}" if machine.engines else ", on recorded runs")),
+        ("machine", _number(machine.processes, "training process", "es") + engines + shared + memory),
+        ("work", _WORK.format_map(plan.work)),
         ("traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, one a session;"),
         ("", "sub-agents, and calls that do not continue the one before, add more"),
-    ]
-    if plan.kernels:
-        names = [f"{name} {'yes' if there else 'no'}" for name, there in plan.kernels.items()]
-        lines.append(("kernels here", ", ".join(names)))
-    return _table(*lines)
+    )
 
 
 def _sizes(plan: TrainingPlan, memory: Memory) -> dict[str, Table]:
     """Return the tables of bytes by their titles."""
-    recipe, always, traces, engine, disk = plan.recipe, memory.always, memory.traces, memory.engine, memory.disk
+    recipe, always, traces, engine = plan.recipe, memory.always, memory.traces, memory.engine
     largest = ", the largest share" if plan.machine.processes > 1 and not recipe.lora else ""
     tokens = traces.tokens_in_memory
-    trainer = [
-        ("weights", always.weights, ""),
-        ("gradients", always.gradients, "float32"),
-        ("optimizer", always.optimizer, f"float32{largest}"),
-        ("reference model", always.reference, "grpo.beta"),
-        ("CUDA", always.cuda, "assumed"),
-        (
-            "states",
-            traces.states,
-            f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass",
-        ),
-        ("activations", traces.activations, f"a batch of {traces.tokens_per_segment:,} tokens"),
-        ("working room", traces.working, "a quarter of it"),
-        ("logits", traces.logits, "a chunk"),
-    ]
-    kept = _number(checkpoints_at_once(recipe), "checkpoint")
-    lines = [(name, _gib(size), about) for name, size, about in trainer if size]
-    lines.append(("together", _gib(always.total + traces.total), ""))
-    if memory.planned_traces is not None:
-        lines.append(("room for traces", _gib(memory.planned_traces), "states, activations and logits"))
+    trainer = {
+        "gradients": "float32",
+        "optimizer": f"float32{largest}",
+        "reference model": "grpo.beta",
+        "CUDA": "assumed",
+        "states": f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass",
+        "activations": f"a batch of {traces.tokens_per_segment:,} tokens",
+        "working room": "a quarter of it",
+        "logits": "a chunk",
+        "room for traces": "states, activations and logits",
+    }
+    sizes = always | traces.sizes | {"together": always.total + traces.sizes.total}
+    tables = {"A training process": _size_table(sizes | {"room for traces": memory.planned_traces or 0}, trainer)}
     if memory.suggested_memory_gib:
-        lines.append(("", "", f"grpo.memory_gib = {memory.suggested_memory_gib}"))
-    tables = {"A training process": _table(*lines)}
+        tables["A training process"].add_row("", "", f"grpo.memory_gib = {memory.suggested_memory_gib}")
     if engine is not None:
-        sessions = f"{engine.cached_tokens:,} tokens, {_number(engine.sessions, 'session')} of the longest at once"
-        tables["An engine"] = _table(
-            ("weights", _gib(engine.weights), ""),
-            *([("adapters", _gib(engine.adapters), "")] if engine.adapters else []),
-            ("working memory", _gib(engine.working), "assumed"),
-            ("cache", _gib(engine.cache), sessions),
-            ("together", _gib(engine.total), f"--gpu-memory-utilization {engine.utilization:.2f}"),
-        )
-    published = ("published", _gib(disk.published), str(recipe.publish_folder or "in the run folder"))
-    tables["Files"] = _table(
-        *([published] if disk.published else []),
-        ("checkpoints", _gib(disk.checkpoints), f"{kept} in the run folder, while one is written"),
-        ("finished", _gib(disk.finished), "the model in the run folder"),
-    )
-    return tables
+        about = {
+            "working memory": "assumed",
+            "cache": f"{engine.cached_tokens:,} tokens, {_number(engine.sessions, 'session')} of the longest at once",
+            "together": f"--gpu-memory-utilization {engine.utilization:.2f}",
+        }
+        tables["An engine"] = _size_table(engine.sizes | {"together": engine.sizes.total}, about)
+    files = {
+        "published": str(recipe.publish_folder or "in the run folder"),
+        "checkpoints": f"{_number(checkpoints_of(recipe)[1], 'checkpoint')} in the run folder, while one is written",
+        "finished": "the model in the run folder",
+    }
+    return tables | {"Files": _size_table(memory.files, files)}
+
+
+def _size_table(sizes: dict[str, int], about: dict[str, str]) -> Table:
+    """Return a table of names, sizes above 0, and texts."""
+    return _table(*((name, gib(size, 2), about.get(name, "")) for name, size in sizes.items() if size))
 
 
 def _table(*lines: tuple[str, ...]) -> Table:
@@ -314,23 +272,5 @@ def _broken(command: str) -> str:
     return " \\\n".join(lines)
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
-
-
-def _number(count: int, one: str) -> str:
-    return f"{count:,} {one}{'' if count == 1 else 's'}"
-
-
-def _ordered(findings: list[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: list(_STYLES).index(finding.level))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of dataclasses as JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.repr}
-        return fields | {name: getattr(value, name) for name in ("total", "trained") if name in dir(value)}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if value == float("inf") else value
+def _number(count: int, one: str, plural: str = "s") -> str:
+    return f"{count:,} {one}{'' if count == 1 else plural}"
