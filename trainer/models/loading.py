@@ -1,11 +1,10 @@
 """A model folder as the model that is trained: its text part, in one type, with no weight made up.
 
-Packages of fast GPU kernels for linear attention and state-space layers.
+Also the fast GPU kernels that it can use, and the names, shapes and files of its stored weights.
 
-transformers takes a kernel from such a package if it can be imported, and says nothing when it falls back to PyTorch.
-Source: transformers 5.23, integrations/hub_kernels.py, use_kernel_func_from_hub_with_fallback.
-
-The weights in a checkpoint folder: their names, shapes and files, without reading them.
+transformers takes a kernel of linear attention or of a state-space layer from a package if it can be imported, and says
+nothing when it falls back to PyTorch. Source: transformers 5.23, integrations/hub_kernels.py,
+use_kernel_func_from_hub_with_fallback.
 """
 
 import importlib
@@ -154,9 +153,8 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
         return []
     parts = (model.get_decoder(), model.get_output_embeddings())
     text = {id(module) for part in parts if part is not None for module in part.modules()}
-    above = {
-        name for name, module in model.named_modules() if any(id(below) in text for below in module.modules())
-    }  # the text part, and what holds it
+    # the text part, and what holds it
+    above = {name for name, module in model.named_modules() if any(id(below) in text for below in module.modules())}
     return [name for name, _ in model.named_modules() if name not in above]
 
 

@@ -1,6 +1,6 @@
-"""`training.json` in the run folder: the name of the training, its starts, and what it was begun with.
+"""`training.json` in the run folder: the name of the training, its starts, and the values that decide its steps.
 
-The values that decide the steps of a training. A folder that was begun with others is not gone on with.
+A folder that was begun with other values is not gone on with.
 """
 
 import json
@@ -27,30 +27,12 @@ _KEYS = ("groups_per_step", "strategy", "roles", "max_tokens", "suspicious")
 _ROLLOUT_KEYS = ("sessions", "replace_zero_variance", "runtime")
 _DIGEST = "sha256:"
 
-_MAY_CHANGE = frozenset(
-    [
-        "grpo.gradient_accumulation_steps",
-        "grpo.steps_per_generation",
-        "grpo.forward",
-        "grpo.tokens_per_segment",
-        "grpo.memory_gib",
-        "grpo.offload_states",
-        "grpo.activation_checkpointing",
-        "grpo.activation_checkpointing_kwargs",
-        "grpo.torch_empty_cache_steps",
-        "grpo.use_cpu",
-        "grpo.full_determinism",
-        "grpo.skip_memory_metrics",
-        "grpo.debug",
-        "grpo.local_rank",
-        "grpo.report_to",
-        "grpo.run_name",
-        "grpo.project",
-        "grpo.disable_tqdm",
-        "grpo.push_to_hub",
-        *(f"recorder.{name}" for name in FREE_OPTIONS),
-    ]
+_FREE_FIELDS = (
+    "gradient_accumulation_steps steps_per_generation forward tokens_per_segment memory_gib offload_states "
+    "activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps use_cpu full_determinism "
+    "skip_memory_metrics debug local_rank report_to run_name project disable_tqdm push_to_hub"
 )
+_MAY_CHANGE = {f"grpo.{name}" for name in _FREE_FIELDS.split()} | {f"recorder.{name}" for name in FREE_OPTIONS}
 _MAY_CHANGE_FAMILIES = ("grpo.logging_", "grpo.log_", "grpo.save_", "grpo.hub_", "grpo.trackio_")
 """How a step is computed, logged and saved, not which step it is."""
 
@@ -107,12 +89,8 @@ def _same_rates(recipe: Recipe) -> bool:
 
 
 def _table(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    named = {f"{name}.{key}": value for key, value in values.items()}
-    return {
-        key: value
-        for key, value in named.items()
-        if key not in _MAY_CHANGE and not key.startswith(_MAY_CHANGE_FAMILIES)
-    }
+    named = {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in _MAY_CHANGE}
+    return {key: value for key, value in named.items() if not key.startswith(_MAY_CHANGE_FAMILIES)}
 
 
 def _named(known: Mapping[str, Any], key: str) -> str:

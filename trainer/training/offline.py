@@ -36,12 +36,7 @@ from rolltap.trainer.training.arguments import check_arguments, require_machine,
 from rolltap.trainer.training.attempt import begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.grpo.ranks import initialise, on_main
-from rolltap.trainer.training.loop import (
-    first_on_main,
-    make_trainer,
-    save_finished,
-    train_to_end,
-)
+from rolltap.trainer.training.loop import first_on_main, make_trainer, save_finished, train_to_end
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import run_reports
 

@@ -109,10 +109,9 @@ class OnlineTraces:
             raise InputError(
                 f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs"
             )
+        recorder = recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}
         self._worker = Worker(
-            recipe.model_copy(
-                update={"recorder": recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}}
-            ),
+            recipe.model_copy(update={"recorder": recorder}),
             harness=recipe.harness,
             engine=",".join(engine.url for engine in self._engines.admins),
             model=recipe.model,
@@ -137,9 +136,8 @@ class OnlineTraces:
             about = f"the training {self._run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since "
             stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
             stack.enter_context(self._worker)
-            self.take(
-                self._tasks.values(), attempt, Serving(self._recipe, self._engines, folder, self._run), self._roll_out
-            )
+            serving = Serving(self._recipe, self._engines, folder, self._run)
+            self.take(self._tasks.values(), attempt, serving, self._roll_out)
             self._cleanup = stack.pop_all()
 
     def __exit__(
@@ -199,25 +197,23 @@ class OnlineTraces:
         version = self._attempt.version(self.trainer.state.global_step)
         counts = _Counts()
         trained = self._trained.get(version.step)
-        sessions = self._sessions_of(rows, version, counts) if trained is None else self._again(trained, counts)
         if trained is None:
+            sessions = self._sessions_of(rows, version, counts)
             self._serving.engines.require_owned()
-        batch = self._load(sessions, version)
-        if trained is None:
+            batch = self._load(sessions, version)
             self._trained.add(version.step, [(session.session_id, session.revision) for session in sessions])
+        else:
+            counts.recorded_before = len(trained)
+            sessions = [self._revision(name, number) for name, number in trained]
+            batch = self._load(sessions, version)
         self._print(len(sessions), version, counts)
         return batch
-
-    def _again(self, trained: Sequence[tuple[str, int]], counts: _Counts) -> list[Session]:
-        counts.recorded_before += len(trained)
-        return [self._revision(name, number) for name, number in trained]
 
     def _revision(self, session_id: str, number: int) -> Session:
         """Return the row of a session with which a step was trained: later rewards do not change the step."""
         known = self._recorded.get(session_id)
         if known is not None and known.revision != number:
-            rows = {session.revision: session for session in session_rows(self._run, session_id)}
-            known = rows.get(number)
+            known = {session.revision: session for session in session_rows(self._run, session_id)}.get(number)
         if known is None:
             raise RunError(
                 f"{self._run} has no session {session_id} of revision {number}, but {BATCHES} says that a step was "
@@ -229,13 +225,8 @@ class OnlineTraces:
         """Return the sessions of a step that was not trained before."""
         tasks = [self._tasks[row["task_id"]] for row in rows]
         groups = self._record(tasks, 0, version, counts)
-        further = further_tasks(
-            list(self._tasks.values()),
-            tasks,
-            self._recipe.replace_zero_variance,
-            seed=self._seed,
-            step=version.step,
-        )
+        every, most = list(self._tasks.values()), self._recipe.replace_zero_variance
+        further = further_tasks(every, tasks, most, seed=self._seed, step=version.step)
         while further and (
             lacking := len(tasks) - sum(has_signal(group, self._trace_options.rewards) for group in groups)
         ):

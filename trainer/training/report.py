@@ -1,12 +1,9 @@
-"""The metrics of a training in its run folder: one JSON object a line, in the order of the steps.
-
-A line has `step`, the number of optimizer steps taken, and the metrics by name. A number that JSON lacks is null.
-
-The metrics of a training as a picture.
-
-Reports of a training while it runs: the file of metrics, the plots, a line a step on the console.
+"""Reports of a training while it runs: the file of metrics, the plots, a line a step on the console.
 
 They show what TRL logs, and so do the reporters of `grpo.report_to`. Only the main process reports.
+
+The file has one JSON object a line, in the order of the steps: `step`, the number of optimizer steps taken, and the
+metrics by name. A number that JSON lacks is null.
 """
 
 import json

@@ -76,14 +76,8 @@ class Serving:
         self._publisher = self._publisher_from(folder, recipe.adapters)
 
     def _publisher_from(self, folder: Path, adapters: int) -> Publisher:
-        return make_publisher(
-            self._recipe.publish,
-            self.engines,
-            folder=folder,
-            run=self._run,
-            base=self._recipe.model,
-            adapters=adapters,
-        )
+        kind, base = self._recipe.publish, self._recipe.model
+        return make_publisher(kind, self.engines, folder=folder, run=self._run, base=base, adapters=adapters)
 
     def verify_base(self, trainer: TraceGRPOTrainer, version: str, console: Console) -> None:
         """Make sure that every engine serves the weights that the training began with.

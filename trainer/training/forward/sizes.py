@@ -115,11 +115,6 @@ class Costs:
         at_once = max(at_once, segments * size)
         return Sizes(size, at_once, int(batch + self.of_states(at_once, size, longest)))
 
-    def table(self) -> str:
-        """Return the costs as lines of a name and a number of bytes."""
-        width = max(len(name) for name in self.__slots__)
-        return "\n".join(f"{name:{width}} {getattr(self, name):>16,.1f}" for name in self.__slots__)
-
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
     """Return the costs of `model`, from the tensors that autograd saves in four short forward passes.

@@ -49,10 +49,7 @@ class Forward:
                 logger.warning("traces run as padded rows, not as segments: %s", reason)
                 return
             self.scorer = SegmentScorer(
-                autocast,
-                args.temperature,
-                tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT,
-                **options,
+                autocast, args.temperature, tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT, **options
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
                 self._costs = together(lambda: measure(model, autocast))

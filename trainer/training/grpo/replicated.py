@@ -22,9 +22,7 @@ from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapte
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.names import public_model
-from rolltap.trainer.training.grpo.config import (
-    require_whole_weights,
-)
+from rolltap.trainer.training.grpo.config import require_whole_weights
 from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer
 from rolltap.trainer.training.grpo.ranks import (
     anywhere,
@@ -44,20 +42,7 @@ OPTIMIZER = "optimizer.pt"
 """File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
 
 
-class CardTrainer(GRPOTrainer):
-    """A `GRPOTrainer` whose model card names a base model that is a local folder. TRL leaves it out."""
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's card, with the name of the base model."""
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            card = Path(self.args.output_dir, "README.md")
-            base = public_model(get_config_model_id(self.model.config)) or "a model without a name"
-            text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
-            card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
-
-
-class ReplicatedTrainer(CardTrainer):
+class ReplicatedTrainer(GRPOTrainer):
     """A `GRPOTrainer` whose model is the same, and whole, on each process.
 
     A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
@@ -100,6 +85,15 @@ class ReplicatedTrainer(CardTrainer):
             names = {weight: name for name, weight in trained.items()}
             self.optimizer_cls_and_kwargs = (ShardedOptimizer, {**options, "kind": kind, "names": names})
         return super().create_optimizer(model)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's card, with the name of the base model, which TRL leaves out if it is a local folder."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            card = Path(self.args.output_dir, "README.md")
+            base = public_model(get_config_model_id(self.model.config)) or "a model without a name"
+            text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
+            card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:

@@ -47,19 +47,10 @@ from rolltap.trainer.training.grpo.batch import (
     tokens_by_session,
     with_signal,
 )
-from rolltap.trainer.training.grpo.config import (
-    TraceGRPOConfig,
-    refuse_dropout,
-    refuse_float16,
-    require_embeddings,
-)
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig, refuse_dropout, refuse_float16, require_embeddings
 from rolltap.trainer.training.grpo.forward import Forward
 from rolltap.trainer.training.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
-from rolltap.trainer.training.grpo.ranks import (
-    anywhere,
-    on_main,
-    together,
-)
+from rolltap.trainer.training.grpo.ranks import anywhere, on_main, together
 from rolltap.trainer.training.grpo.replicated import ReplicatedTrainer
 
 logger = logging.getLogger(__name__)
@@ -182,13 +173,8 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         return micro_batch
 
     def _rows_of(self, generation: int) -> list[dict[str, Any]]:
-        indices = rows_of_step(
-            generation,
-            len(self.train_dataset),
-            self.groups_per_step,
-            seed=self.args.seed,
-            shuffle=self.args.shuffle_dataset,
-        )
+        rows, args = len(self.train_dataset), self.args
+        indices = rows_of_step(generation, rows, self.groups_per_step, seed=args.seed, shuffle=args.shuffle_dataset)
         return [self.train_dataset[i] for i in indices]
 
     def _build(self, batch: TraceBatch) -> list[dict[str, Any]]:
