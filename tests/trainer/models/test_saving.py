@@ -225,20 +225,22 @@ def test_the_adapter_of_a_plain_text_model_is_what_peft_writes(checkpoint, tmp_p
         assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "peft" / file).read_bytes()
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], r"model\.layers\.\d+\.mlp\.down_proj"])
-def test_a_saved_adapter_is_loaded_into_the_whole_model_by_peft(checkpoint, tmp_path, targets):
-    base = checkpoint("qwen3.5")
-    model = with_adapter(load_policy(base, "float32"), target_modules=targets)
-    save_adapter(model, tmp_path, base)
-    whole = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
-    assert_the_same(logits(PeftModel.from_pretrained(whole, tmp_path).eval()), logits(model))
+ONE = r"model\.layers\.3\.self_attn\.q_proj"
+PATTERNS = {"rank_pattern": {ONE: 16}, "alpha_pattern": {ONE: 64, "q_proj": 16}}
 
 
-def test_an_adapter_with_ranks_and_scales_of_single_layers_is_loaded_into_the_whole_model(checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": r"model\.layers\.\d+\.mlp\.down_proj"},
+        {"target_modules": ["q_proj", "v_proj"], **PATTERNS},
+    ],
+    ids=["list", "pattern", "ranks of single layers"],
+)
+def test_a_saved_adapter_is_loaded_into_the_whole_model_by_peft(checkpoint, tmp_path, config):
     base = checkpoint("qwen3.5")
-    one, every = r"model\.layers\.3\.self_attn\.q_proj", "q_proj"
-    patterns = {"rank_pattern": {one: 16}, "alpha_pattern": {one: 64, every: 16}}
-    model = with_adapter(load_policy(base, "float32"), target_modules=["q_proj", "v_proj"], **patterns)
+    model = with_adapter(load_policy(base, "float32"), **config)
     save_adapter(model, tmp_path, base)
     whole = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype=torch.float32)
     assert_the_same(logits(PeftModel.from_pretrained(whole, tmp_path).eval()), logits(model))

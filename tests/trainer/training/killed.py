@@ -105,10 +105,7 @@ POINTS = {
         ["3: half of policy- was removed 1"],
         ["4: before save_finished 1"],
     ],
-    "twice": [
-        ["2: after a micro-batch 1", "6: after a session was recorded 1"],
-        ["6: after the optimizer's step 2"],
-    ],
+    "twice": [["2: after a micro-batch 1", "6: after a session was recorded 1"], ["6: after the optimizer's step 2"]],
 }
 """Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch) -> lists of points at which one
 training is killed, one after the other. The file before `training_args.bin` is the model. The sessions from the fifth
@@ -188,18 +185,13 @@ def train(folder: Path, kill_at: str | None = None) -> int:
 
         def noted(source: online.OnlineTraces, rows: list[dict[str, Any]]) -> Any:
             batch = call(source, rows)
-            traces = [
-                [trace.prompt_ids, trace.completion_ids, trace.completion_mask, trace.logprobs]
-                for trace in batch.traces
-            ]
-            rewards = [[labelled.group_id.partition(".")[2], labelled.reward] for labelled in batch.rewards.values()]
+            line = {
+                "step": source.trainer.state.global_step,
+                "rewards": [[label.group_id.partition(".")[2], label.reward] for label in batch.rewards.values()],
+                "traces": [[t.prompt_ids, t.completion_ids, t.completion_mask, t.logprobs] for t in batch.traces],
+                "ledger": str(batch.ledger),
+            }
             with (folder / "batches").open("a") as file:
-                line = {
-                    "step": source.trainer.state.global_step,
-                    "rewards": rewards,
-                    "traces": traces,
-                    "ledger": str(batch.ledger),
-                }
                 file.write(json.dumps(line) + "\n")
             return batch
 
@@ -224,7 +216,6 @@ def train(folder: Path, kill_at: str | None = None) -> int:
 
 
 def read_batches(folder: Path) -> list[dict[str, Any]]:
-    """Return the batches that were trained, in their order."""
     path = folder / "batches"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -273,7 +264,6 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
 
 
 def weights_of(folder: Path) -> bytes:
-    """Return the trained weights."""
     (file,) = (folder / "run" / FINISHED).glob("*.safetensors")
     return file.read_bytes()
 
@@ -284,7 +274,6 @@ def names_of(run: Path) -> list[str]:
 
 
 def recipe_of(kind: str) -> str:
-    """Return the recipe of a key of `POINTS`."""
     publishing = "lora" if kind == "lora" else "checkpoint"
     recipe = RECIPE.format(publish=publishing, iterations=2 if kind == "twice" else 1)
     return recipe + (LORA if kind == "lora" else "")

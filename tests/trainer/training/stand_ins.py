@@ -90,11 +90,9 @@ class FolderEngine:
         """Do nothing."""
 
     def runs_on_cpu(self) -> bool:
-        """Return False, so that any model is published."""
         return False
 
     def register(self, method: str, *, owner: str, **asked: Any) -> tuple[int, Any]:
-        """Keep the owner."""
         file = self.place / "owner"
         present = file.read_text() if file.exists() else owner
         if present != owner and not asked.get("steal"):
@@ -106,11 +104,9 @@ class FolderEngine:
         return 200, {"owner": owner, **asked}
 
     def is_paused(self) -> bool:
-        """Return True between a pause and a resume."""
         return (self.place / "paused").exists()
 
     def pause(self) -> None:
-        """Pass the point of a pause."""
         (self.place / "paused").touch()
         self.points.reach("paused")
 
@@ -121,7 +117,6 @@ class FolderEngine:
         (self.place / "paused").unlink(missing_ok=True)
 
     def serve(self, checkpoint: Path, version: str) -> None:
-        """Pause, install and resume."""
         self.pause()
         self.install(checkpoint, version)
         self.resume()
@@ -143,7 +138,6 @@ class FolderEngine:
         return (named if named.exists() else self.place / "earlier").read_text()
 
     def models(self) -> Models:
-        """Return the loaded adapters."""
         adapters = frozenset(path.name for path in self.place.glob("policy-*"))
         return Models("tiny", str(self.model), 1000, adapters)
 
@@ -155,12 +149,10 @@ class FolderEngine:
         self.points.reach("after the engine has loaded the adapter")
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter."""
         shutil.rmtree(self.place / name)
 
     @torch.no_grad()
     def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
-        """Score by the base weights, or by an adapter."""
         assert not self.is_paused(), "a call waits until the engine is resumed"
         policy, _ = served(self.place, None if model == "tiny" else model)
         return logprobs_of(policy, [*prompt_ids], [*completion_ids])
@@ -280,7 +272,6 @@ def sampled(model: Any, rng: random.Random, task: str, session_id: str, version:
 
 
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
-    """Return the log-probabilities of the tokens after a prompt."""
     scores = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     scored: list[float] = scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
     return scored

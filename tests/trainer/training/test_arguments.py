@@ -89,12 +89,7 @@ class TestFrozenTowers:
         monkeypatch.setattr("rolltap.trainer.training.arguments.frozen_modules", frozen)
 
     @pytest.mark.parametrize(
-        ("excluded", "left"),
-        [
-            (None, {"q_proj", "v_proj"}),
-            (["v_proj"], {"q_proj"}),
-            (r".*\.v_proj", {"q_proj"}),
-        ],
+        ("excluded", "left"), [(None, {"q_proj", "v_proj"}), (["v_proj"], {"q_proj"}), (r".*\.v_proj", {"q_proj"})]
     )
     def test_an_adapter_leaves_them_out_and_what_the_recipe_leaves_out(self, excluded, left):
         config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
@@ -141,28 +136,17 @@ class TestChecks:
             ("[grpo]\nmax_steps = 1\n", "grpo.max_steps is set by rolltap"),
             ('[grpo]\ntemperature = "1.0"\n', "grpo.temperature = '1.0': Input should be a valid number"),
             ("[grpo]\ntemperature = 0\n", "grpo.temperature = 0: give a number above 0"),
-            ('[grpo]\nlearning_rate = "fast"\n', "grpo.learning_rate = 'fast': Input should be a valid number"),
-            ('[grpo]\nbeta = "x"\n', "grpo.beta = 'x'"),
             ("[grpo]\nbeta = true\n", "grpo.beta = True"),
             ("[grpo]\nbeta = -0.1\n", "grpo.beta = -0.1: give 0 or more"),
             ("[grpo]\nbeta = nan\n", "grpo.beta = nan: give a finite number"),
-            ("[grpo]\nlearning_rate = inf\n", "grpo.learning_rate = inf: give a finite number"),
             ('[grpo]\nscale_rewards = "x"\n', "grpo.scale_rewards = 'x': choose"),
             ("[grpo]\nnum_iterations = 0\n", "grpo.num_iterations = 0: give at least 1"),
             ("[grpo]\nnum_iterations = 1.5\n", "grpo.num_iterations = 1.5: Input should be a valid integer"),
-            ('[grpo]\nnum_iterations = "2"\n', "grpo.num_iterations = '2': Input should be a valid integer"),
-            ('[grpo]\ngradient_accumulation_steps = "8"\n', "grpo.gradient_accumulation_steps = '8'"),
             ("[grpo]\ngradient_accumulation_steps = 0\n", "grpo.gradient_accumulation_steps = 0: give at least 1"),
-            ('[grpo]\ntokens_per_segment = "64"\n', "grpo.tokens_per_segment = '64': Input should be a valid integer"),
-            ('[grpo]\nmismatch_min = "0.5"\n', "grpo.mismatch_min = '0.5'"),
             ('[grpo]\nbf16 = "yes"\n', "grpo.bf16 = 'yes': Input should be a valid boolean"),
             ('[grpo]\nreport_to = "pencil"\n', "there is no reporter 'pencil'"),
-            (
-                "[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n",
-                "model_init_kwargs.dtype: set `dtype`",
-            ),
+            ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", "model_init_kwargs.dtype: set `dtype`"),
             ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
-            ("[grpo]\nddp_timeout = 60\n", "grpo.ddp_timeout is set by rolltap"),
             ("dtype = 'float16'\n", r'dtype = "float16" without a \[lora\] table: .*; add \[lora\], or set dtype'),
             ("dtype = 'float16'\n[lora]\nr = 2\n[grpo]\nbf16 = true\n", r'grpo\.bf16 = true with dtype = "float16"'),
             ("[lora]\nrr = 8\n", r"lora\.rr is no argument of LoraConfig: write lora\.r, or remove it"),
@@ -177,13 +161,9 @@ class TestChecks:
             ("[lora]\nalora_invocation_tokens = [1]\n", r"lora\.alora_invocation_tokens: .* cannot be merged"),
             ('[lora]\ntarget_modules = "("\n', r"lora\.target_modules = '\(' does not fit .*: missing \)"),
             ('[lora]\nrank_pattern = {q_proj = "x"}\n', r"lora\.rank_pattern = {'q_proj': 'x'} does not fit the model"),
-            ('[lora]\nalpha_pattern = {q_proj = "x"}\n', r"lora\.alpha_pattern = .* does not fit the model"),
             ("[lora]\nmegatron_config = {a = 1}\n", r"lora\.megatron_config = .*: No module named 'megatron'"),
             ("[lora]\nr = 0\n", r"lora\.r = 0 does not fit the model .*: `r` should be a positive integer"),
-            (
-                '[lora]\ntarget_modules = ["nope"]\n',
-                r"lora\.target_modules = \['nope'\] does not fit .*nope.* not found",
-            ),
+            ('[lora]\ntarget_modules = ["nope"]\n', r"lora\.target_modules = \['nope'\] does not fit .* not found"),
         ],
     )
     def test_a_value_that_cannot_be_trained_with_is_named_with_its_key(self, tmp_path, model, text, message):
@@ -212,31 +192,27 @@ class TestChecks:
             check_arguments(load_recipe(write_recipe(tmp_path, model=str(tmp_path))))
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {"use_dora": True},
-        {"bias": "all"},
-        {"bias": "lora_only"},
-        {"lora_bias": True},
-        {"modules_to_save": ["embed_tokens"]},
-        {"trainable_token_indices": [3]},
-        {"layer_replication": [[0, 1]]},
-        {"alora_invocation_tokens": [3]},
-        {"use_bdlora": {"target_modules_bd_a": []}},
-        {"use_qalora": True},
-        {"r": 513},
-        {"rank_pattern": {"q_proj": 513}},
-        *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "PiSSA")),
-    ],
-    ids=str,
-)
-def test_an_adapter_that_vllm_does_not_serve_is_named_with_its_key(lora):
-    (key,) = lora
-    with pytest.raises(
-        InputError, match=rf'^vLLM does not serve .* lora\.{key} = .*: .*, or set publish = "checkpoint"$'
-    ):
-        require_servable(lora)
+UNSERVED = {
+    "use_dora": [True],
+    "bias": ["all", "lora_only"],
+    "lora_bias": [True],
+    "modules_to_save": [["embed_tokens"]],
+    "trainable_token_indices": [[3]],
+    "layer_replication": [[[0, 1]]],
+    "alora_invocation_tokens": [[3]],
+    "use_bdlora": [{"target_modules_bd_a": []}],
+    "use_qalora": [True],
+    "r": [513],
+    "rank_pattern": [{"q_proj": 513}],
+    "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "PiSSA"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in UNSERVED.items() for value in values])
+def test_an_adapter_that_vllm_does_not_serve_is_named_with_its_key(key, value):
+    message = rf'^vLLM does not serve .* lora\.{key} = .*: .*, or set publish = "checkpoint"$'
+    with pytest.raises(InputError, match=message):
+        require_servable({key: value})
 
 
 @pytest.mark.parametrize(
@@ -253,36 +229,22 @@ def test_other_adapters_are_served(lora):
     require_servable(lora)
 
 
-def test_a_start_refuses_it_only_where_adapters_are_published(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
+def test_a_start_refuses_it_only_where_adapters_are_published(tmp_path, model):
     text = '[lora]\nr = 2\ntarget_modules = ["q_proj"]\nuse_dora = true\n'
-    check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(tmp_path / "model"))))
+    check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(model))))
     with pytest.raises(InputError, match=r"vLLM does not serve an adapter with lora\.use_dora = True: remove it"):
-        check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(tmp_path / "model"), publish="lora")))
+        check_arguments(load_recipe(write_recipe(tmp_path, text, model=str(model), publish="lora")))
 
 
-def write_checkpoints(folder):
+def test_incomplete_checkpoints_are_skipped_and_removed_and_whole_ones_stay(tmp_path):
+    assert last_checkpoint(tmp_path) is None
     for step, state in [(2, "{}"), (9, "{}"), (10, '{"global'), (11, None), (12, "")]:
-        checkpoint = folder / f"checkpoint-{step}"
-        checkpoint.mkdir()
+        (checkpoint := tmp_path / f"checkpoint-{step}").mkdir()
         if state is not None:
             (checkpoint / "trainer_state.json").write_text(state)
-
-
-def test_an_incomplete_checkpoint_is_skipped(tmp_path):
-    write_checkpoints(tmp_path)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
-
-
-def test_incomplete_checkpoints_are_removed_and_whole_ones_stay(tmp_path):
-    write_checkpoints(tmp_path)
     remove_incomplete(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-9"}
-
-
-def test_without_a_checkpoint_there_is_none(tmp_path):
-    remove_incomplete(tmp_path / "nowhere")
-    assert last_checkpoint(tmp_path / "nowhere") is None
 
 
 ROOT = Path(__file__).parents[3]
@@ -304,23 +266,21 @@ def test_what_is_installed_is_accepted(installed, names):
     check_report_to(names)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_an_extra_that_is_missing_is_named_with_the_command_that_installs_it(installed, name):
-    installed()
-    with pytest.raises(InputError, match=rf"grpo\.report_to = '{name}': .*pip install 'rolltap\[{name}\]'"):
-        check_report_to([name])
+NO_NAME = [5, True, [5], {"tensorboard": True}, [["tensorboard"]]]
+MISSPELLED = ["tensorbord", ["tensorboard", "tensorbord"], ["none", "tensorboard"], ""]
 
 
-@pytest.mark.parametrize("value", ["tensorbord", ["tensorboard", "tensorbord"], ["none", "tensorboard"], ""])
-def test_a_reporter_that_does_not_exist_is_refused_with_the_choices(installed, value):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((name, rf"grpo\.report_to = '{name}': .*pip install 'rolltap\[{name}\]'") for name in ("trackio", "wandb")),
+        *((value, r"there is no reporter .*; choose from tensorboard, trackio, wandb") for value in MISSPELLED),
+        *((value, r"grpo\.report_to = .*: give a name or a list of names") for value in NO_NAME),
+    ],
+)
+def test_a_reporter_that_cannot_be_used_is_refused_with_what_helps(installed, value, message):
     installed("tensorboard")
-    with pytest.raises(InputError, match=r"there is no reporter .*; choose from tensorboard, trackio, wandb"):
-        check_report_to(value)
-
-
-@pytest.mark.parametrize("value", [5, True, [5], {"tensorboard": True}, [["tensorboard"]]])
-def test_what_is_no_name_is_refused(value):
-    with pytest.raises(InputError, match=r"grpo\.report_to = .*: give a name or a list of names"):
+    with pytest.raises(InputError, match=message):
         check_report_to(value)
 
 

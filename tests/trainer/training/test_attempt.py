@@ -23,6 +23,7 @@ from rolltap.trainer.training.attempt import (
 )
 from rolltap.trainer.training.recipe import Machine, Recipe
 
+RUN = "1a2b3c4d"
 BEGUN = {"kind": "online", "seed": 0}
 
 
@@ -33,14 +34,12 @@ def start(run, begun=BEGUN) -> Attempt:
 
 
 def test_the_run_keeps_its_name_and_every_start_has_a_number_of_its_own(tmp_path):
-    attempts = [start(tmp_path / "run") for _ in range(3)]
+    first, second, third = attempts = [start(tmp_path / "run") for _ in range(3)]
     assert [attempt.number for attempt in attempts] == [0, 1, 2]
-    assert len({attempt.run for attempt in attempts}) == 1
-    assert str(attempts[1].version(7)) == f"{attempts[0].run}.7.1"
-
-
-def test_two_runs_have_two_names(tmp_path):
-    assert start(tmp_path / "a").run != start(tmp_path / "b").run
+    assert first.run == second.run == third.run != start(tmp_path / "other").run
+    assert str(second.version(7)) == f"{first.run}.7.1"
+    file = json.loads((tmp_path / "run" / TRAINING_FILE).read_text())
+    assert file == {"run": first.run, "starts": 3, "begun": BEGUN}
 
 
 @pytest.mark.parametrize(("killed_before", "next_number"), [("rename", 1), ("block", 2)])
@@ -61,26 +60,13 @@ def test_a_start_that_is_killed_leaves_a_count_that_can_be_read(tmp_path, monkey
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"run": "short", "starts": 1}',
-        '{"run": "1a2b3c4d", "starts": -1}',
-        '{"run": "1a2b3c4d", "starts": 1}',
-    ],
+    ["", "{", "[]", "{}", *(json.dumps({"run": run, "starts": n}) for run, n in [("x", 1), (RUN, -1), (RUN, 1)])],
 )
 def test_a_damaged_file_is_not_counted_on(tmp_path, text):
     (tmp_path / TRAINING_FILE).write_text(text)
     with pytest.raises(RunError, match=r"training\.json is damaged .*train into a new folder"):
         start(tmp_path)
     assert (tmp_path / TRAINING_FILE).read_text() == text
-
-
-def test_the_file_says_what_it_counts(tmp_path):
-    attempt = start(tmp_path)
-    assert json.loads((tmp_path / TRAINING_FILE).read_text()) == {"run": attempt.run, "starts": 1, "begun": BEGUN}
 
 
 def test_two_trainings_do_not_run_on_one_folder(tmp_path):
@@ -107,6 +93,7 @@ def test_checkpoints_of_an_unknown_training_are_not_gone_on_with(tmp_path):
 
 
 TASK = Task(id="a", instruction="go", evaluate=["true"])
+OFFLINE = Recipe(model="m", steps=1)
 HARNESS = Harness(name="h", program="p", headless=[])
 
 
@@ -138,7 +125,6 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"dtype": "bfloat16"}, r'dtype \(it was "float32"\)'),
         ({"tasks": (TASK.model_copy(update={"instruction": "stop"}),)}, "tasks"),
         ({"tasks": (TASK.model_copy(update={"evaluate": ["false"]}),)}, "tasks"),
-        ({"tasks": (TASK.model_copy(update={"workspace": Path(__file__).parent.parent / "cli"}),)}, "tasks"),
         ({"harness": HARNESS.model_copy(update={"env": {"A": "1"}})}, "harness"),
         ({"groups_per_step": 2}, r"groups_per_step \(it was 1\)"),
         ({"sessions": 2}, r"sessions \(it was 8\)"),
@@ -161,11 +147,17 @@ def test_what_decides_the_steps_may_not(changed, message):
         require_same("here", json.loads(json.dumps(online())), online(**changed))
 
 
-@pytest.mark.parametrize("grpo", [{}, {"lr_scheduler_type": "cosine"}])
+def require_same_with_one_more_step(grpo):
+    require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
+
+
+@pytest.mark.parametrize(
+    "grpo", [{}, {"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}]
+)
 def test_the_number_of_steps_decides_the_learning_rates_and_may_not_change(grpo):
     message = r"other values of steps \(it was 1, and the learning rates .* is constant\): start in another folder"
     with pytest.raises(InputError, match=message):
-        require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
+        require_same_with_one_more_step(grpo)
     offline = [begun_offline(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)]
     with pytest.raises(InputError, match=message):
         require_same("here", *offline)
@@ -173,19 +165,25 @@ def test_the_number_of_steps_decides_the_learning_rates_and_may_not_change(grpo)
 
 @pytest.mark.parametrize("kind", ["constant", "constant_with_warmup"])
 def test_the_number_of_steps_may_change_with_constant_learning_rates(kind):
-    grpo = {"lr_scheduler_type": kind, "warmup_steps": 3}
-    require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
-    with pytest.raises(InputError, match="steps"):
-        require_same(
-            "here", online(grpo=grpo | {"warmup_steps": 0.1}), online(grpo=grpo | {"warmup_steps": 0.1}, steps=2)
-        )
+    require_same_with_one_more_step({"lr_scheduler_type": kind, "warmup_steps": 3})
 
 
-def test_an_online_training_does_not_go_on_with_an_offline_one():
-    offline = begun_offline(Recipe(model="m", steps=1), [(0, "a", ("a-0", "a-1"))], 0)
-    for known, begun in [(offline, online()), (online(), offline)]:
-        with pytest.raises(InputError, match=r"other values of kind \(it was \"o(ff|n)line\"\)"):
-            require_same("here", known, begun)
+@pytest.mark.parametrize(
+    ("known", "begun", "message"),
+    [
+        (begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), online(), r'kind \(it was "offline"\)'),
+        (online(), begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), r'kind \(it was "online"\)'),
+        (
+            begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, 1.0))], 0),
+            begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, -5.0))], 0),
+            "the recorded groups",
+        ),
+    ],
+    ids=["online", "offline", "reward"],
+)
+def test_an_offline_training_is_no_online_one_and_none_with_another_reward(known, begun, message):
+    with pytest.raises(InputError, match=f"other values of {message}"):
+        require_same("here", known, begun)
 
 
 def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
@@ -198,12 +196,3 @@ def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
     require_same("here", old, moved)
     with pytest.raises(InputError, match="other values of tasks"):
         require_same("here", old, changed)
-
-
-def test_a_changed_reward_is_another_offline_training():
-    old, new = (
-        begun_offline(Recipe(model="m", steps=1), [(0, "a", ("a-0", "a-1"), (), "t", rewards)], 0)
-        for rewards in ((0.0, 1.0), (0.0, -5.0))
-    )
-    with pytest.raises(InputError, match="other values of the recorded groups"):
-        require_same("here", old, new)

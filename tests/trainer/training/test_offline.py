@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 import rolltap
 from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
@@ -22,6 +22,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules, TraceOptions
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
 from rolltap.trainer.training.report import METRICS, read_metrics
+from tests.trainer.training.grpo.tiny import tiny_model
 
 GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
 
@@ -32,19 +33,8 @@ def model(tmp_path_factory, tokenizer_folder) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id")}
+    tiny_model(vocab_size=len(tokenizer), initializer_range=0.02, **ids).save_pretrained(folder)
     return folder
 
 
@@ -205,11 +195,6 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
     assert "difference/root" not in line
 
 
-def test_nothing_is_said_when_all_groups_are_rows(tmp_path, model):
-    run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None]})
-    assert not RecordedTraces([run], recorded_groups([run], RewardRules()), TraceOptions()).skipped().ledger.sampled
-
-
 def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
     source = RecordedTraces(runs, recorded_groups(runs, RewardRules()), TraceOptions())
@@ -217,6 +202,11 @@ def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
     assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]
     assert batch.ledger.trained == batch.ledger.sampled == 8
+    assert not source.skipped().ledger.sampled  # all groups are rows: nothing is said
+
+
+GROUPS = {"a": [0.0, 1.0]}
+HOT = {"sampling": '{"temperature": 0.7}'}
 
 
 @pytest.mark.parametrize(
@@ -224,16 +214,11 @@ def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     [
         ({"a": [None]}, {}, GRPO, "nothing to train on in .*: no session has a reward"),
         ({"a": [1.0, 1.0]}, {}, GRPO, "the rewards of each of its 1 groups are equal"),
-        ({"a": [0.0, 1.0]}, {"tokenizer_sha256": "other"}, GRPO, "another tokenizer than .*; its model was recorded"),
-        ({"a": [0.0, 1.0]}, {"chat_template_sha256": "other"}, GRPO, "recorded with another chat template"),
-        (
-            {"a": [0.0, 1.0]},
-            {"sampling": '{"temperature": 0.7}'},
-            GRPO,
-            r"call c of session a-[01] was sampled at temperature 0\.7, but grpo\.temperature is 1\.0",
-        ),
-        ({"a": [0.0, 1.0]}, {}, "groups_per_step = 2\n", "groups_per_step is 2, but the runs have 1 groups to train"),
-        ({"a": [0.0, 1.0]}, {}, "[grpo]\nlearning_rat = 1\n", "learning_rat"),
+        (GROUPS, {"tokenizer_sha256": "other"}, GRPO, "another tokenizer than .*; its model was recorded"),
+        (GROUPS, {"chat_template_sha256": "other"}, GRPO, "recorded with another chat template"),
+        (GROUPS, HOT, GRPO, r"call c of session a-[01] was sampled at temperature 0\.7, but grpo\.temperature is 1\.0"),
+        (GROUPS, {}, "groups_per_step = 2\n", "groups_per_step is 2, but the runs have 1 groups to train"),
+        (GROUPS, {}, "[grpo]\nlearning_rat = 1\n", "learning_rat"),
     ],
 )
 def test_runs_that_do_not_fit_the_recipe_are_refused(tmp_path, model, write_recipe, groups, how, text, message):

@@ -1,6 +1,5 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
-import json
 from io import StringIO
 from types import SimpleNamespace
 
@@ -42,7 +41,7 @@ class Loop:
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
         self.run: list[str] = []
         self.published: list[str] = []
-        self.faults = False
+        self.faults = ""
         self.other: dict[str, str] = {}
         self.stolen = False
         self.refusal: EngineError | None = None
@@ -79,7 +78,8 @@ class Loop:
         ]
         for session in sessions:
             if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
-                session.status, session.reward, session.error = "infrastructure", None, "the engine is down"
+                session.status, session.reward = self.faults or "infrastructure", None
+                session.error = "the engine is down"
         with RunWriter(self.folder, "never") as writer:
             for session in reversed(sessions):
                 writer.add_call(sampled(session.session_id, session.policy_version))
@@ -132,15 +132,17 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
     assert list(batch.rewards) == loop.run
 
 
-def test_a_step_whose_sessions_are_all_faults_ends_the_training_and_runs_again_at_the_next_start(tmp_path):
+@pytest.mark.parametrize("status", ["infrastructure", "unjudged"])
+def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_again_at_the_next_start(tmp_path, status):
     loop = Loop(tmp_path)
-    loop.faults = True
-    with pytest.raises(
-        RecorderError, match=r"none of the 2 sessions of step 4 .*reason \(2\): the engine is down; put"
-    ):
-        loop.step(3, "b")
-    loop.faults = False
-    assert len(loop.step(3, "b", attempt=1).rewards) == 2
+    loop.faults = status
+    message = r"none of the 4 sessions of step 4 .*reason.* \(4\): the engine is down; put"
+    with pytest.raises(RecorderError, match=message):
+        loop.step(3, "ba")
+    assert TrainedBatches(tmp_path).get(3) is None
+    loop.faults = ""
+    loop.run.clear()
+    assert len(loop.step(3, "ba", attempt=1).rewards) == len(loop.run) == 4
 
 
 def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(tmp_path):
@@ -322,13 +324,17 @@ class TestFaults:
         assert loop.step(3, "ab", attempt=2) == batch
         assert loop.run == []
 
-    def test_a_step_whose_sessions_are_gone_is_not_taken_again(self, loop):
+    @pytest.mark.parametrize(
+        ("old", "new", "lacks"),
+        [(", 0]]", ', 0], ["gone", 0]]', "gone of revision 0"), (", 0]", ", 5]", "b-1a2b3c4d.3.0-0.0 of revision 5")],
+    )
+    def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(self, loop, old, new, lacks):
         loop.step(3, "b")
-        line = json.loads((loop.folder / BATCHES).read_text())
-        line["sessions"].append(["gone", 0])
-        (loop.folder / BATCHES).write_text(json.dumps(line) + "\n")
+        text = (loop.folder / BATCHES).read_text()
+        assert old in text
+        (loop.folder / BATCHES).write_text(text.replace(old, new))
         with pytest.raises(
-            RunError, match=r"has no session gone of revision 0, but batches\.jsonl says .*train into a new folder"
+            RunError, match=rf"has no session {lacks}, but batches\.jsonl says .*train into a new folder"
         ):
             loop.step(3, "b", attempt=1)
 
@@ -337,31 +343,3 @@ class TestFaults:
         with RunWriter(loop.folder, "never") as writer:
             give_reward(writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True)
         assert loop.step(3, "b", attempt=1) == first
-
-    def test_a_step_whose_revision_is_gone_is_not_taken_again(self, loop):
-        loop.step(3, "b")
-        text = (loop.folder / BATCHES).read_text()
-        (loop.folder / BATCHES).write_text(text.replace(", 0]", ", 5]"))
-        with pytest.raises(RunError, match=r"has no session b-1a2b3c4d.3.0-0.0 of revision 5, but batches\.jsonl"):
-            loop.step(3, "b", attempt=1)
-
-
-def test_a_step_whose_judge_is_broken_ends_the_training_with_the_most_frequent_reason(tmp_path, monkeypatch):
-    loop = Loop(tmp_path)
-    ran, real = loop.run_sessions, Session
-
-    def unjudged(groups, version):
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                "tests.trainer.training.test_online.Session",
-                lambda **fields: real(**{**fields, "status": "unjudged", "reward": None, "error": "no pytest"}),
-            )
-            return ran(groups, version)
-
-    loop.run_sessions = unjudged
-    with pytest.raises(RecorderError, match=r"none of the 4 sessions of step 4 has a reward .* \(4\): no pytest; put"):
-        loop.step(3, "ba")
-    assert TrainedBatches(tmp_path).get(3) is None
-    loop.run_sessions = ran
-    loop.run.clear()
-    assert len(loop.step(3, "ba", attempt=1).rewards) == len(loop.run) == 4

@@ -5,9 +5,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from rolltap.addons.errors import InputError
-from rolltap.trainer.training.arguments import require_machine
-from rolltap.trainer.training.recipe import FINISHED, Machine
+from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests.trainer.training.grpo.tiny import largest_difference
 from tests.trainer.training.trainings import LORA, RECIPE, Training
@@ -77,23 +75,3 @@ def test_an_adapter_is_trained_on_recorded_runs_by_two_processes_as_by_one(train
     assert training.in_two("two", more=recorded).startswith("0\n")
     assert training.here(monkeypatch, "one", more=recorded).exit_code == 0
     assert largest_difference(training.weights("one"), training.weights("two")) < 1e-5
-
-
-class TestMachine:
-    @pytest.mark.parametrize(
-        ("machine", "message"),
-        [
-            (Machine(processes=4), r"machine\.processes is 4, but .* is 2: start them with `torchrun .* 4 -m rolltap"),
-            (Machine(engines=4), r"machine\.engines is 4, but the number of engine URLs is 1: give --engine as many"),
-        ],
-    )
-    def test_other_numbers_than_the_recipes_are_refused(self, machine, message):
-        with pytest.raises(InputError, match=message):
-            require_machine(machine, 2, 1)
-
-    @pytest.mark.parametrize("machine", [None, Machine(), Machine(processes=2, engines=3), Machine(gpu_gib=80.0)])
-    def test_numbers_that_the_recipe_does_not_give_are_free(self, machine):
-        require_machine(machine, 2, 3)
-
-    def test_recorded_runs_need_no_engines(self):
-        require_machine(Machine(engines=2), 1)

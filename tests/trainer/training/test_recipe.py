@@ -8,58 +8,48 @@ from rolltap.trainer.training.recipe import load_recipe
 GOOD = 'model = "m"\ntasks = "t.jsonl"\nharness = "h.toml"\nsteps = 1\n'
 
 
-def test_paths_are_relative_to_the_recipe(tmp_path):
-    (tmp_path / "r.toml").write_text(GOOD)
-    recipe = load_recipe(tmp_path / "r.toml")
-    assert (recipe.model, recipe.tasks) == (tmp_path / "m", tmp_path / "t.jsonl")
-    assert recipe.harness == str(tmp_path / "h.toml")
+@pytest.fixture
+def load(tmp_path):
+    """A function: text of a recipe -> the recipe."""
+
+    def load(text):
+        (tmp_path / "r.toml").write_text(text)
+        return load_recipe(tmp_path / "r.toml")
+
+    return load
 
 
-def test_the_folder_for_published_weights_is_relative_to_the_recipe_or_absolute(tmp_path):
-    for value, folder in [("on-the-way", tmp_path / "on-the-way"), ("/dev/shm", Path("/dev/shm"))]:
-        (tmp_path / "r.toml").write_text(GOOD + f'publish_folder = "{value}"\n')
-        assert load_recipe(tmp_path / "r.toml").publish_folder == folder
+def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
+    recipe = load(GOOD + 'publish_folder = "way"\nruntime = "sandbox"\ntools = ["b", "/o"]\nrepositories = "r"\n')
+    assert (recipe.model, recipe.tasks, recipe.repositories) == (tmp_path / "m", tmp_path / "t.jsonl", tmp_path / "r")
+    assert (recipe.harness, recipe.tools) == (str(tmp_path / "h.toml"), (tmp_path / "b", Path("/o")))
+    assert recipe.publish_folder == tmp_path / "way"
+    assert load(GOOD + 'publish_folder = "/dev/shm"\n').publish_folder == Path("/dev/shm")
 
 
-def test_a_harness_may_be_a_name(tmp_path):
-    (tmp_path / "r.toml").write_text(GOOD.replace("h.toml", "codex"))
-    assert load_recipe(tmp_path / "r.toml").harness == "codex"
+def test_a_harness_may_be_a_name(load):
+    assert load(GOOD.replace("h.toml", "codex")).harness == "codex"
 
 
-def test_calls_to_train_are_chosen_by_role_and_length(tmp_path):
-    (tmp_path / "r.toml").write_text(GOOD + 'strategy = "tree"\nroles = ["agent", "auxiliary"]\nmax_tokens = 4096\n')
-    recipe = load_recipe(tmp_path / "r.toml")
+def test_calls_to_train_are_chosen_by_role_and_length(load):
+    recipe = load(GOOD + 'strategy = "tree"\nroles = ["agent", "auxiliary"]\nmax_tokens = 4096\n')
     assert (recipe.strategy, recipe.roles, recipe.max_tokens) == ("tree", ("agent", "auxiliary"), 4096)
-
-
-def test_every_role_but_side_questions_is_trained_at_any_length(tmp_path):
-    (tmp_path / "r.toml").write_text(GOOD)
-    recipe = load_recipe(tmp_path / "r.toml")
+    recipe = load(GOOD)
     assert (recipe.roles, recipe.max_tokens) == (("agent", "subagent", "compaction"), None)
 
 
-def test_outcomes_suspicions_and_budgets_become_rules_and_options(tmp_path):
-    text = GOOD + 'suspicious = 0.5\n[outcomes]\ntimeout = 0\nfailed = "exclude"\n[budget]\ncalls = 40\n'
-    (tmp_path / "r.toml").write_text(text)
-    recipe = load_recipe(tmp_path / "r.toml")
+def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
+    recipe = load(GOOD + 'suspicious = 0.5\n[outcomes]\ntimeout = 0\nfailed = "exclude"\n[budget]\ncalls = 40\n')
     rules = recipe.trace_options().rewards
     assert (rules.suspicious, rules.outcomes.timeout, rules.outcomes.failed) == (0.5, 0, "exclude")
     assert (rules.outcomes.budget, rules.outcomes.unjudged) == ("judge", "exclude")
     assert recipe.budget.options() == {"rolltap_max_calls": "40"}
 
 
-def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
-    (tmp_path / "r.toml").write_text(GOOD + 'runtime = "sandbox"\ntools = ["bin", "/opt/x"]\nrepositories = "repos"\n')
-    recipe = load_recipe(tmp_path / "r.toml")
-    assert recipe.tools == (tmp_path / "bin", Path("/opt/x"))
-    assert (recipe.runtime, recipe.repositories) == ("sandbox", tmp_path / "repos")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (GOOD + 'suspicious = "maybe"\n', "'suspicious"),
-        (GOOD + "suspicious = -1\n", "'suspicious"),
         (GOOD + "suspicious = true\n", "'suspicious"),
         (GOOD + '[outcomes]\ntimeout = "zero"\n', r"'outcomes\.timeout"),
         (GOOD + '[outcomes]\nunjudged = "judge"\n', r"'outcomes\.unjudged"),
@@ -87,10 +77,9 @@ def test_folders_of_tools_and_repositories_are_relative_to_the_recipe(tmp_path):
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
     ],
 )
-def test_a_bad_key_is_named_with_its_value(tmp_path, text, message):
-    (tmp_path / "r.toml").write_text(text)
+def test_a_bad_key_is_named_with_its_value(load, text, message):
     with pytest.raises(InputError, match=message):
-        load_recipe(tmp_path / "r.toml")
+        load(text)
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -53,7 +53,7 @@ def test_no_two_sessions_of_a_training_have_the_same_id():
         for task in TASKS
     ]
     ids = [session_id for group in groups for session_id in group.session_ids]
-    assert len(set(ids)) == len(ids)
+    assert len({*ids}) == len(ids)
 
 
 def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
@@ -95,14 +95,11 @@ def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
         assert found is first
 
 
-class TestFaults:
-    def test_a_fault_is_run_again(self):
-        sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="infrastructure", reward=None)
-        assert list(FinishedSessions(sessions).of(group_of(1)).values()) == sessions[:1]
-
-    def test_the_session_that_was_run_in_place_of_a_fault_counts(self):
-        fault, again = ended(group_of(0), 0, status="infrastructure", reward=None), ended(group_of(1), 0)
-        assert list(FinishedSessions(fault + again).of(group_of(2)).values()) == again
+def test_a_fault_is_run_again_and_the_session_in_its_place_counts():
+    sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="infrastructure", reward=None)
+    assert list(FinishedSessions(sessions).of(group_of(1)).values()) == sessions[:1]
+    again = ended(group_of(1), 1)
+    assert list(FinishedSessions(sessions + again).of(group_of(2)).values()) == [sessions[0], *again]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +112,8 @@ def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
 
 
 def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
-    sessions = [
-        Session(session_id="a", status="completed", reward=1.0),
-        Session(session_id="b", status="timeout", reward=0.0),
-        Session(session_id="c", status="completed", reward=1.0, suspicions='{"git_history": 1}'),
-    ]
+    sessions = ended(group_of(0), 0, 1) + ended(group_of(0), 2, status="timeout", reward=0.0)
+    sessions[0].suspicions = '{"git_history": 1}'
     assert has_signal(sessions, RewardRules())
     assert not has_signal(sessions, RewardRules(Outcomes(timeout="exclude")))
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1)))
@@ -127,43 +121,34 @@ def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1), "exclude"))
 
 
-class TestFurtherTasks:
-    @given(st.integers(), st.integers(0, 1000), st.integers(0, 12), st.sets(st.sampled_from(range(4)), min_size=1))
-    def test_tasks_that_the_step_has_not_used_come_first_and_each_once(self, seed, step, number, used):
-        given_tasks = [TASKS[i] for i in used]
-        drawn = further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
-        assert drawn == further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
-        assert len(drawn) == number
-        unused = [task for task in TASKS if task not in given_tasks]
-        assert {task.id for task in drawn[: len(unused)]} <= {task.id for task in unused}
-        for start in range(0, number, 4):
-            assert len({task.id for task in drawn[start : start + 4]}) == len(drawn[start : start + 4])
-
-    def test_steps_and_seeds_draw_other_tasks(self):
-        draws = {
-            tuple(task.id for task in further_tasks(TASKS, TASKS[:1], 4, seed=seed, step=step))
-            for seed in range(3)
-            for step in range(3)
-        }
-        assert len(draws) > 3
+@given(st.integers(), st.integers(0, 1000), st.integers(0, 12), st.sets(st.sampled_from(range(4)), min_size=1))
+def test_further_tasks_are_those_that_the_step_has_not_used_first_and_each_once(seed, step, number, used):
+    given_tasks = [TASKS[i] for i in used]
+    drawn = further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
+    assert drawn == further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
+    assert len(drawn) == number
+    unused = [task for task in TASKS if task not in given_tasks]
+    assert {task.id for task in drawn[: len(unused)]} <= {task.id for task in unused}
+    for start in range(0, number, 4):
+        assert len({task.id for task in drawn[start : start + 4]}) == len(drawn[start : start + 4])
 
 
-def test_the_sessions_of_a_step_are_found_by_the_next_attempt_in_their_order(tmp_path):
-    TrainedBatches(tmp_path).add(3, [("b", 0), ("a", 2)])
-    assert TrainedBatches(tmp_path).get(3) == [("b", 0), ("a", 2)]
-    assert TrainedBatches(tmp_path).get(4) is None
+def test_steps_and_seeds_draw_other_tasks():
+    places = [(seed, step) for seed in range(3) for step in range(3)]
+    drawn = [further_tasks(TASKS, TASKS[:1], 4, seed=seed, step=step) for seed, step in places]
+    assert len({tuple(task.id for task in tasks) for tasks in drawn}) > 3
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 4, "sess', b'{"step": 4, "sessions": ["\xc3', b"\x00\x00"])
 def test_a_torn_line_is_as_if_it_had_not_been_written(tmp_path, torn):
-    TrainedBatches(tmp_path).add(3, [("a", 0)])
+    TrainedBatches(tmp_path).add(3, [("b", 0), ("a", 2)])
     with (tmp_path / BATCHES).open("ab") as file:
         file.write(torn)
     batches = TrainedBatches(tmp_path)
     assert batches.get(4) is None
     batches.add(4, [("c", 1)])
     again = TrainedBatches(tmp_path)
-    assert (again.get(3), again.get(4)) == ([("a", 0)], [("c", 1)])
+    assert (again.get(3), again.get(4)) == ([("b", 0), ("a", 2)], [("c", 1)])
 
 
 @pytest.mark.parametrize(

@@ -60,26 +60,19 @@ class Training:
         command = [sys.executable, *TORCHRUN, "-m", "tests.trainer.training.started", str(self.folder), fault]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "ROLLTAP_MARK": mark}
         process = subprocess.run(
-            [*command, *self._arguments(out, more)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
+            [*command, *self._arguments(out, more)], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         assert _running(mark) == []
         return f"{process.returncode}\n{process.stderr}"
 
     def here(self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES) -> Result:
-        """Train in this process."""
         stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
         return CliRunner().invoke(main.rolltap, self._arguments(out, more))
 
     def weights(self, out: str = "run") -> dict[str, Any]:
-        """Return the trained weights."""
         return load_file(self.folder / out / FINISHED / "model.safetensors")
 
     def owners(self) -> list[str]:
-        """Return the owners of the engines that have one."""
         return [file.read_text() for file in self.folder.glob("engine/*/owner")]
 
     def _arguments(self, out: str, more: tuple[str, ...]) -> list[str]:

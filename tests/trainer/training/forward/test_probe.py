@@ -144,10 +144,8 @@ def test_positions_that_begin_again_in_each_segment_are_noticed(family, autocast
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_positions_that_depend_on_the_length_of_the_row_are_refused(kind):
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 256}
-    options = {
-        "longrope": factors | {"rope_type": "longrope", "rope_theta": 10000.0},
-        "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    }
+    options = {"longrope": factors, "dynamic": {"factor": 2.0}}
+    options[kind] |= {"rope_type": kind, "rope_theta": 10000.0}
     family, config = (Phi3ForCausalLM, Phi3Config) if kind == "longrope" else (LlamaForCausalLM, LlamaConfig)
     common = {name: value for name, value in COMMON.items() if name != "head_dim"}
     config = config(**common, num_hidden_layers=1, rope_parameters=options[kind], original_max_position_embeddings=256)
@@ -184,11 +182,8 @@ def test_logits_are_computed_for_scored_tokens_and_rows_run_one_at_a_time():
 
 
 def test_a_model_whose_layers_have_two_kinds_of_state_is_refused():
-    model = FalconH1ForCausalLM(
-        FalconH1Config(
-            **COMMON, num_hidden_layers=1, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_n_groups=1
-        )
-    )
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 1}
+    model = FalconH1ForCausalLM(FalconH1Config(**COMMON, num_hidden_layers=1, **mamba))
     assert "LinearAttentionAndFullAttentionLayer" in (probe(model, nullcontext) or "")
 
 

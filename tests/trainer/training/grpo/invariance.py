@@ -74,7 +74,6 @@ class Case:
                 weight.data += 0.02 * torch.randn_like(weight)
 
     def gradients(self, **way: Any) -> dict[str, torch.Tensor]:
-        """Return the gradients of the last step."""
         way = {"gradient_accumulation_steps": 1, "activation_checkpointing": False} | way
         traces = self.traces[way.pop("strategy", "prefix_merging")]
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if way.pop("lora", None) else None
@@ -94,7 +93,6 @@ class Case:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Yield the cases by name."""
     for name, model in {"attention": tiny.tiny_model(), "hybrid": tiny_models.tiny("qwen3.5")}.items():
         for off_policy in (False, True):
             yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy)

@@ -11,11 +11,8 @@ SCALES = ["group", "batch", "none"]
 
 def in_groups(**groups):
     """Return a map of session ids to `GroupReward`, from the rewards of each group."""
-    return {
-        session: GroupReward(group_id=group, reward=reward)
-        for group, rewards in groups.items()
-        for session, reward in rewards.items()
-    }
+    labelled = [(group, *each) for group, rewards in groups.items() for each in rewards.items()]
+    return {session: GroupReward(group_id=group, reward=reward) for group, session, reward in labelled}
 
 
 class TestSessionAdvantages:
@@ -44,9 +41,7 @@ class TestSessionAdvantages:
     def test_equal_rewards_get_exactly_zero(self, scale):
         rewards = in_groups(g=dict.fromkeys("012", 0.1))
         assert session_advantages(rewards, scale) == {"0": 0.0, "1": 0.0, "2": 0.0}
-
-    def test_no_sessions_give_no_advantages(self):
-        assert session_advantages({}, "batch") == {}
+        assert session_advantages({}, scale) == {}
 
     @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
     def test_a_reward_that_is_no_number_is_refused_by_name(self, reward):

@@ -27,7 +27,7 @@ from rolltap.trainer.training.grpo.metrics import (
     peak_memory,
 )
 from tests.deep import examples
-from tests.trainer.training.grpo.tiny import make_trace, make_trainer, record, tiny_model
+from tests.trainer.training.grpo.tiny import make_trace, make_trainer, record, tiny_model, trained
 
 TASKS = {"x", "y"}
 CPU = torch.device("cpu")
@@ -107,6 +107,8 @@ class TestBatch:
             "reward/task/x": 0.5,
             "reward/task/y": 0.0,
         }
+        named = {name for name in batch_metrics(batch, trained, {"y", "z"}) if name.startswith("reward/task/")}
+        assert named == {"reward/task/y"}
 
     def test_the_cached_share_is_of_all_harnesses_and_of_each(self, batch, trained):
         assert not [name for name in batch_metrics(batch, trained, TASKS) if name.startswith("cached_share")]
@@ -118,12 +120,9 @@ class TestBatch:
         shares = {name: value for name, value in metrics.items() if name.startswith("cached_share")}
         assert shares == {"cached_share": 0.875, "cached_share/codex": 0.5, "cached_share/pi%20agent": 1.0}
 
-    def test_groups_with_equal_rewards_have_no_signal(self, batch, trained):
-        metrics = batch_metrics(batch, trained, TASKS)
-        assert (metrics["groups"], metrics["groups_without_signal"], metrics["traces_per_session"]) == (2, 1, 1.25)
-
     def test_tokens_are_trained_or_left_out_and_every_reason_is_there(self, batch, trained):
         metrics = batch_metrics(batch, trained, TASKS)
+        assert (metrics["groups"], metrics["groups_without_signal"], metrics["traces_per_session"]) == (2, 1, 1.25)
         assert metrics["tokens_trained"] == 4
         left_out = {name: value for name, value in metrics.items() if name.startswith("left_out/") and value}
         assert left_out == {"left_out/aborted": 3, "left_out/over_length": 2}
@@ -137,10 +136,6 @@ class TestBatch:
         batch = TraceBatch(rewards=rewards)
         named = {name for name in batch_metrics(batch, batch, {"repo/issue 7", ""}) if name.startswith("reward/")}
         assert named == {"reward/task/repo%2Fissue%207", "reward/harness/own"}
-
-    def test_only_named_tasks_have_a_metric(self, batch, trained):
-        named = {name for name in batch_metrics(batch, trained, {"y", "z"}) if name.startswith("reward/task/")}
-        assert named == {"reward/task/y"}
 
     def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
         batch.unrewarded = {
@@ -185,16 +180,17 @@ class TestBatch:
         assert set(batch_metrics(TraceBatch(), TraceBatch(), TASKS).values()) == {0}
 
 
-class TestNamedTasks:
-    def test_they_are_those_of_the_data_set_whatever_the_number_of_its_rows(self):
-        tasks = [str(row % MOST_TASKS) for row in range(3 * MOST_TASKS)]
-        assert named_tasks(Dataset.from_dict({"task_id": tasks})) == set(tasks)
-
-    def test_of_more_than_a_dashboard_holds_none_is_named(self):
-        assert not named_tasks(Dataset.from_dict({"task_id": list(map(str, range(MOST_TASKS + 1)))}))
-
-    def test_without_a_column_of_tasks_none_is_named(self):
-        assert not named_tasks(Dataset.from_dict({"group": [0, 1]}))
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        ({"task_id": [str(row % MOST_TASKS) for row in range(3 * MOST_TASKS)]}, MOST_TASKS),
+        ({"task_id": [str(row) for row in range(MOST_TASKS + 1)]}, 0),
+        ({"group": [0, 1]}, 0),
+    ],
+    ids=["of many rows", "more than a dashboard holds", "no column of tasks"],
+)
+def test_tasks_are_named_if_they_are_few(column, named):
+    assert named_tasks(Dataset.from_dict(column)) == {str(number) for number in range(named)}
 
 
 class TestStep:
@@ -362,17 +358,15 @@ def model():
 @pytest.fixture(scope="module")
 def traces(model):
     """Traces of two turns: the first is a root, the second bridged."""
-    recorded = record(model, random.Random(0))
-    return [replace(trace, continuity=[root(trace), second(trace)]) for trace in recorded]
 
+    def spans(mask):
+        end = mask.index(0)
+        return [
+            KindSpan(kind="root", start=0, end=end),
+            KindSpan(kind="bridged", start=mask.index(1, end), end=len(mask)),
+        ]
 
-def root(trace):
-    return KindSpan(kind="root", start=0, end=trace.completion_mask.index(0))
-
-
-def second(trace):
-    start = trace.completion_mask.index(1, root(trace).end)
-    return KindSpan(kind="bridged", start=start, end=len(trace.completion_ids))
+    return [replace(trace, continuity=spans(trace.completion_mask)) for trace in record(model, random.Random(0))]
 
 
 @pytest.mark.parametrize("forward", ["padded", "segments"])
@@ -381,8 +375,7 @@ def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_pat
     logged = []
     for number in (1, 3, 2 * len(traces)):
         config = {"forward": forward, "mismatch": mismatch, "num_iterations": 2, "max_steps": 2}
-        trainer = make_trainer(model, tmp_path, lambda rows: traces, gradient_accumulation_steps=number, **config)
-        trainer.train()
+        trainer = trained(model, tmp_path, traces, gradient_accumulation_steps=number, **config)
         logged.append(trainer.state.log_history[:2])
     own = {"learning_rate", "step_time", "tokens_per_second", "peak_memory_gib", "tokens_forwarded", "epoch"}
     for step in (0, 1):
@@ -400,23 +393,10 @@ def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_pat
 
 
 def test_a_batch_of_other_weights_shows_no_numerical_fault(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     source = trainer.trace_source
     trainer.trace_source = lambda rows: replace(source(rows), on_policy=False)
     trainer.train()
     logged = trainer.state.log_history[0]
     assert logged["off_policy/bridged"] < 1e-5
     assert not [name for name in logged if name.startswith(("difference", "sampler_ratio"))]
-
-
-def test_tokens_of_a_session_without_an_advantage_count_in_the_mean_and_are_not_computed(model, traces, tmp_path):
-    rewards = {"a0": 0.0, "a1": 0.5, "a2": 1.0, "b0": 0.0, "b1": 0.5, "b2": 1.0}
-    rewarded = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
-    trainer = make_trainer(model, tmp_path, lambda rows: rewarded)
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    tokens = dict.fromkeys((True, False), 0)
-    for trace in rewarded:
-        tokens[trace.reward == 0.5] += trace.completion_mask.count(1)
-    assert (logged["tokens_trained"], logged["tokens_computed"]) == (sum(tokens.values()), tokens[False])
-    assert tokens[True] > 0

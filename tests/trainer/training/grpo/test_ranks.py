@@ -27,11 +27,8 @@ def fail_on(rank, bad):
     return rank
 
 
-def test_the_result_of_the_main_process_is_everybodys():
+def test_the_result_or_the_error_of_the_main_process_is_everybodys():
     assert run_ranks(lambda rank: on_main(lambda: {"from": rank})) == [{"from": 0}, {"from": 0}]
-
-
-def test_an_error_of_the_main_process_ends_all():
     outcomes = run_ranks(lambda rank: on_main(lambda: fail_on(rank, 0)))
     assert outcomes == ["ValueError: no memory on 0", "RankError: process 0 failed: ValueError: no memory on 0"]
 
@@ -42,10 +39,6 @@ def test_an_error_of_any_process_ends_all(bad):
     expected = [f"RankError: process {bad} failed: ValueError: no memory on {bad}"] * 2
     expected[bad] = f"ValueError: no memory on {bad}"
     assert outcomes == expected
-
-
-def test_without_an_error_each_process_has_its_own_result():
-    assert run_ranks(lambda rank: together(lambda: rank)) == [0, 1]
 
 
 @pytest.mark.parametrize("collective", [on_main, together])
@@ -71,13 +64,10 @@ def test_an_error_that_cannot_be_told_is_still_raised():
     assert run_ranks(function, dead=[1])[0] == "ValueError: no memory on 0"
 
 
-def test_only_rank_0_is_the_main_process():
+def test_what_holds_on_one_process_holds_anywhere_and_only_rank_0_is_the_main_process():
     assert is_main()
-    assert run_ranks(lambda rank: is_main()) == [True, False]
-
-
-def test_what_holds_on_one_process_holds_anywhere():
-    assert run_ranks(lambda rank: (anywhere(rank == 1), anywhere(False))) == [(True, False)] * 2
+    found = run_ranks(lambda rank: (is_main(), together(lambda: rank), anywhere(rank == 1), anywhere(False)))
+    assert found == [(True, 0, True, False), (False, 1, True, False)]
 
 
 def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero(monkeypatch):

@@ -198,16 +198,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_and_the_next_
     model = tiny_model()
     traces = record(model, random.Random(0))
     spy = Spy()
-    trainer = make_trainer(
-        model.to(dtype),
-        tmp_path,
-        lambda rows: traces,
-        spy=spy,
-        peft_config=lora,
-        max_steps=2,
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-    )
+    settings = {"max_steps": 2, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    trainer = make_trainer(model.to(dtype), tmp_path, traces, spy=spy, peft_config=lora, **settings)
     begun = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     spoil(trainer, bad)
     trainer.train()

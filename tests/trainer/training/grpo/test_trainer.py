@@ -20,7 +20,6 @@ from rolltap.trainer.training.grpo.trainer import LedgerError, TraceGRPOTrainer
 from tests.factories import make_call
 from tests.trainer.training.grpo.tiny import (
     GROUPS,
-    Spy,
     batch_of,
     gradients,
     largest_difference,
@@ -28,8 +27,10 @@ from tests.trainer.training.grpo.tiny import (
     record,
     sample,
     tiny_model,
+    trained,
 )
 
+LORA = LoraConfig(r=4, target_modules="all-linear")
 # peft 0.21 uses a name that transformers 5.23 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -63,7 +64,7 @@ def train_and_watch_the_loss(trainer: TraceGRPOTrainer, monkeypatch) -> list[tup
 
 
 def test_the_model_that_sampled_has_ratio_one_and_nothing_is_clipped(model, traces, tmp_path, monkeypatch):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     tokens = 0
     for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
         ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()]
@@ -79,7 +80,7 @@ def test_the_gradient_of_a_sampled_token_is_its_advantage_over_their_number(mode
     expected = sorted(
         -advantages[trace.session_id] / total for trace in traces for sampled in trace.completion_mask if sampled
     )
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, gradient_accumulation_steps=4)
+    trainer = make_trainer(model, tmp_path, traces, gradient_accumulation_steps=4)
     found = []
     for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
         found += logprobs.grad[inputs["completion_mask"].bool()].tolist()
@@ -137,54 +138,32 @@ def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
 
 def test_several_iterations_reuse_the_traces_and_the_recorded_logprobs(model, traces, tmp_path):
     asked = []
-    spy = Spy()
     config = {"num_iterations": 2, "max_steps": 4, "shuffle_dataset": False, "groups_per_step": 1}
-    trainer = make_trainer(model, tmp_path, lambda rows: asked.extend(rows) or traces, spy=spy, **config)
-    trainer.train()
+    trainer = trained(model, tmp_path, lambda rows: asked.extend(rows) or traces, **config)
     assert asked == [{"task_id": "a"}, {"task_id": "b"}]
     clipped = [entry["clip_ratio/region_mean"] for entry in trainer.state.log_history if "reward" in entry]
     assert clipped[0] == 0
     assert clipped[1] > 0
-    assert largest_difference(spy.gradients[0], spy.gradients[1]) > 1e-3
+    assert largest_difference(trainer.spy.gradients[0], trainer.spy.gradients[1]) > 1e-3
 
 
-def test_a_batch_without_traces_changes_neither_weights_nor_optimizer(model, traces, tmp_path, caplog):
-    batches = iter([traces, [], traces])
-    spy = Spy()
-    trainer = make_trainer(
-        model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1, max_grad_norm=1.0
-    )
-    trainer.train()
-    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
-    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
+@pytest.mark.parametrize("without", ["traces", "signal"])
+def test_a_batch_that_trains_nothing_changes_neither_weights_nor_optimizer(model, traces, tmp_path, caplog, without):
+    nothing = [] if without == "traces" else [replace(trace, reward=0.5) for trace in traces]
+    batches = iter([traces, nothing, traces])
+    trainer = trained(model, tmp_path, lambda rows: next(batches), max_steps=3, weight_decay=0.1, max_grad_norm=1.0)
+    assert largest_difference(trainer.spy.weights[0], trainer.spy.weights[1]) == 0
+    assert largest_difference(trainer.spy.weights[1], trainer.spy.weights[2]) > 0
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
     assert [entry["tokens_trained"] > 0 for entry in trainer.state.log_history[:3]] == [True, False, True]
     assert "step 2 was skipped: its sessions have no token to train on" in caplog.text
 
 
-def test_the_metrics_count_sessions_not_traces(model, tmp_path):
-    traces = record(model, random.Random(0), "per_request")
-    rewards = {"a0": 0.0, "a1": 0.0, "a2": 3.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
-    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
-    traces.remove(next(trace for trace in traces if trace.session_id == "a2"))
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["reward"] == pytest.approx(1.0)
-    assert logged["reward_std"] == pytest.approx(math.sqrt(3) / 2)
-    assert logged["traces_per_session"] == pytest.approx(11 / 6)
-    assert logged["groups_without_signal"] == 1
-    assert logged["tokens_trained"] == sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
-
-
 def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
-    spy = Spy()
-    trainer = make_trainer(
-        model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, target_modules="all-linear")
-    )
+    trainer = make_trainer(model, tmp_path, traces, peft_config=LORA)
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
-    changed = {name for name, weight in spy.weights[0].items() if not torch.equal(weight, before[name])}
+    changed = {name for name, weight in trainer.spy.weights[0].items() if not torch.equal(weight, before[name])}
     assert changed
     assert all("lora_" in name for name in changed)
     assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
@@ -194,33 +173,21 @@ def test_tokens_lost_on_the_way_to_the_loss_are_an_error(model, traces, tmp_path
     split = module.spread_by_prefix
     monkeypatch.setattr(module, "spread_by_prefix", lambda rows, parts: split(rows[1:], parts))
     with pytest.raises(LedgerError, match="but the loss would see"):
-        make_trainer(model, tmp_path, lambda rows: traces).train()
-
-
-def test_a_trace_without_a_reward_is_refused(model, traces, tmp_path):
-    traces[1] = replace(traces[1], reward=None)
-    with pytest.raises(ValueError, match=r"sessions without a reward must be left out.*'a1'"):
-        make_trainer(model, tmp_path, lambda rows: traces).train()
-
-
-def test_a_trace_whose_lists_differ_in_length_is_refused(model, traces, tmp_path):
-    traces[1].logprobs.pop()
-    with pytest.raises(ValueError, match=r"trace a1/a1-1 has \d+ completion ids, \d+ mask values and \d+ log-prob"):
-        make_trainer(model, tmp_path, lambda rows: traces).train()
+        trained(model, tmp_path, traces)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("change", "message"),
     [
-        ({"loss_type": "grpo"}, "choose one of dapo, cispo"),
-        ({"loss_type": "vespo"}, "choose one of dapo, cispo"),
-        ({"steps_per_generation": 4}, "leave steps_per_generation unset"),
-        ({"use_vllm": True}, "the traces are already sampled"),
+        (lambda trace: setattr(trace, "reward", None), r"sessions without a reward must be left out.*'a1'"),
+        (lambda trace: trace.logprobs.pop(), r"trace a1/a1-1 has \d+ completion ids, \d+ mask values and \d+ log-prob"),
+        (lambda trace: trace.prompt_ids.append(32), r"has the token id 32, but the model has 32 embeddings"),
     ],
 )
-def test_a_configuration_that_changes_the_objective_is_refused(model, tmp_path, config, message):
+def test_a_trace_that_cannot_be_trained_on_is_refused(model, traces, tmp_path, change, message):
+    change(traces[1])
     with pytest.raises(ValueError, match=message):
-        make_trainer(model, tmp_path, lambda rows: [], **config)
+        trained(model, tmp_path, traces)
 
 
 @pytest.mark.parametrize(
@@ -244,52 +211,42 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
     batch = batch_of(traces)
     batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     seen = torch.cat([rows["advantages"] for rows in trainer._build(batch)], dim=1)
     assert (seen >= 0).all()
     assert seen.max() > 0
 
 
-def watch_forwarded(trainer: TraceGRPOTrainer) -> list[int]:
-    """Train and return the numbers of tokens in the rows that were run."""
-    trainer.train()
-    return [int(entry["tokens_in_rows"]) for entry in trainer.state.log_history if "tokens_in_rows" in entry]
+def lengths(traces) -> int:
+    """Return the tokens of the traces' rows."""
+    return sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in traces)
 
 
-def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, tmp_path):
+@pytest.fixture
+def rewarded(traces):
+    """The traces with other rewards: one session of the first group, and all of the second one, have no advantage."""
     rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
-    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
-    computed = [trace for trace in traces if trace.session_id in ("a0", "a2")]
-    spy = Spy()
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, scale_rewards="none")
-    assert watch_forwarded(trainer) == [sum(len(t.prompt_ids) + len(t.completion_ids) for t in computed)]
-    trained = sum(sum(t.completion_mask) for t in traces if t.group_id == "a")
-    assert trainer.state.log_history[0]["tokens_trained"] == trained
+    return [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+
+
+def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, rewarded, tmp_path):
+    computed = [trace for trace in rewarded if trace.session_id in ("a0", "a2")]
+    trainer = trained(model, tmp_path, rewarded, scale_rewards="none")
+    logged = trainer.state.log_history[0]
+    number = sum(sum(t.completion_mask) for t in rewarded if t.group_id == "a")
+    fewer = sum(sum(trace.completion_mask) for trace in computed)
+    assert (logged["tokens_in_rows"], logged["tokens_trained"]) == (lengths(computed), number)
+    assert logged["tokens_computed"] == fewer
     # the same advantages over another mean
     alone = gradients(model, tmp_path, computed, scale_rewards="none")
-    number = sum(sum(trace.completion_mask) for trace in computed)
-    scaled = {name: gradient * number / trained for name, gradient in alone.items()}
-    assert largest_difference(spy.gradients[0], scaled) < 1e-6
+    scaled = {name: gradient * fewer / number for name, gradient in alone.items()}
+    assert largest_difference(trainer.spy.gradients[0], scaled) < 1e-6
 
 
-def test_a_reference_needs_all_of_a_group_with_signal(model, tmp_path):
-    rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
-    traces = [replace(trace, reward=rewards[trace.session_id]) for trace in record(model, random.Random(0))]
-    lora = LoraConfig(r=4, target_modules="all-linear")
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, peft_config=lora)
-    group = [len(t.prompt_ids) + len(t.completion_ids) for t in traces if t.group_id == "a"]
-    assert watch_forwarded(trainer) == [sum(group)]
-
-
-def test_a_batch_whose_groups_have_equal_rewards_moves_no_weight_under_adam(model, traces, tmp_path, caplog):
-    silent = [replace(trace, reward=0.5) for trace in traces]
-    batches = iter([traces, silent, traces])
-    spy = Spy()
-    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=3, weight_decay=0.1)
-    trainer.train()
-    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
-    assert largest_difference(spy.weights[1], spy.weights[2]) > 0
-    assert "step 2 was skipped" in caplog.text
+def test_a_reference_needs_all_of_a_group_with_signal(model, rewarded, tmp_path):
+    trainer = trained(model, tmp_path, rewarded, beta=0.1, peft_config=LORA)
+    group = [trace for trace in rewarded if trace.group_id == "a"]
+    assert trainer.state.log_history[0]["tokens_in_rows"] == lengths(group)
 
 
 def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces, tmp_path):
@@ -297,7 +254,7 @@ def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces,
     silent = [replace(trace, reward=0.5) if trace.group_id == "b" else trace for trace in traces]
     batch = batch_of(silent)
     batch.ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
-    trainer = make_trainer(model, tmp_path, lambda rows: silent)
+    trainer = make_trainer(model, tmp_path, silent)
     trainer.trace_source = lambda rows: batch
     trainer.train()
     logged = trainer.state.log_history[0]
@@ -309,16 +266,10 @@ def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces,
 def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path):
     batch = batch_of(traces)
     batch.ledger = Ledger(sampled=5, trained=5)
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     trainer.trace_source = lambda rows: batch
     with pytest.raises(ValueError, match="but the batch's ledger says 5"):
         trainer.train()
-
-
-def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up(model, traces, tmp_path):
-    traces[0].prompt_ids[0] = 32
-    with pytest.raises(ValueError, match=r"has the token id 32, but the model has 32 embeddings"):
-        make_trainer(model, tmp_path, lambda rows: traces).train()
 
 
 @pytest.mark.parametrize("how", ["lora", "attention"])
@@ -328,7 +279,7 @@ def test_dropout_is_refused(model, tmp_path, how):
     if how == "attention":
         model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="drops 10% of its values"):
-        make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+        make_trainer(model, tmp_path, [], peft_config=lora)
 
 
 def test_trls_own_config_is_refused(model, tmp_path):
@@ -346,15 +297,9 @@ def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, t
         return traces
 
     def train(steps, checkpoint=None):
-        trainer = make_trainer(
-            model,
-            tmp_path,
-            lambda rows: asked.extend(row["task_id"] for row in rows) or traces,
-            max_steps=steps,
-            **config,
-        )
+        trainer = make_trainer(model, tmp_path, source, max_steps=steps, **config)
         trainer.train(resume_from_checkpoint=checkpoint)
-        return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+        return trainer.spy.weights[-1]
 
     whole, order = train(12), list(asked)
     asked.clear()
@@ -376,8 +321,7 @@ def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, c
     sizes = {}
     for gib in (10.0, 1e-5):
         config = {"memory_gib": gib, "activation_checkpointing": True}
-        trainer = make_trainer(model, tmp_path, lambda rows: traces, **config)
-        trainer.train()
+        trainer = trained(model, tmp_path, traces, **config)
         scorer = trainer._forward.scorer
         sizes[gib] = (scorer.tokens_per_segment, scorer.tokens_in_memory)
     assert sizes[10.0][0] > sizes[1e-5][0]
@@ -387,13 +331,11 @@ def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, c
 
 
 def test_a_step_of_which_every_token_is_masked_moves_no_weight(model, traces, tmp_path, caplog):
-    spy = Spy()
     stale = [replace(trace, logprobs=[logprob - 5.0 for logprob in trace.logprobs]) for trace in traces]
     batches = iter([traces, stale])
-    trainer = make_trainer(model, tmp_path, lambda rows: next(batches), spy=spy, max_steps=2, mismatch="mask")
-    trainer.train()
+    trainer = trained(model, tmp_path, lambda rows: next(batches), max_steps=2, mismatch="mask")
     assert trainer.state.log_history[1]["tokens_masked"] == trainer.state.log_history[1]["tokens_trained"] > 0
-    assert largest_difference(spy.weights[0], spy.weights[1]) == 0
+    assert largest_difference(trainer.spy.weights[0], trainer.spy.weights[1]) == 0
     assert "step 2 was skipped" in caplog.text
 
 
@@ -406,17 +348,15 @@ def test_a_token_that_the_engine_thought_impossible_does_not_spoil_the_gradient(
 
 def test_a_masked_batch_is_not_taken_up_in_the_middle_of_its_iterations(model, traces, tmp_path):
     config = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "mismatch": "truncate"}
-    make_trainer(model, tmp_path, lambda rows: traces, max_steps=3, **config).train()
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, max_steps=4, **config)
+    trained(model, tmp_path, traces, max_steps=3, **config)
+    trainer = make_trainer(model, tmp_path, traces, max_steps=4, **config)
     with pytest.raises(ValueError, match="step 3 is in the middle of the 2 iterations of a batch"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
     asked = []
-    trainer = make_trainer(model, tmp_path, lambda rows: asked.append(rows) or traces)
-    trainer.train()
-    trainer.train()
+    trained(model, tmp_path, lambda rows: asked.append(rows) or traces).train()
     assert len(asked) == 2
 
 
@@ -425,10 +365,8 @@ def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
     [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [3]}],
 )
 def test_adapters_of_embeddings_train(model, traces, tmp_path, adapter):
-    spy = Spy()
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, spy=spy, peft_config=LoraConfig(r=4, **adapter))
-    trainer.train()
-    assert spy.gradients[0]
+    trainer = trained(model, tmp_path, traces, peft_config=LoraConfig(r=4, **adapter))
+    assert trainer.spy.gradients[0]
 
 
 def test_the_reference_of_a_given_adapter_is_that_adapter(model, traces, tmp_path):
@@ -436,21 +374,20 @@ def test_the_reference_of_a_given_adapter_is_that_adapter(model, traces, tmp_pat
     adapted = get_peft_model(
         copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     )
-    trainer = make_trainer(adapted, tmp_path, lambda rows: traces, beta=0.1)
-    trainer.train()
+    trainer = trained(adapted, tmp_path, traces, beta=0.1)
     assert trainer.state.log_history[0]["kl"] < 1e-6
 
 
 def test_settings_of_accelerate_that_shard_weights_are_refused(model, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.Accelerator.distributed_type", DistributedType.FSDP)
     with pytest.raises(ValueError, match="Accelerate is set up for FSDP"):
-        make_trainer(model, tmp_path, lambda rows: [])
+        make_trainer(model, tmp_path, [])
 
 
 def test_before_each_batch_and_not_before_each_step_something_is_called(model, traces, tmp_path):
     called = []
     config = {"num_iterations": 2, "max_steps": 4, "before_batch": lambda: called.append("before")}
-    make_trainer(model, tmp_path, lambda rows: called.append("batch") or traces, **config).train()
+    trained(model, tmp_path, lambda rows: called.append("batch") or traces, **config)
     assert called == ["before", "batch"] * 2
 
 
@@ -464,7 +401,7 @@ def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
 
 
 def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
     trainer.train()
     assert trainer.state.log_history[0]["engine_difference"] == 1.0
@@ -472,7 +409,7 @@ def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, t
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, bf16):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, temperature=0.5, bf16=bf16)
+    trainer = make_trainer(model, tmp_path, traces, temperature=0.5, bf16=bf16)
     ids, logprobs = sample(model, [2, 3, 4], 20)
     before = trainer.score([2, 3, 4, *ids])
     assert len(before) == 22
@@ -486,9 +423,9 @@ def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(mo
 def test_a_base_is_scored_without_its_adapter(model, tmp_path):
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer = make_trainer(model, tmp_path, lambda rows: [], peft_config=lora)
+    trainer = make_trainer(model, tmp_path, [], peft_config=lora)
     ids = list(range(2, 12))
-    expected = make_trainer(model, tmp_path, lambda rows: []).score(ids)
+    expected = make_trainer(model, tmp_path, []).score(ids)
     assert trainer.score(ids, base=True) == pytest.approx(expected, abs=1e-6)
     assert trainer.score(ids) != pytest.approx(expected, abs=1e-2)
     assert all(weight.requires_grad for name, weight in trainer.model.named_parameters() if "lora_" in name)
@@ -498,8 +435,7 @@ def test_the_reference_of_a_full_model_is_the_model_as_it_was_given(model, trace
     """Its folder may hold another class, or other weights: nothing is loaded."""
     given = copy.deepcopy(model)
     given.config._name_or_path = str(tmp_path / "not there")
-    trainer = make_trainer(given, tmp_path, lambda rows: traces, beta=0.1, max_steps=2, learning_rate=0.1)
-    trainer.train()
+    trainer = trained(given, tmp_path, traces, beta=0.1, max_steps=2, learning_rate=0.1)
     first, second = (entry["kl"] for entry in trainer.state.log_history[:2])
     assert first < 1e-6 < 1e-3 < second
     reference = trainer.ref_model
@@ -509,7 +445,7 @@ def test_the_reference_of_a_full_model_is_the_model_as_it_was_given(model, trace
 
 @pytest.mark.parametrize("forward", ["segments", "padded"])
 def test_the_reference_has_a_head_of_its_own(model, traces, tmp_path, forward):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces, beta=0.1, forward=forward)
+    trainer = make_trainer(model, tmp_path, traces, beta=0.1, forward=forward)
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(3)
     trainer.train()
@@ -520,11 +456,11 @@ def test_optimizers_that_need_the_whole_model_are_refused_for_full_weights(model
     factory = lambda args, model=None: (lambda: None, {})  # noqa: E731
     monkeypatch.setattr(TraceGRPOTrainer, "get_optimizer_cls_and_kwargs", staticmethod(factory))
     with pytest.raises(ValueError, match=r"optim=.* needs more than the parameters that it steps"):
-        make_trainer(model, tmp_path, lambda rows: traces).train()
+        trained(model, tmp_path, traces)
 
 
 def test_an_optimizer_that_is_given_steps_as_it_is(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, lambda rows: traces)
+    trainer = make_trainer(model, tmp_path, traces)
     given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
     trainer.train()
     assert trainer.optimizer.optimizer is given
@@ -535,12 +471,11 @@ def test_steps_of_a_full_model_in_bfloat16_follow_those_in_float32(model, traces
     moved = []
     for dtype in (torch.float32, torch.bfloat16):
         config = {"optim": optim, "max_steps": 3, "max_grad_norm": 1.0, "learning_rate": 3e-3}
-        trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, lambda rows: traces, **config)
-        trainer.train()
+        trainer = trained(copy.deepcopy(model).to(dtype), tmp_path, traces, **config)
         masters = [p.detach() for group in trainer.optimizer.param_groups for p in group["params"]]
         assert all(master.dtype == torch.float32 for master in masters)
         moved.append(torch.cat([master.flatten() for master in masters]))
-    begun = make_trainer(model, tmp_path, lambda rows: traces)
+    begun = make_trainer(model, tmp_path, traces)
     begun.create_optimizer()
     start = torch.cat([p.detach().flatten() for group in begun.optimizer.param_groups for p in group["params"]])
     rounded = start.to(torch.bfloat16).float()

@@ -23,23 +23,15 @@ VOCABULARY = 32
 GROUPS = Dataset.from_dict({"task_id": ["a", "b"]})
 
 
-def tiny_model() -> Qwen3ForCausalLM:
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+
+def tiny_model(**fields) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    words = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    weights = {"initializer_range": 0.2, "tie_word_embeddings": False}
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES | HEADS | words | weights | fields)).eval()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -121,7 +113,7 @@ def batch_of(traces: list[Trace]) -> TraceBatch:
 def make_trainer(
     model,
     out: Path,
-    source: Callable[[list[dict]], list[Trace]],
+    source: Callable[[list[dict]], list[Trace]] | list[Trace],
     *,
     groups_per_step: int = 2,
     peft_config: LoraConfig | None = None,
@@ -129,7 +121,8 @@ def make_trainer(
     before_batch: Callable[[], None] | None = None,
     **config,
 ) -> TraceGRPOTrainer:
-    """Return a trainer on a copy of `model`."""
+    """Return a trainer on a copy of `model`, with its `spy`. `source`: traces of every batch, or what returns them."""
+    spy = spy or Spy()
     settings = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -145,24 +138,31 @@ def make_trainer(
         "learning_rate": 1e-2,
         "max_grad_norm": 0.0,
     }
-    return TraceGRPOTrainer(
+    trainer = TraceGRPOTrainer(
         copy.deepcopy(model),
         TraceGRPOConfig(**settings | config),
         GROUPS,
-        trace_source=lambda rows: batch_of(source(rows)),
+        trace_source=lambda rows: batch_of(source(rows) if callable(source) else source),
         groups_per_step=groups_per_step,
         before_batch=before_batch,
         processing_class=tokenizer(),
         peft_config=copy.deepcopy(peft_config),  # PEFT writes the names of the modules into it
-        callbacks=[spy] if spy else None,
+        callbacks=[spy],
     )
+    trainer.spy = spy
+    return trainer
+
+
+def trained(*args, **config) -> TraceGRPOTrainer:
+    """Return `make_trainer(...)` after its training."""
+    trainer = make_trainer(*args, **config)
+    trainer.train()
+    return trainer
 
 
 def gradients(model, out: Path, traces: list[Trace], **config) -> dict[str, torch.Tensor]:
     """Return the gradients of one step on `traces`."""
-    spy = Spy()
-    make_trainer(model, out, lambda rows: traces, spy=spy, **config).train()
-    return spy.gradients[0]
+    return trained(model, out, traces, **config).spy.gradients[0]
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
