@@ -30,7 +30,6 @@ sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
 
 
 def require_podman() -> None:
-    """Skip a test where Podman cannot start containers."""
     if reason := fault_of(ContainerRuntime):
         pytest.skip(reason)
 
@@ -77,7 +76,6 @@ async def sh(box, script, log, *, timeout=120.0, **env):
 
 
 async def in_box(tmp_path, script, *, env=None, **settings):
-    """Run one script in a box of its own."""
     async with ContainerRuntime().box(make_spec(tmp_path, **settings)) as box:
         return await sh(box, script, tmp_path / "log", **(env or {}))
 

@@ -58,8 +58,6 @@ def tiny_model() -> Path:
 
 
 class RunningEngine:
-    """A running vLLM server and the model that it serves."""
-
     def __init__(self, server: EngineServer, model_dir: Path) -> None:
         self.url = server.url
         self.model_dir = model_dir
@@ -72,7 +70,6 @@ class RunningEngine:
             timeout=120,
             limits=httpx.Limits(max_keepalive_connections=0),
         )
-        """A client that has the key."""
 
 
 def vllm_program() -> str:

@@ -33,8 +33,6 @@ def start_mitmdump(*options, settings, log, env, command=()):
 
 
 class Recorder:
-    """A mitmdump process with the addon."""
-
     def __init__(self, tmp_path, engine_url, model, *extra, env=None, command=(), scripts=()):
         self.run = tmp_path / "run"
         self.confdir = tmp_path / "conf"

@@ -39,7 +39,6 @@ def blocks_of(document: Path) -> list[Block]:
 
 
 def prose_of(document: Path) -> str:
-    """The document without its fenced code blocks."""
     return FENCE.sub("", document.read_text())
 
 

@@ -21,7 +21,6 @@ def anchors(document: Path) -> set[str]:
 
 
 def broken(document: Path) -> list[str]:
-    """The links of a document that lead nowhere."""
     lost = []
     for target, anchor in LINK.findall(prose_of(document)):
         there = (document.parent / target).resolve() if target else document

@@ -39,7 +39,6 @@ RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python") and 
 
 
 def file_name(block: Block) -> str | None:
-    """The file that the block shows, or None."""
     return next((name for start, name in FILES.items() if block.text.startswith(start)), None)
 
 
@@ -79,7 +78,6 @@ class Workshop:
 
     @property
     def call(self) -> str:
-        """A call of that session."""
         return RecordedCalls(self.folder / "runs" / "try")[self.session][0].call_id
 
     def substitute(self, text: str) -> str:

@@ -13,8 +13,6 @@ from tests.harness.play import tool_call
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of one place of a file of the repository."""
-
     path: str
     old: str
     new: str
@@ -22,8 +20,6 @@ class Edit:
 
 @dataclass(frozen=True)
 class Run:
-    """A command in the agent's shell."""
-
     command: str
 
 
@@ -57,7 +53,6 @@ ATTEMPTS: Mapping[str, Sequence[Edit | Run]] = {
 
 
 def ask(instruction: str, attempt: str) -> str:
-    """Return an instruction that names the attempt."""
     return f"{instruction}\n(attempt: {attempt})"
 
 

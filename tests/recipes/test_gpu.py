@@ -40,7 +40,6 @@ def test_without_a_gpu_the_whole_check_says_that_there_is_none(tmp_path):
 
 @pytest.fixture
 def half(monkeypatch):
-    """Return the module of the engine's half."""
     monkeypatch.syspath_prepend(GPU)
     import engine_half
 

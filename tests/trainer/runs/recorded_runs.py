@@ -109,7 +109,6 @@ def record(run, sessions, **metadata):
 
 
 def linked(calls):
-    """Return copies of the calls with their parents and prefix lengths."""
     return link([replace(call, kind_reason="first") for call in calls])
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.runs.edit import merge_runs
@@ -125,12 +125,6 @@ class TestCalls:
         with pytest.raises(InputError, match=message):
             load(run, write(line()), model=str(tmp_path))
         assert not run.exists()
-
-    def test_a_folder_with_other_things_is_refused(self, run):
-        run.mkdir()
-        (run / "thesis.txt").touch()
-        with pytest.raises(RunError, match="exists and is not an empty folder"):
-            load(run, write(line()))
 
     def test_a_file_without_lines_makes_no_run(self, run):
         with pytest.raises(InputError, match=r"there is no line to import: all 1 are bad; line 1: .*is missing"):

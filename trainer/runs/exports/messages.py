@@ -23,6 +23,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
+from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.sessions import dump_json, each_session
 from rolltap.trainer.traces.build import judge_calls
@@ -91,7 +92,8 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
 def _line(
     recorded: RecordedSession, conversation: CallConversation, call_ids: list[str], left_out: str
 ) -> dict[str, Any]:
-    session, call = recorded.session, conversation.call
+    call = conversation.call
+    session = recorded.session or Session(session_id=recorded.session_id, status="unknown")
     messages = [for_template(message) for message in [*conversation.messages(), *filter(None, [conversation.reply])]]
     tool_calls = [tool_call for message in messages for tool_call in message.get("tool_calls") or []]
     # only the reward may be null: a loader that infers types finds none for a column that is null in the first lines
@@ -100,10 +102,7 @@ def _line(
         "tools": json.dumps(conversation.tools or None, ensure_ascii=False),
         "context": conversation.context(),
         "session_id": recorded.session_id,
-        "task_id": session.task_id if session else "",
-        "group_id": session.group_id if session else "",
-        "harness": session.harness if session else "",
-        "reward": session.reward if session else None,
+        **{name: getattr(session, name) for name in ("task_id", "group_id", "harness", "reward")},
         "role": call.role,
         "finish_reason": call.finish_reason or "",
         "left_out": left_out,

@@ -1,5 +1,5 @@
 """ATIF-v1.7 as pydantic models, copied from harbor 0.25.0 (`harbor.models.trajectories`), which needs Python 3.12. Of
-the rules only those are here that a text-only trajectory can break."""
+the rules only those are here that a text-only trajectory can break, of the fields those that are written."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
@@ -15,14 +15,7 @@ class Model(BaseModel):
 
 
 class Reference(Model):
-    trajectory_id: str | None = None
-    session_id: str | None = None
-    trajectory_path: str | None = None
-
-    @model_validator(mode="after")
-    def resolvable(self) -> Self:
-        assert self.trajectory_id or self.trajectory_path
-        return self
+    trajectory_id: str
 
 
 class Result(Model):
@@ -46,7 +39,6 @@ class Metrics(Model):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    cost_usd: float | None = None
     prompt_token_ids: list[int] | None = None
     completion_token_ids: list[int] | None = None
     logprobs: list[float] | None = None
@@ -56,7 +48,6 @@ class FinalMetrics(Model):
     total_prompt_tokens: int | None = None
     total_completion_tokens: int | None = None
     total_cached_tokens: int | None = None
-    total_cost_usd: float | None = None
     total_steps: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -71,8 +62,6 @@ class Step(Model):
     step_id: Annotated[int, Field(ge=1)]
     timestamp: str | None = None
     source: Literal["system", "user", "agent"]
-    model_name: str | None = None
-    reasoning_effort: str | float | None = None
     message: str
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -86,7 +75,7 @@ class Step(Model):
         if self.timestamp is not None:
             datetime.fromisoformat(self.timestamp)
         if self.source != "agent":
-            assert not self.model_fields_set & {"model_name", "reasoning_content", "tool_calls", "metrics"}
+            assert not self.model_fields_set & {"reasoning_content", "tool_calls", "metrics"}
         asked = {call.tool_call_id for call in self.tool_calls or []}
         answered = {result.source_call_id for result in self.observation.results} if self.observation else set()
         assert answered - {None} <= asked
@@ -99,9 +88,7 @@ class Trajectory(Model):
     trajectory_id: str | None = None
     agent: Agent
     steps: Annotated[list[Step], Field(min_length=1)]
-    notes: str | None = None
     final_metrics: FinalMetrics | None = None
-    continued_trajectory_ref: str | None = None
     subagent_trajectories: list["Trajectory"] | None = None
 
     @model_validator(mode="after")

@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Hub:
-    """A Hub that accepts one token."""
-
     token: str = "hf_secret"
     url: str = ""
     refused: str | None = None

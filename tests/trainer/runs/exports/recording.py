@@ -98,7 +98,6 @@ def turns_with_tools(recording):
 
 @case
 def side_question(recording):
-    """A session with a request for a title beside the first call."""
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("Title?"), tools=(), role="auxiliary")
     recording.ask(user("More."), after=first)
@@ -133,7 +132,6 @@ def taken_back(recording):
 
 @case
 def two_conversations(recording):
-    """A session with two conversations whose requests alternate."""
     first = recording.ask(SYSTEM, user("Go."))
     beside = recording.ask(user("A helper that nothing tells from the agent."))
     second = recording.ask(user("More."), after=first)
@@ -162,7 +160,6 @@ def superseded_retry(recording):
 
 @case
 def superseded_start(recording):
-    """A session whose first request was retried."""
     lost = recording.ask(SYSTEM, user("Go."))
     again = recording.ask(SYSTEM, user("Go."), retry_of=lost)
     recording.ask(user("On."), after=again)
@@ -170,14 +167,12 @@ def superseded_start(recording):
 
 @case
 def unasked_result(recording):
-    """A session with a tool result that belongs to no tool call."""
     first = recording.ask(user("Go."), reply=says("", calls={1: "{}"}))
     recording.ask(tool(9, "stray"), after=first)
 
 
 @case
 def aborted(recording):
-    """A session whose last call was aborted by the session's time limit."""
     first = recording.ask(SYSTEM, user("Go."))
     recording.ask(user("More."), after=first, status="aborted", error="the harness closed the connection")
 
@@ -193,7 +188,6 @@ def superseded_by_an_aborted_line(recording):
 
 @case
 def broken_logprobs(recording):
-    """A session with a non-finite log-probability in a call that is continued."""
     first = recording.ask(SYSTEM, user("Go."), logprobs=[float("nan"), -1.0], violation="log-probability 0 is nan")
     recording.ask(user("More."), after=first)
 

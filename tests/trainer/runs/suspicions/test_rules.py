@@ -14,8 +14,6 @@ from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.rollouts.judges.changes import find_changes
 from rolltap.trainer.rollouts.judges.protected import select
 from rolltap.trainer.runs.suspicions.rules import (
-    NAMES,
-    RULES,
     Asked,
     Seen,
     find_suspicions,
@@ -257,14 +255,6 @@ def test_planted_and_odd_files_are_counted_once_each():
 def test_each_of_several_judges_has_its_own_evidence():
     judges = {"tests": {"refused": ["conftest.py: planted"]}, "style": {"refused": ["conftest.py: planted"]}}
     assert found(judge="several", judges=judges, refused=["pipe: fifo"]) == {"planted_files": 1, "odd_files": 1}
-
-
-def test_every_rule_says_what_it_looks_for_and_what_it_cannot_see():
-    assert len(set(NAMES)) == len(RULES)
-    for rule in RULES:
-        assert rule.name.isidentifier()
-        assert rule.looks_for.endswith(".")
-        assert rule.cannot_see.endswith(".")
 
 
 @pytest.mark.parametrize(
