@@ -5,7 +5,6 @@ Both have any number of rows and are written in bounded memory.
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,14 +52,6 @@ SHARD_BYTES = 500 * 1024 * 1024
 _ROWS_AT_ONCE = 64
 
 
-def trace_row(trace: Trace) -> dict[str, Any]:
-    """Return a trace as a row of `TRACE_FEATURES`."""
-    row = {name: getattr(trace, name) for name in TRACE_FEATURES}
-    for name in ("weight_versions", "continuity"):
-        row[name] = [asdict(span) for span in row[name]]
-    return row
-
-
 def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
 
@@ -81,7 +72,7 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
         for traced in iter_traces(run, options):
             recorded = traced.recorded
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
-            spools["traces"].add(map(trace_row, traced.traces))
+            spools["traces"].add(map(Trace.to_json, traced.traces))
             spools["calls"].add(without_addresses(call.to_row(), engines) for call in recorded.calls)
             if recorded.session is not None:
                 spools["sessions"].add([without_addresses(public_session(recorded.session).to_row(), engines)])
@@ -103,7 +94,7 @@ def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options
     with new_folder(out) as folder, Spool(TRACE_FEATURES, folder) as spool:
         for traced in sessions:
             totals.add(traced)
-            spool.add(map(trace_row, traced.traces))
+            spool.add(map(Trace.to_json, traced.traces))
         dataset, shards = spool.dataset()
         dataset.save_to_disk(folder, num_shards=shards)
         dataset_card(run, options, totals).save(folder / "README.md")

@@ -14,7 +14,7 @@ from datasets import Dataset, Features, List, Value, get_dataset_config_names, l
 from rolltap.addons.store.metadata import add_recorder
 from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.trainer.runs.exports import parquet
-from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces, trace_row
+from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces
 from rolltap.trainer.traces.build import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, count_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
@@ -43,7 +43,7 @@ def save(run, out, options=None):
 
 
 def rows_of(run, options):
-    return [trace_row(trace) for traced in iter_traces(run, options) for trace in traced.traces]
+    return [trace.to_json() for traced in iter_traces(run, options) for trace in traced.traces]
 
 
 @pytest.fixture
