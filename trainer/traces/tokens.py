@@ -77,9 +77,6 @@ class Tokens(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])
 
-    def __contains__(self, value: object) -> bool:
-        return value in self[:]
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Tokens):
             return self is other or (len(self) == len(other) and self.packed() == other.packed())
@@ -98,9 +95,6 @@ class Tokens(Sequence[int]):
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(np.frombuffer(self.packed(), np.int32), dtype)
-
-    def __copy__(self) -> "Tokens":
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
         return self
