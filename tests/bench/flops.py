@@ -48,9 +48,6 @@ class Work:
     pairs: int
     scored: int
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.scored + other.scored)
-
 
 def costs(model: Any) -> Costs:
     """Return the costs of a Qwen3 or Qwen3.5 model, or of a `PeftModel` around one."""
@@ -76,20 +73,18 @@ def costs(model: Any) -> Costs:
 
 def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
     """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices of each batch."""
-    total = Work(0, 0, 0)
-    for part in parts:
-        width = max((len(rows[i].ids) for i in part), default=0)
-        scored = sum(len(rows[i].scored) for i in part)
-        total += Work(len(part) * width, len(part) * width * (width + 1) // 2, scored)
-    return total
+    batches = [[rows[i] for i in part] for part in parts]
+    sizes = [(len(batch), max(len(row.ids) for row in batch)) for batch in batches if batch]
+    return Work(
+        tokens=sum(number * width for number, width in sizes),
+        pairs=sum(number * width * (width + 1) // 2 for number, width in sizes),
+        scored=sum(len(row.scored) for batch in batches for row in batch),
+    )
 
 
-def of_pieces(pieces: Iterable[tuple[int, int]], scored: int) -> Work:
+def of_pieces(pieces: Sequence[tuple[int, int]], scored: int) -> Work:
     """Return the work of pieces of a forest, each (tokens before it, its own tokens). A token sees all before it."""
-    total = Work(0, 0, scored)
-    for past, n in pieces:
-        total += Work(n, n * past + n * (n + 1) // 2, 0)
-    return total
+    return Work(sum(n for _, n in pieces), sum(n * past + n * (n + 1) // 2 for past, n in pieces), scored)
 
 
 def step_flops(model: Costs, work: Work, again: Literal["layers", "segments"]) -> float:

@@ -21,7 +21,7 @@ seconds are wall-clock time. Each figure is the least of its rounds.
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,24 +204,6 @@ def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or under is None else over / under
 
 
-def measure(bench: Training, parts: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield what is measured so far after each part: its rows, and what they were measured on."""
-    device = torch.cuda.get_device_name() if bench.device == "cuda" else f"{platform.machine()}, 1 thread"
-    environment = {
-        "device": device,
-        "versions": {module.__name__: module.__version__ for module in (torch, transformers, trl, peft)},
-        "model": bench.name,
-        "scale": bench.scale,
-        "tokens_per_segment": bench.tokens_per_segment,
-        "rounds": bench.rounds,
-    }
-    found: dict[str, Any] = {"environment": environment}
-    for part in parts:
-        found[part] = getattr(bench, part)()
-        show(part, found[part])
-        yield found
-
-
 @click.command(help="Measure training steps on traces that share prefixes: segments against padded rows.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--model", type=click.Choice(NETWORKS), help="small on the CPU, 4b on a CUDA device.")
@@ -251,8 +233,21 @@ def main(
         rounds=rounds,
         tokens_per_segment=tokens_per_segment or (None if cuda else 512),
     )
-    for found in measure(bench, parts):
+    found: dict[str, Any] = {
+        "environment": {
+            "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, 1 thread",
+            "versions": {module.__name__: module.__version__ for module in (torch, transformers, trl, peft)},
+            "model": bench.name,
+            "scale": bench.scale,
+            "tokens_per_segment": bench.tokens_per_segment,
+            "rounds": rounds,
+        }
+    }
+    for part in parts:
+        found[part] = getattr(bench, part)()
+        show(part, found[part])
         if as_json:
+            # what is measured so far
             as_json.write_text(json.dumps(found, indent=2) + "\n")
 
 

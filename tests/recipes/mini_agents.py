@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from tests.harness.play import tool_call
+from tests.harness.programs import PROGRAMS
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
             return Say("A duration")  # a side question
         (attempt,) = set(re.findall(r"\(attempt: ([\w-]+)\)", prompt))
         turns = [turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, _folder(prompt))]
-        if harness == "mini-swe-agent":
-            turns.append(("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}))
+        turns += [PROGRAMS[harness].end] if PROGRAMS[harness].end else []
         done = prompt.count("<tool_response>")
         return Say(tool_call(*turns[done]) if done < len(turns) else "Done.")
 
@@ -79,14 +79,7 @@ def _folder(prompt: str) -> str:
     return said[1] if said else ""
 
 
-AGENTS: Mapping[str, tuple[str, str, dict]] = {
-    "claude-code": ("Bash", "command", {"description": "Work"}),
-    "codex": ("exec_command", "cmd", {}),
-    "qwen-code": ("run_shell_command", "command", {"is_background": False}),
-    "pi": ("bash", "command", {"timeout": None}),
-    "mini-swe-agent": ("bash", "command", {}),
-}
-"""Harness -> the tool that runs a command, its argument with the command, and the other arguments."""
+AGENTS = ("claude-code", "codex", "qwen-code", "pi", "mini-swe-agent")
 
 
 def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
@@ -106,8 +99,7 @@ def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: s
                 step = Run(f"apply_patch <<'EOF'\n{_patch(step.path, files[step.path], after)}\nEOF")
             case _:
                 step = Run(f"cat > {step.path} <<'EOF'\n{after}EOF")
-    tool, argument, others = AGENTS[harness]
-    return [(tool, {argument: step.command, **others})]
+    return [PROGRAMS[harness].call(0, {"COMMAND": step.command})]
 
 
 def _patch(path: str, before: str, after: str) -> str:

@@ -2,7 +2,7 @@
 
 `endure` leads the rollout, which is this module as a program, and kills by the engine's requests: at some of them it
 kills rolltap, its recorder, or replaces the engine. A rollout that was stopped is started again by the same command.
-Which starts and judges fail depends on the seed, the task, the session's index and its attempt.
+Which starts and judges fail depends on the task, the session's index and its attempt.
 """
 
 import contextvars
@@ -25,7 +25,7 @@ from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 
 FAILING_STARTS, FAILING_JUDGES = 0.25, 0.3
-TASKS = 4
+TASKS, SESSIONS, SEED = 4, 16, 1
 
 HARNESS = """
 import json, os, subprocess, urllib.request
@@ -46,22 +46,18 @@ _current: contextvars.ContextVar[str] = contextvars.ContextVar("current", defaul
 class BadDay(ProcessRuntime):
     """Processes whose boxes cannot be made now and then."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
         """Yield a box, or raise `OSError`: more often for a judge, which has no proxy."""
         what, rate = ("judge", FAILING_JUDGES) if spec.proxy is None else ("start", FAILING_STARTS)
         place = re.sub("-[0-9a-f]{8}[.]", "-", _current.get())
-        if place and random.Random(f"{self._seed}/{what}/{place}").random() < rate:
+        if place and random.Random(f"{SEED}/{what}/{place}").random() < rate:
             raise OSError(f"no box for the {what}")
         async with super().box(spec) as box:
             yield box
 
 
-def roll_out(engine: str, model: str, out: str, sessions: int, seed: int) -> None:
-    """Roll out."""
+def roll_out(engine: str, model: str, out: str) -> None:
     run_session = schedule.run_session
 
     async def named(stage: Any, group: Any, session_id: str, **settings: Any) -> Any:
@@ -78,9 +74,9 @@ def roll_out(engine: str, model: str, out: str, sessions: int, seed: int) -> Non
         engine=engine,
         model=model,
         out=out,
-        sessions=sessions // TASKS,
+        sessions=SESSIONS // TASKS,
         concurrency=4,
-        runtime=BadDay(seed),
+        runtime=BadDay(),
         retries=4,
         give_up_after=16,
         recorder={"confdir": f"{out}-mitmproxy"},
@@ -145,9 +141,7 @@ class BadLuck:
         self.engine.__exit__()
 
 
-def endure(
-    tokenizer: Any, folder: Path, at: Mapping[int, str], *, sessions: int = 16, seed: int = 1
-) -> tuple[list[int], list[str]]:
+def endure(tokenizer: Any, folder: Path, at: Mapping[int, str]) -> tuple[list[int], list[str]]:
     """Roll out until a rollout ends with status 0. Return the status of each start, and the acts that were done.
 
     The run is `folder / "run"`. All processes have the folder on their command line or in their environment.
@@ -155,7 +149,7 @@ def endure(
     run, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
     luck, statuses = BadLuck(tokenizer, run, at), []
-    arguments = [luck.engine.url, luck.engine.root, str(run), str(sessions), str(seed)]
+    arguments = [luck.engine.url, luck.engine.root, str(run)]
     try:
         with (folder / "rollout.log").open("ab") as log:
             while len(statuses) < len(at) + 4 and 0 not in statuses:
@@ -172,4 +166,4 @@ def endure(
 
 
 if __name__ == "__main__":
-    roll_out(*sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]))
+    roll_out(*sys.argv[1:])
