@@ -139,6 +139,13 @@ def _responses(stream):
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     whole = events[-1]["response"]
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+    sent = {item["id"]: "" for item in whole["output"]}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            sent[event["item_id"]] += event["delta"]
+    for item in whole["output"]:
+        (part,) = item.get("summary") or item.get("content") or [{}]
+        assert sent[item["id"]] == part.get("text", item.get("arguments", item.get("input", "")))
     return whole
 
 

@@ -6,52 +6,126 @@ from rolltap.addons.dialects.routes import ROUTES, Route, advice, find_route, lo
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
-@pytest.mark.parametrize(
-    ("path", "dialect", "prefix"),
-    [
-        (CHAT, openai_chat, ""),
-        ("/chat/completions", openai_chat, ""),
-        # Azure OpenAI
-        (
-            "/openai/deployments/my-gpt/chat/completions?api-version=2025-01-01",
-            openai_chat,
-            "/openai/deployments/my-gpt",
-        ),
-        ("/openai/v1/chat/completions", openai_chat, "/openai"),
-        ("/openai/v1/responses?api-version=preview", openai_responses, "/openai"),
-        ("/openai/responses?api-version=2025-04-01-preview", openai_responses, "/openai"),
-        ("/models/chat/completions", openai_chat, "/models"),
-        # Gemini and Vertex AI, as OpenAI
-        ("/v1beta/openai/chat/completions", openai_chat, "/v1beta/openai"),
-        (
-            "/v1beta1/projects/p/locations/global/endpoints/openapi/chat/completions",
-            openai_chat,
-            "/v1beta1/projects/p/locations/global/endpoints/openapi",
-        ),
-        # as Anthropic
-        ("/anthropic/v1/messages?beta=true", anthropic, "/anthropic"),
-        ("/api/anthropic/v1/messages", anthropic, "/api/anthropic"),
-        ("/apps/anthropic/v1/messages", anthropic, "/apps/anthropic"),
-        # others
-        ("/api/v1/chat/completions", openai_chat, "/api"),
-        ("/api/v1/messages", anthropic, "/api"),
-        ("/api/paas/v4/chat/completions", openai_chat, "/api/paas/v4"),
-        ("/api/coding/paas/v4/chat/completions", openai_chat, "/api/coding/paas/v4"),
-        ("/api/v3/chat/completions", openai_chat, "/api/v3"),
-        ("/api/v3/responses", openai_responses, "/api/v3"),
-        ("/compatible-mode/v1/chat/completions", openai_chat, "/compatible-mode"),
-        ("/inference/v1/chat/completions", openai_chat, "/inference"),
-        ("/inference/chat/completions", openai_chat, "/inference"),
-        ("/v1/openai/chat/completions", openai_chat, "/v1/openai"),
-        ("/v2/chat/completions", openai_chat, "/v2"),
-        ("/client/v4/accounts/a/ai/v1/chat/completions", openai_chat, "/client/v4/accounts/a/ai"),
-        ("/backend-api/codex/responses", openai_responses, "/backend-api/codex"),
-    ],
-)
-def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(path, dialect, prefix):
-    route = find_route("POST", path, {})
-    assert route == Route(dialect, "generate", prefix)
-    assert ROUTES[str(route)] == Route(dialect, "generate")
+PROVIDERS = """
+openai-chat         /chat/completions                    -
+openai-responses    /responses                           -
+Azure OpenAI:
+openai-chat         /chat/completions?api-version=2025   /openai/deployments/my-gpt
+openai-chat         /v1/chat/completions                 /openai
+openai-responses    /v1/responses?api-version=preview    /openai
+openai-responses    /responses?api-version=2025          /openai
+openai-chat         /chat/completions                    /models
+Gemini and Vertex AI, as OpenAI:
+openai-chat         /chat/completions                    /v1beta/openai
+openai-chat         /chat/completions                    /v1beta1/projects/p/locations/global/endpoints/openapi
+as Anthropic:
+anthropic-messages  /v1/messages?beta=true               /anthropic
+anthropic-messages  /v1/messages                         /api/anthropic
+anthropic-messages  /v1/messages                         /apps/anthropic
+others:
+openai-chat         /v1/chat/completions                 /api
+anthropic-messages  /v1/messages                         /api
+openai-chat         /chat/completions                    /api/paas/v4
+openai-chat         /chat/completions                    /api/coding/paas/v4
+openai-chat         /chat/completions                    /api/v3
+openai-responses    /responses                           /api/v3
+openai-chat         /v1/chat/completions                 /compatible-mode
+openai-chat         /v1/chat/completions                 /inference
+openai-chat         /chat/completions                    /inference
+openai-chat         /chat/completions                    /v1/openai
+openai-chat         /chat/completions                    /v2
+openai-chat         /v1/chat/completions                 /client/v4/accounts/a/ai
+openai-responses    /responses                           /backend-api/codex
+"""
+"""Dialect, path and prefix of requests."""
+OPERATIONS = """
+openai-chat             generate     POST /v1/chat/completions
+openai-chat             models       GET  /v1/models
+openai-chat             models       GET  /v1/models/tiny
+openai-responses        generate     POST /v1/responses
+openai-responses        generate     POST /responses
+openai-responses        count_tokens POST /v1/responses/input_tokens
+openai-responses        count_tokens POST /responses/input_tokens
+openai-responses        models       GET  /backend-api/codex/models
+anthropic-messages      generate     POST /v1/messages?beta=true
+anthropic-messages      count_tokens POST /v1/messages/count_tokens
+google-generate-content generate     POST /v1beta/models/gemini-x:generateContent
+google-generate-content generate     POST /v1beta/models/gemini-x:streamGenerateContent?alt=sse
+google-generate-content count_tokens POST /v1beta/models/gemini-x:countTokens
+google-generate-content generate     POST /v1/models/gemini-x:generateContent
+google-generate-content generate     POST /v1beta1/models/Qwen/Qwen3:8b:generateContent
+google-generate-content generate     POST /v1beta1/publishers/google/models/gemini-x:streamGenerateContent
+google-generate-content count_tokens POST /v1/projects/p/locations/l/publishers/google/models/gemini-x:countTokens
+google-generate-content models       GET  /v1beta/models
+google-generate-content models       GET  /v1beta/models/gemini-x
+"""
+NOT_SERVED = """
+GET  /v1/responses
+POST /v1/responses/r1/cancel
+GET  /v1/messages
+POST /v1/models
+POST /v1/messages/batches
+GET  /v1/modelsx
+GET  /v1beta/models/gemini-x:generateContent
+POST /v1beta/models/gemini-x
+POST /v1beta/models
+POST /v1beta/models/:generateContent
+POST /v1beta/models/gemini-x:embedContent
+POST /v1beta/models/gemini-x:generateContent/more
+POST /x/v1beta/models/gemini-x:generateContent
+POST /v1beta/projects/p/models/gemini-x:generateContent
+GET  /v1beta/models/
+POST /openai/v1/chat/completions/
+POST /openai//v1/chat/completions
+POST /OpenAI/v1/chat/completions
+POST /openai/v1/chat/completions/x
+POST /openai/x/../v1/chat/completions
+POST /x/openai/v1/chat/completions
+POST openai/v1/chat/completions
+POST /slack/messages
+POST /api/messages
+POST /openai/v1/completions
+DELETE /v1/conversations/7
+GET  /v1/conversations/7/items
+DELETE /api/v1/conversations/conv_7
+POST /v2/v1/conversations
+GET  /api/v1beta/cachedContents
+PATCH /v1beta/cachedContents
+POST /v1beta/cachedContents/1
+GET  /v1beta/files/1
+"""
+"""Paths of no API, of other applications and of what is not stored."""
+
+
+def rows(text):
+    """Return the words of each line, without headings."""
+    return [line.split() for line in text.strip().splitlines() if not line.endswith(":")]
+
+
+@pytest.mark.parametrize(("dialect", "service", "method", "path"), rows(OPERATIONS))
+def test_an_operation_is_known_by_method_and_path(dialect, service, method, path):
+    route = find_route(method, path, {})
+    assert (str(route), route.prefix) == (f"{dialect} {service}", "")
+
+
+@pytest.mark.parametrize(("method", "path"), rows(NOT_SERVED))
+def test_other_requests_are_not_served(method, path):
+    assert find_route(method, path, {}) is None
+
+
+def test_the_list_of_models_is_anthropics_only_for_its_clients():
+    headers = {"anthropic-version": "2023-06-01"}
+    assert find_route("GET", "/v1/models?limit=5", headers).dialect is anthropic
+    assert find_route("GET", "/v1/models", {}).dialect is openai_chat
+    assert find_route("POST", CHAT, headers).dialect is openai_chat
+
+
+@pytest.mark.parametrize(("dialect", "path", "prefix"), rows(PROVIDERS))
+def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, path, prefix):
+    prefix = prefix.removeprefix("-")
+    route = find_route("POST", prefix + path, {})
+    assert (str(route), route.prefix) == (f"{dialect} generate", prefix)
+    assert ROUTES[str(route)] == Route(route.dialect, "generate")
 
 
 @pytest.mark.parametrize(
@@ -81,25 +155,6 @@ def test_an_unknown_prefix_is_served_only_if_the_option_names_it(path):
         assert find_route("POST", asked, {}, [pattern]).prefix == "/my/gateway"
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/openai/v1/chat/completions/",
-        "/openai//v1/chat/completions",
-        "/OpenAI/v1/chat/completions",
-        "/openai/v1/chat/completions/x",
-        "/openai/x/../v1/chat/completions",
-        "/x/openai/v1/chat/completions",
-        "openai/v1/chat/completions",
-        "/slack/messages",
-        "/api/messages",
-        "/openai/v1/completions",
-    ],
-)
-def test_other_paths_are_not_served(path):
-    assert find_route("POST", path, {}) is None
-
-
 def test_a_path_of_many_folders_is_not_searched_to_its_end():
     assert find_route("POST", "/x" * 100_000 + CHAT, {}, ["*"]) is None
 
@@ -109,46 +164,22 @@ def test_a_model_whose_name_has_the_path_of_another_api_is_geminis():
     assert route == Route(google, "generate")
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("DELETE", "/v1/conversations/7"),
-        ("GET", "/v1/conversations/7/items"),
-        ("DELETE", "/api/v1/conversations/conv_7"),
-        ("POST", "/v2/v1/conversations"),
-        ("GET", "/api/v1beta/cachedContents"),
-    ],
-)
-def test_paths_of_other_applications_are_no_stored_objects(method, path):
-    assert find_route(method, path, {}) is None
-
-
 def test_stored_objects_are_behind_the_prefix_of_azure_and_one_that_the_option_names():
     for prefix, named in [("", ()), ("/openai", ()), ("/my/gateway", ["/my/*"])]:
         route = find_route("DELETE", f"{prefix}/v1/conversations/conv_7", {}, named)
         assert route == Route(openai_responses, "stored", prefix)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v1/completions",
-        "/v1/complete",
-        "/v2/chat",
-        "/api/chat",
-        "/api/generate",
-        "/model/m/invoke-with-response-stream",
-        "/model/m/converse-stream",
-        "/v1/projects/p/locations/l/publishers/anthropic/models/m:rawPredict",
-        "/v1/projects/p/locations/l/publishers/anthropic/models/m:streamRawPredict",
-        "/v3/ai/language-model",
-        # batches
-        "/v1/batches",
-        "/openai/v1/batches",
-        "/v1/messages/batches?beta=true",
-        "/v1beta/models/m:batchGenerateContent",
-    ],
-)
+OTHER_APIS = """
+/v1/completions /v1/complete /v2/chat /api/chat /api/generate
+/model/m/invoke-with-response-stream /model/m/converse-stream /v3/ai/language-model
+/v1/projects/p/locations/l/publishers/anthropic/models/m:rawPredict
+/v1/projects/p/locations/l/publishers/anthropic/models/m:streamRawPredict
+/v1/batches /openai/v1/batches /v1/messages/batches?beta=true /v1beta/models/m:batchGenerateContent
+"""
+
+
+@pytest.mark.parametrize("path", OTHER_APIS.split())
 def test_a_model_call_of_another_api_and_a_batch_of_calls_are_recognised(path):
     assert looks_like_model_call("POST", path)
     assert not looks_like_model_call("GET", path)

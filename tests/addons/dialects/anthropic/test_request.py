@@ -3,9 +3,8 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects import anthropic
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign
-from rolltap.addons.dialects.routes import find_route
 from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
@@ -304,33 +303,3 @@ def test_any_depth_is_a_model_call_or_a_refusal():
             assert schema in call.messages[0]["content"]
             outcomes.add("a model call")
     assert outcomes >= {"a model call", "We could not parse the JSON body of your request"}
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "operation"),
-    [
-        ("POST", "/v1/messages", "generate"),
-        ("POST", "/v1/messages/count_tokens", "count_tokens"),
-        ("GET", "/v1/models", "models"),
-        ("GET", "/v1/models/tiny", "models"),
-        ("GET", "/v1/messages", None),
-        ("POST", "/v1/models", None),
-        ("POST", "/v1/messages/batches", None),
-        ("GET", "/v1/modelsx", None),
-    ],
-)
-def test_an_operation_is_known_by_method_and_exact_path(method, path, operation):
-    assert anthropic.operation(method, path) == operation
-
-
-@pytest.mark.parametrize(
-    ("method", "target", "headers", "dialect"),
-    [
-        ("POST", "/v1/messages?beta=true", {}, anthropic),
-        ("GET", "/v1/models?limit=5", {"anthropic-version": "2023-06-01"}, anthropic),
-        ("GET", "/v1/models", {}, openai_chat),
-        ("POST", "/v1/chat/completions", {"anthropic-version": "2023-06-01"}, openai_chat),
-    ],
-)
-def test_the_list_of_models_is_anthropics_only_for_its_clients(method, target, headers, dialect):
-    assert find_route(method, target, headers).dialect is dialect

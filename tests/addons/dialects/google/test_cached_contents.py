@@ -10,7 +10,6 @@ from hypothesis import given
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import DialectError, Reply
-from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import Stored, StoredRequest
 from tests.addons.dialects import hostile
 from tests.addons.dialects.google.test_request import GENERATE, REQUEST, SNAKE_REQUEST
@@ -102,14 +101,6 @@ def test_a_strange_content_is_refused_at_the_latest_when_it_is_used(server, body
         request = {"cachedContent": name[1:], "contents": [{"parts": [{"text": "Hi"}]}]}
         with pytest.raises(DialectError):
             server.decode(google, json.dumps(request).encode(), "/v1beta/models/gemini-x:generateContent")
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [("PATCH", "/v1beta/cachedContents"), ("POST", "/v1beta/cachedContents/1"), ("GET", "/v1beta/files/1")],
-)
-def test_other_requests_are_not_served(method, path):
-    assert find_route(method, path, {}) is None
 
 
 USER = {"role": "user", "parts": [{"text": "Go on."}]}

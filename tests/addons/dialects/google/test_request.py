@@ -1,12 +1,15 @@
 import json
+import re
 
 import pytest
+from google import genai
+from google.genai import types
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign, tool_call_id
-from rolltap.addons.dialects.routes import find_route
 from tests.addons.dialects import hostile
+from tests.addons.dialects.server import Server
 
 GENERATE = "/v1beta/models/gemini-x:generateContent"
 STREAM = "/v1beta/models/gemini-x:streamGenerateContent"
@@ -44,47 +47,18 @@ REQUEST = {
     "safetySettings": [],
     "generationConfig": {"maxOutputTokens": 5, "stopSequences": ["END"], "temperature": 0.0, "candidateCount": 1},
 }
-SNAKE_REQUEST = {
-    "system_instruction": {"parts": {"text": "Be brief."}},
-    "contents": [
-        {"parts": {"text": "Look there."}},
-        {
-            "role": "model",
-            "parts": [{"text": "I look.", "thought": True, "thought_signature": None}, {"text": "Wait."}],
-        },
-        {
-            "role": "model",
-            "parts": [
-                {
-                    "thought_signature": sign("call-7"),
-                    "function_call": {"args": {"n": 1, "at": "é"}, "name": "look", "id": "c1"},
-                },
-                {"function_call": {"name": "look", "id": "c2"}},
-            ],
-        },
-        {
-            "role": "function",
-            "parts": [
-                {"function_response": {"id": "c1", "name": "look", "response": {"output": "Nothing."}}},
-                {"function_response": {"id": "c2", "name": "look", "response": {"error": "Too dark."}}},
-            ],
-        },
-        {"role": "user", "parts": [{"text": "Go "}, {"text": "on."}]},
-    ],
-    "tools": [
-        {
-            "function_declarations": {
-                "name": "look",
-                "description": "Looks.",
-                "parameters_json_schema": SCHEMA,
-            }
-        },
-        {"google_search": {}},
-    ],
-    "tool_config": {"functionCallingConfig": {"mode": "AUTO"}},
-    "safety_settings": [],
-    "generation_config": {"max_output_tokens": 5, "stop_sequences": ["END"], "temperature": 0.0},
-}
+
+
+def snake(value):
+    """Return a request with the names of its fields in snake case, and each list of one message as the message."""
+    if isinstance(value, list):
+        return snake(value[0]) if len(value) == 1 and isinstance(value[0], dict) else [*map(snake, value)]
+    if not isinstance(value, dict):
+        return value
+    return {re.sub("[A-Z]", lambda big: f"_{big[0].lower()}", key): snake(inner) for key, inner in value.items()}
+
+
+SNAKE_REQUEST = {**snake(REQUEST), "tool_config": REQUEST["toolConfig"]}
 CALL = ModelCall(
     model="gemini-x",
     messages=[
@@ -138,48 +112,6 @@ def answered(*responses):
     return {"role": "user", "parts": [{"functionResponse": {"response": {}, **answer}} for answer in responses]}
 
 
-class TestOperation:
-    @pytest.mark.parametrize(
-        "path",
-        [
-            "/v1beta/models/gemini-x:",
-            "/v1/models/gemini-x:",
-            "/v1beta1/models/Qwen/Qwen3:8b:",
-            "/v1beta1/publishers/google/models/gemini-x:",
-            "/v1/projects/p/locations/l/publishers/google/models/gemini-x:",
-        ],
-    )
-    def test_models_are_served_under_the_paths_of_gemini_and_vertex(self, path):
-        assert google.operation("POST", path + "generateContent") == "generate"
-        assert google.operation("POST", path + "streamGenerateContent") == "generate"
-        assert google.operation("POST", path + "countTokens") == "count_tokens"
-
-    def test_the_models_can_be_listed(self):
-        assert google.operation("GET", "/v1beta/models") == "models"
-        assert google.operation("GET", "/v1beta/models/gemini-x") == "models"
-
-    @pytest.mark.parametrize(
-        ("method", "path"),
-        [
-            ("GET", GENERATE),
-            ("POST", "/v1beta/models/gemini-x"),
-            ("POST", "/v1beta/models"),
-            ("POST", "/v1beta/models/:generateContent"),
-            ("POST", "/v1beta/models/gemini-x:embedContent"),
-            ("POST", GENERATE + "/more"),
-            ("POST", "/x" + GENERATE),
-            ("POST", "/v1beta/projects/p/models/gemini-x:generateContent"),
-            ("GET", "/v1/models"),
-            ("GET", "/v1beta/models/"),
-        ],
-    )
-    def test_other_requests_are_not_served(self, method, path):
-        assert google.operation(method, path) is None
-
-    def test_a_request_is_routed_here_whatever_its_query(self):
-        assert find_route("POST", STREAM + "?alt=sse", {}).dialect is google
-
-
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
         assert decode() == CALL
@@ -218,9 +150,11 @@ class TestDecode:
         message = {"role": "assistant", "content": "", "call_id": "call-7"}
         assert decode_contents({"role": "model", "parts": [{"thoughtSignature": sign("call-7")}]}) == [message]
 
-    def test_consecutive_user_contents_are_separate_messages(self):
-        messages = decode_contents({"parts": [{"text": "a"}]}, {"role": "user", "parts": [{"text": "b"}]})
-        assert messages == [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    def test_consecutive_user_contents_are_separate_messages_and_those_of_the_model_one(self):
+        roles = [None, "user", "model", "model", "function"]
+        messages = decode_contents(*({"role": role, "parts": {"text": "a"}} for role in roles))
+        said = [("user", "a"), ("user", "a"), ("assistant", "aa"), ("user", "a")]
+        assert messages == [{"role": role, "content": text} for role, text in said]
 
     def test_responses_without_ids_answer_the_calls_of_their_name_in_order(self):
         messages = decode_contents(
@@ -378,6 +312,58 @@ class TestDecode:
         args = json.loads('{"a":' * 95 + "1" + "}" * 95)
         with pytest.raises(DialectError, match="nests deeper"):
             decode(contents=[called({"name": "look", "args": args})])
+
+
+def test_what_the_sdk_sends_is_understood():
+    server = Server()
+    string = types.Schema(type=types.Type.STRING, min_length=1)
+    schema = types.Schema(type=types.Type.OBJECT, properties={"at": string})
+    look = types.FunctionDeclaration(name="look", description="Looks.", parameters=schema)
+    call = types.Part(
+        function_call=types.FunctionCall(id="c1", name="look", args={"at": "é"}),
+        thought_signature=types.Part.model_validate({"thoughtSignature": sign("call-7")}).thought_signature,
+    )
+    answer = types.Part(function_response=types.FunctionResponse(id="c1", name="look", response={"result": "Nothing."}))
+    genai.Client(api_key="k", http_options=types.HttpOptions(httpx_client=server.client)).models.generate_content(
+        model="gemini-x",
+        contents=[
+            types.UserContent("Look."),
+            types.ModelContent([types.Part(text="Hm.", thought=True), call]),
+            types.UserContent([answer, types.Part(text="Go on.")]),
+        ],
+        config=types.GenerateContentConfig(
+            system_instruction="Be brief.",
+            max_output_tokens=5,
+            stop_sequences=["END"],
+            temperature=0.5,
+            thinking_config=types.ThinkingConfig(include_thoughts=True),
+            tools=[types.Tool(function_declarations=[look]), types.Tool(google_search=types.GoogleSearch())],
+            response_mime_type="application/json",
+            response_schema={"type": "OBJECT", "properties": {"a": {"type": "INTEGER"}}},
+        ),
+    )
+    (decoded,) = server.calls
+    called = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
+    assert decoded.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [called],
+            "call_id": "call-7",
+        },
+        {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
+        {"role": "user", "content": "Go on."},
+    ]
+    parameters = {"type": "object", "properties": {"at": {"type": "string", "minLength": 1}}}
+    assert [tool["function"] for tool in decoded.tools] == [
+        {"name": "look", "description": "Looks.", "parameters": parameters}
+    ]
+    assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == ([{"googleSearch": {}}], 5, ["END"])
+    assert decoded.schema["properties"] == {"a": {"type": "integer"}}
+    assert decoded.requested_sampling["temperature"] == 0.5
 
 
 FIELDS = [

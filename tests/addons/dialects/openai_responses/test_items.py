@@ -13,8 +13,8 @@ from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored, StoredR
 from tests.addons.dialects import hostile
 from tests.addons.dialects.openai_responses.test_request import KINDS, NAMES, SEARCH
 from tests.addons.dialects.openai_responses.test_request import MUTABLE as EVERYTHING
-from tests.addons.dialects.openai_responses.test_sdk import REPLIES, TOOLS
 from tests.addons.dialects.server import TALK, by_id, stored_call
+from tests.addons.dialects.test_sdks import REPLIES, TOOLS
 from tests.deep import examples
 
 USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}

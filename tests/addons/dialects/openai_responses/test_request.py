@@ -79,21 +79,6 @@ def echoed(call_id, name, arguments):
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-class TestOperation:
-    @pytest.mark.parametrize("path", ["/v1/responses", "/responses"])
-    def test_a_post_asks_for_a_reply_or_for_a_count(self, path):
-        assert openai_responses.operation("POST", path) == "generate"
-        assert openai_responses.operation("POST", f"{path}/input_tokens") == "count_tokens"
-        assert openai_responses.operation("GET", path) is None
-
-    def test_codex_asks_for_its_catalogue(self):
-        assert openai_responses.operation("GET", "/backend-api/codex/models") == "models"
-
-    @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/responses/r1/cancel")])
-    def test_other_requests_are_not_served(self, method, path):
-        assert openai_responses.operation(method, path) is None
-
-
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
         assert decode() == ModelCall(

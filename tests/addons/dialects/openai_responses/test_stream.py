@@ -4,65 +4,52 @@ from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ToolCall
 from tests.addons.dialects.apis import RESPONSES, USAGE, events_of, streamed
 
+ITEMS = """
+created in_progress
+output_item.added reasoning_summary_part.added reasoning_summary_text.delta reasoning_summary_text.done
+reasoning_summary_part.done output_item.done
+output_item.added content_part.added output_text.delta output_text.done content_part.done output_item.done
+output_item.added function_call_arguments.delta function_call_arguments.done output_item.done
+output_item.added custom_tool_call_input.delta custom_tool_call_input.done output_item.done
+completed
+"""
 
-class TestStreamEncoder:
-    def test_an_item_is_complete_before_the_next_begins(self):
-        reply = Reply("Hi", "Hm", [ToolCall("t1", "look", "{}"), ToolCall("t2", "patch", '{"input": "x"}')])
-        assert [
-            e["type"].removeprefix("response.") for e in events_of(streamed(RESPONSES, RESPONSES.context(), reply))
-        ] == [
-            "created",
-            "in_progress",
-            "output_item.added",
-            "reasoning_summary_part.added",
-            "reasoning_summary_text.delta",
-            "reasoning_summary_text.done",
-            "reasoning_summary_part.done",
-            "output_item.done",
-            "output_item.added",
-            "content_part.added",
-            "output_text.delta",
-            "output_text.done",
-            "content_part.done",
-            "output_item.done",
-            "output_item.added",
-            "function_call_arguments.delta",
-            "function_call_arguments.done",
-            "output_item.done",
-            "output_item.added",
-            "custom_tool_call_input.delta",
-            "custom_tool_call_input.done",
-            "output_item.done",
-            "completed",
-        ]
 
-    def test_reasoning_that_comes_after_content_is_not_sent(self):
-        encoder = openai_responses.stream_encoder(RESPONSES.context())
-        encoder.delta("Hm.", "Hi")
-        assert encoder.delta("\n", "") == b""
-        *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
-        assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
+def test_an_item_is_complete_before_the_next_begins():
+    reply = Reply("Hi", "Hm", [ToolCall("t1", "look", "{}"), ToolCall("t2", "patch", '{"input": "x"}')])
+    events = events_of(streamed(RESPONSES, RESPONSES.context(), reply))
+    assert [event["type"].removeprefix("response.") for event in events] == ITEMS.split()
 
-    def test_no_new_text_is_no_event(self):
-        assert openai_responses.stream_encoder(RESPONSES.context()).delta("", "") == b""
 
-    def test_a_truncated_reply_is_incomplete(self):
-        *_, last = events_of(streamed(RESPONSES, RESPONSES.context(), Reply("Hal", finish_reason="length")))
-        assert last["type"] == "response.incomplete"
-        assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+def test_reasoning_that_comes_after_content_is_not_sent():
+    encoder = openai_responses.stream_encoder(RESPONSES.context())
+    encoder.delta("Hm.", "Hi")
+    assert encoder.delta("\n", "") == b""
+    *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
+    assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
-    @pytest.mark.parametrize(
-        ("error", "code"),
-        [
-            (ContextOverflow(9, 8), "context_length_exceeded"),
-            (DialectError("No."), "invalid_prompt"),
-            (DialectError("Down.", status=503), "server_error"),
-        ],
-    )
-    def test_a_failure_is_the_last_event(self, error, code):
-        encoder = openai_responses.stream_encoder(RESPONSES.context())
-        encoder.start()
-        (event,) = events_of(encoder.error(error))
-        assert event["type"] == "response.failed"
-        assert event["response"]["status"] == "failed"
-        assert event["response"]["error"] == {"code": code, "message": str(error)}
+
+def test_no_new_text_is_no_event():
+    assert openai_responses.stream_encoder(RESPONSES.context()).delta("", "") == b""
+
+
+def test_a_truncated_reply_is_incomplete():
+    *_, last = events_of(streamed(RESPONSES, RESPONSES.context(), Reply("Hal", finish_reason="length")))
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ContextOverflow(9, 8), "context_length_exceeded"),
+        (DialectError("No."), "invalid_prompt"),
+        (DialectError("Down.", status=503), "server_error"),
+    ],
+)
+def test_a_failure_is_the_last_event(error, code):
+    encoder = openai_responses.stream_encoder(RESPONSES.context())
+    encoder.start()
+    (event,) = events_of(encoder.error(error))
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    assert event["response"]["error"] == {"code": code, "message": str(error)}
