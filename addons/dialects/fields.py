@@ -82,8 +82,7 @@ class Fields:
 
     def inner(self, key: str) -> "Fields":
         """Return the fields of an object. A value that is not an object has no fields."""
-        value = self.values.get(key)
-        return Fields(value if isinstance(value, dict) else {}, self._wording, (self, key, None))
+        return self.at(key, self.maybe(key, dict) or {})
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
         """Return a value of this type, or None for any other value."""
@@ -113,15 +112,12 @@ class Fields:
         self.name(key)
         return self.label(key)
 
-    def label(self, key: str) -> str:
-        """Return a string of at most `LONGEST_NAME` characters, which may be empty. Raises."""
-        return self._short(key, LONGEST_NAME)
-
     def identifier(self, key: str) -> str:
         """Return a string of at most `LONGEST_ID` characters, which may be empty. Raises."""
-        return self._short(key, LONGEST_ID)
+        return self.label(key, LONGEST_ID)
 
-    def _short(self, key: str, longest: int) -> str:
+    def label(self, key: str, longest: int = LONGEST_NAME) -> str:
+        """Return a string of at most `longest` characters, which may be empty. Raises."""
         text = self.text(key)
         if len(text) > longest:
             raise self.refusal(key, f"a string of at most {longest:,} characters")

@@ -24,6 +24,7 @@ from rolltap.addons.dialects.json_values import (
 )
 from rolltap.addons.dialects.model_call import (
     DialectError,
+    FinishReason,
     Message,
     ModelCall,
     Reply,
@@ -49,12 +50,11 @@ def kept(value: Any, shape: Shape, fields: Callable[[dict[str, Any]], dict[str, 
         return [kept(element, shape, fields) for element in value]
     if not isinstance(value, dict):
         return text(value)
-    found = {key: _kept(inner, shape[key], fields) for key, inner in fields(value).items() if key in shape}
+    found = {}
+    for key, inner in fields(value).items():
+        if (how := shape.get(key)) is not None:
+            found[key] = how(inner) if callable(how) else kept(inner, how, fields)
     return {key: inner for key, inner in found.items() if inner is not None}
-
-
-def _kept(value: Any, how: Keep | Shape, fields: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    return how(value) if callable(how) else kept(value, how, fields)
 
 
 def text(value: Any) -> str | None:
@@ -105,7 +105,7 @@ def labels(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Entry = dict[str, Any]
-"""One entry of a stored object. One that was stored with a call has the call's id under `call`."""
+"""One entry of a stored object, with the id of its call, if any, under `call`."""
 DELETED: Entry = {"deleted": True}
 """The last entry of an object that was deleted."""
 _SHORT = 100
@@ -138,18 +138,15 @@ class StoredCall:
     def as_reply(self) -> Reply:
         """Return the reply as it was sent."""
         message = json.loads(self.reply)
-        calls = [ToolCall(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in _tool_calls(message)]
-        reply = Reply(message["content"], message.get("reasoning_content", ""), calls)
-        if self.finish_reason == "length":
-            reply.finish_reason = "length"
-        elif calls:
-            reply.finish_reason = "tool_calls"
-        return reply
+        functions = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+        calls = [ToolCall(call_id, function["name"], function["arguments"]) for call_id, function in functions]
+        reason: FinishReason = "length" if self.finish_reason == "length" else "tool_calls" if calls else "stop"
+        return Reply(message["content"], message.get("reasoning_content", ""), calls, reason)
 
     def as_message(self) -> Message:
         """Return the reply as a message of a later request."""
         message: Message = {**json.loads(self.reply), "call_id": self.call_id}
-        for call in _tool_calls(message):
+        for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
         return message
 
@@ -262,8 +259,3 @@ class NamesStored(DialectError):
 def shown_id(object_id: str) -> str:
     """Return an id for an error message, which is recorded. A text that is none may be a secret."""
     return f"'{object_id}'" if _ID.fullmatch(object_id) else described(object_id)
-
-
-def _tool_calls(message: Message) -> list[dict[str, Any]]:
-    calls: list[dict[str, Any]] = message.get("tool_calls", [])
-    return calls

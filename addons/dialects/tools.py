@@ -25,12 +25,8 @@ def freeform_tool(name: str, description: str | None, grammar: str | None) -> To
     text = description or ""
     if grammar:
         text = f"{text}\n\nThe input must match this grammar:\n{grammar}".strip()
-    parameters = {
-        "type": "object",
-        "properties": {FREEFORM_ARGUMENT: {"type": "string"}},
-        "required": [FREEFORM_ARGUMENT],
-    }
-    return function_tool(name, text, parameters)
+    argument = {FREEFORM_ARGUMENT: {"type": "string"}}
+    return function_tool(name, text, {"type": "object", "properties": argument, "required": [FREEFORM_ARGUMENT]})
 
 
 def freeform_input(arguments: str) -> str:

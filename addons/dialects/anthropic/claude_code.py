@@ -28,19 +28,26 @@ def is_claude_code(user_id: str | None) -> bool:
 def normal_arguments(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
     """Return the normal form of `arguments`: an `EchoRule` for Claude Code."""
     if isinstance(command := arguments.get("command"), str):
-        arguments = {**arguments, "command": _collapse_backslashes(_without_cd(command))}
+        # Claude Code removes `cd FOLDER && ` when it is in that folder already, and one of two backslashes before `;`
+        command = _BACKSLASHES.sub(lambda match: "\\;" if match[1] else match[0], _COMMAND.sub(_without_cd, command))
+        arguments = {**arguments, "command": command}
     return _without_defaults({key: _plain_text(value) for key, value in arguments.items()}, tool)
 
 
 def _plain_text(value: Any) -> Any:
-    """Return `value` with numbers and booleans as strings: Claude Code turns "1" and "true" into 1 and true."""
+    """Return `value` with numbers and booleans as strings, and without white space at line ends, `\\r` included.
+
+    Claude Code turns "1" and "true" into 1 and true, and strips the white space from file contents.
+    """
     match value:
         case bool():
             return "true" if value else "false"
         case int() | float():
             return str(javascript_number(value))
         case str():
-            return str(javascript_number(float(value))) if _NUMBER.fullmatch(value) else _without_trailing_space(value)
+            if _NUMBER.fullmatch(value):
+                return str(javascript_number(float(value)))
+            return "\n".join(line.rstrip() for line in value.split("\n"))
         case dict():
             return {key: _plain_text(inner) for key, inner in value.items()}
         case list():
@@ -48,26 +55,11 @@ def _plain_text(value: Any) -> Any:
     return value
 
 
-def _without_trailing_space(text: str) -> str:
-    """Return `text` without white space at line ends, `\\r` included: Claude Code strips it from file contents."""
-    return "\n".join(line.rstrip() for line in text.split("\n"))
-
-
-def _without_cd(command: str) -> str:
-    """Return `command` without any `cd FOLDER && `: Claude Code removes it when it is in that folder already."""
-    return _COMMAND.sub(_without_last_cd, command)
-
-
-def _without_last_cd(match: re.Match[str]) -> str:
+def _without_cd(match: re.Match[str]) -> str:
     """Return a part of a command without the `cd FOLDER && ` at its end."""
     text, end = match.groups()
     found = _CHANGE_FOLDER.search(text, 0, len(text) - 1) if end and text.endswith(" ") else None
     return text[: found.start()] if found else match[0]
-
-
-def _collapse_backslashes(command: str) -> str:
-    """Return `command` with one backslash for each run of them before `;`: Claude Code removes one of two."""
-    return _BACKSLASHES.sub(lambda match: "\\;" if match[1] else match[0], command)
 
 
 def _without_defaults(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:

@@ -87,18 +87,21 @@ def find_conversation(
     return path, _replay(entries, stored)
 
 
-def serve_conversation(
-    request: StoredRequest, conversation_id: str | None, items: bool, item_id: str | None, stored: Stored
-) -> StoredAnswer:
+def _serve_conversation(request: StoredRequest, asked: re.Match[str], stored: Stored) -> StoredAnswer:
     """Answer a request to `/v1/conversations[/ID[/items[/ITEM]]]`. Raises `DialectError`."""
+    conversation_id: str | None = asked["conversation"]
     if conversation_id is None:
         return _create(request, stored)
     path, found = find_conversation(conversation_id, stored)
     assert found is not None
-    if item_id is not None:
-        return _serve_item(request, path, conversation_id, found, item_id)
-    if items:
-        return _serve_items(request, path, found, stored)
+    if asked["item"]:
+        return _serve_item(request, path, conversation_id, found, asked["item"])
+    if asked["items"]:
+        if request.method == "GET":
+            return StoredAnswer(_page(found.items, request.target))
+        items, hidden = _given_items(_body(request), stored)
+        entry: Entry = {"key": request.new_id, "items": items}
+        return StoredAnswer(_listed(_with_ids(entry, items)), path, entry, hidden)
     match request.method:
         case "DELETE":
             body = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -121,14 +124,6 @@ def _create(request: StoredRequest, stored: Stored) -> StoredAnswer:
     }
     found = _replay([entry], stored)
     return StoredAnswer(_shown(conversation_id, found), f"/conversations/{conversation_id}", entry, hidden)
-
-
-def _serve_items(request: StoredRequest, path: str, found: Conversation, stored: Stored) -> StoredAnswer:
-    if request.method == "GET":
-        return StoredAnswer(_page(found.items, request.target))
-    items, hidden = _given_items(_body(request), stored)
-    entry: Entry = {"key": request.new_id, "items": items}
-    return StoredAnswer(_listed(_with_ids(entry, items)), path, entry, hidden)
 
 
 def _serve_item(
@@ -196,12 +191,8 @@ def _given_items(body: Fields, stored: Stored) -> tuple[list[dict[str, Any]], in
 
 
 def _shown(conversation_id: str, found: Conversation) -> dict[str, Any]:
-    return {
-        "id": conversation_id,
-        "object": "conversation",
-        "created_at": found.created_at,
-        "metadata": found.metadata,
-    }
+    dated = {"created_at": found.created_at, "metadata": found.metadata}
+    return {"id": conversation_id, "object": "conversation", **dated}
 
 
 def _page(items: list[dict[str, Any]], target: str) -> dict[str, Any]:
@@ -331,4 +322,4 @@ def serve(request: StoredRequest, stored: Stored) -> StoredAnswer:
         raise DialectError("This path is not served here.", status=404, code="not_found")
     if match["response"]:
         return serve_response(request, match["response"], stored)
-    return serve_conversation(request, match["conversation"], bool(match["items"]), match["item"], stored)
+    return _serve_conversation(request, match, stored)

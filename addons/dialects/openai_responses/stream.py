@@ -23,29 +23,24 @@ _Item = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The events and fields that carry the text of one type of item."""
+    """The events and fields that carry the text of one type of item. It is a field of the item, or of its only part."""
 
     event: str
     """Name of the text's events, without `.delta` and `.done`."""
     key: str
-    """Name of the text's field, in the item or in its part."""
+    """Name of the text's field."""
     part_event: str = ""
-    """Name of the part's events, without `.added` and `.done`. Empty when the text is a field of the item."""
+    """Name of the part's events, without `.added` and `.done`."""
     parts_key: str = ""
-    """Name of the item's list of parts, which has one element."""
+    """Name of the item's list of parts."""
     part_index: dict[str, int] = field(default_factory=dict)
-    """Fields of the events that contain the index of the part."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
     """Further fields of the text's events."""
 
 
 _TEXTS = {
     "reasoning": _Text(
-        "response.reasoning_summary_text",
-        "text",
-        "response.reasoning_summary_part",
-        "summary",
-        {"summary_index": 0},
+        "response.reasoning_summary_text", "text", "response.reasoning_summary_part", "summary", {"summary_index": 0}
     ),
     "message": _Text(
         "response.output_text", "text", "response.content_part", "content", {"content_index": 0}, {"logprobs": []}

@@ -2,29 +2,20 @@ import math
 
 import pytest
 
-from rolltap.addons.store.records import (
-    SENTINEL_LOGPROB,
-    Call,
-    VersionSpan,
-    find_violation,
-)
+from rolltap.addons.store.records import SENTINEL_LOGPROB, Call, VersionSpan, find_violation
 
 
-def whole(length):
-    return [VersionSpan(version="1", start=0, end=length)]
+def spans(*places):
+    return [VersionSpan(version=str(number), start=start, end=end) for number, (start, end) in enumerate(places)]
 
 
 class TestFindViolation:
     @pytest.mark.parametrize(
         ("completion_ids", "logprobs", "versions"),
         [
-            ([7, 8], [-0.5, 0.0], whole(2)),
-            ([7], [-9998.9], whole(1)),
-            (
-                [7, 8, 9],
-                [-0.5] * 3,
-                [VersionSpan(version="1", start=0, end=1), VersionSpan(version="2", start=1, end=3)],
-            ),
+            ([7, 8], [-0.5, 0.0], spans((0, 2))),
+            ([7], [-9998.9], spans((0, 1))),
+            ([7, 8, 9], [-0.5] * 3, spans((0, 1), (1, 3))),
             ([], [], []),
         ],
         ids=["probability one is allowed", "very unlikely", "weights changed within the call", "nothing sampled"],
@@ -44,10 +35,10 @@ class TestFindViolation:
         ],
     )
     def test_unsound_logprobs_are_named(self, logprobs, words):
-        assert words in find_violation([7, 8], logprobs, whole(2))
+        assert words in find_violation([7, 8], logprobs, spans((0, 2)))
 
     @pytest.mark.parametrize(
-        ("spans", "words"),
+        ("places", "words"),
         [
             ([], "cover 0 of 2 tokens"),
             ([(0, 1)], "cover 1 of 2 tokens"),
@@ -58,16 +49,12 @@ class TestFindViolation:
         ],
         ids=["none", "too short", "too long", "gap", "overlap", "backwards"],
     )
-    def test_weight_versions_must_cover_the_completion(self, spans, words):
-        versions = [VersionSpan(version="1", start=start, end=end) for start, end in spans]
-        assert words in find_violation([7, 8], [-0.5, -0.5], versions)
+    def test_weight_versions_must_cover_the_completion(self, places, words):
+        assert words in find_violation([7, 8], [-0.5, -0.5], spans(*places))
 
 
 class TestRows:
-    def test_a_call_stores_only_the_suffix_after_its_parent(self):
-        row = Call(session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], parent_id="0", prefix_length=3).to_row()
-        assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, [4])
-
-    def test_a_call_without_a_parent_stores_its_whole_prompt(self):
-        row = Call(session_id="s", call_id="0", prompt_ids=[1, 2]).to_row()
-        assert (row["prompt_length"], row["prompt_tail_ids"]) == (2, [1, 2])
+    @pytest.mark.parametrize(("prefix", "stored"), [(0, [1, 2, 3, 4]), (3, [4])], ids=["root", "after its parent"])
+    def test_a_call_stores_only_the_suffix_after_its_parent(self, prefix, stored):
+        row = Call(session_id="s", call_id="1", prompt_ids=[1, 2, 3, 4], prefix_length=prefix).to_row()
+        assert (row["prompt_length"], row["prompt_tail_ids"]) == (4, stored)

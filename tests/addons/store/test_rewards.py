@@ -8,26 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import UNREWARDED, Call, Event, Session, VersionSpan, utc_now
+from rolltap.addons.store.records import UNREWARDED, Event, Session
 from rolltap.addons.store.rewards import GivenReward, give_reward, session_rows
 from rolltap.addons.store.tables import RunWriter
-
-NOW = utc_now()
+from tests.factories import START, make_call
 
 
 @pytest.fixture
-def writer(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path, "never") as writer:
-        writer.add_call(call("s"))
+def writer(run):
+    with RunWriter(run, "never") as writer:
+        writer.add_call(make_call(version="3", finished_at=START))
         yield writer
-
-
-def call(session_id, **fields):
-    spans = [VersionSpan(version="3", start=0, end=1)]
-    fields = {"completion_ids": [5], "logprobs": [-1.0], "weight_versions": spans, "finished_at": NOW, **fields}
-    return Call(session_id=session_id, call_id=f"call-{session_id}", prompt_ids=[1], started_at=NOW, **fields)
 
 
 def reward(value=1.0, **fields):
@@ -40,7 +31,7 @@ def test_a_session_of_which_only_calls_are_known_gets_a_row(writer):
     assert (session.status, session.reward, session.revision) == ("completed", 0.5, 0)
     assert (session.task_id, session.group_id, session.policy_version) == ("sort", "sort", "3")
     assert (session.parts, session.evidence) == ('{"a": 1.0}', '{"reward_from": "a test"}')
-    assert session.started_at == session.finished_at == NOW
+    assert session.started_at == session.finished_at == START
 
 
 def test_both_rows_are_kept(writer):
@@ -90,7 +81,7 @@ def test_an_unjudged_session_has_the_outcome_that_the_rollout_noted(writer, ende
 
 
 def test_a_session_without_a_completed_call_has_no_reward(writer):
-    writer.add_call(call("t", status="aborted"))
+    writer.add_call(make_call(1, session_id="t", status="aborted"))
     writer.add_session(Session(session_id="u", status="completed"))
     for session_id in ("t", "u"):
         with pytest.raises(InputError, match="no completed call"):

@@ -2,27 +2,19 @@
 
 import json
 import logging
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session, VersionSpan
+from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Event, Session
 from rolltap.addons.store.rows import first_version, printable, row_digest, to_batch
 from rolltap.addons.store.tables import batch_rows
 from tests.deep import examples
+from tests.factories import START, make_call
 
-CALL = Call(
-    session_id="s",
-    call_id="c",
-    prompt_ids=[1, 2],
-    completion_ids=[3, 4],
-    logprobs=[-0.5, -0.25],
-    weight_versions=[VersionSpan(version="1", start=0, end=2)],
-    messages=json.dumps([{"role": "user", "content": "café"}], ensure_ascii=False),
-    started_at=datetime(2026, 1, 1, tzinfo=UTC),
-)
+CALL = make_call("c", [1, 2], [3, 4], messages=json.dumps([{"role": "user", "content": "café"}], ensure_ascii=False))
 TABLES = {
     "calls": (CALL_SCHEMA, CALL.to_row()),
     "sessions": (SESSION_SCHEMA, Session(session_id="s", status="completed").to_row()),
@@ -93,12 +85,7 @@ def test_a_value_that_does_not_fit_is_named_in_the_row_and_in_the_log(caplog):
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [
-        ("completion_ids", [3, 2**40]),
-        ("logprobs", ["x"]),
-        ("kind", 5),
-        ("prompt_length", 2**31),
-    ],
+    [("completion_ids", [3, 2**40]), ("logprobs", ["x"]), ("kind", 5), ("prompt_length", 2**31)],
 )
 def test_a_call_whose_tokens_cannot_be_written_is_not_trained_on(column, value):
     found = stored("calls", {**TABLES["calls"][1], column: value})
@@ -122,7 +109,7 @@ def test_a_long_text_is_cut_and_says_so():
 
 
 def at(seconds):
-    return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
+    return START + timedelta(seconds=seconds)
 
 
 def call(start, first, *spans):

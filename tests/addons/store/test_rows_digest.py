@@ -4,17 +4,9 @@ from datetime import UTC, datetime, timedelta, timezone
 import numpy as np
 import pytest
 
-from rolltap.addons.store.records import (
-    CALL_SCHEMA,
-    DIGEST,
-    EVENT_SCHEMA,
-    SESSION_SCHEMA,
-    Call,
-    Event,
-    Session,
-    VersionSpan,
-)
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, VersionSpan
 from rolltap.addons.store.rows import row_digest
+from tests.factories import make_session
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CALL = Call(
@@ -31,6 +23,7 @@ CALL = Call(
     started_at=NOON,
     first_token_at=NOON + timedelta(microseconds=1),
 )
+SESSION = make_session(started_at=NOON)
 CHANGED = {
     "string": "other",
     "bool": True,
@@ -59,12 +52,7 @@ def test_the_digest_of_a_row_is_part_of_the_format():
     ("row", "schema"),
     [
         (CALL.to_row(), CALL_SCHEMA),
-        (
-            Session(
-                session_id="s", task_id="t", group_id="g", harness="h", status="completed", reward=1.0, started_at=NOON
-            ).to_row(),
-            SESSION_SCHEMA,
-        ),
+        (SESSION.to_row(), SESSION_SCHEMA),
         (Event(kind="refused", at=NOON).to_row(), EVENT_SCHEMA),
     ],
     ids=["call", "session", "event"],
@@ -93,21 +81,13 @@ def test_a_float_is_digested_as_it_is_stored():
 
 
 def test_a_whole_number_in_a_column_of_floats_is_a_float():
-    session = Session(session_id="s", task_id="t", group_id="g", harness="h", status="completed", started_at=NOON)
-    rewards = [row_digest({**session.to_row(), "reward": reward}, SESSION_SCHEMA) for reward in (1, 1.0, np.float64(1))]
+    rewards = [row_digest({**SESSION.to_row(), "reward": reward}, SESSION_SCHEMA) for reward in (1, 1.0, np.float64(1))]
     assert len(set(rewards)) == 1
 
 
-def test_arrays_and_lists_have_the_same_digest():
-    assert (
-        digest(completion_ids=np.array([4, 5], np.int64))
-        == digest(completion_ids=np.array([4, 5], np.int32))
-        == digest()
-    )
-
-
-def test_a_strided_array_is_digested_by_its_values():
-    assert digest(completion_ids=np.array([4, 0, 5, 0])[::2]) == digest()
+def test_lists_and_arrays_of_any_type_and_stride_have_the_same_digest():
+    for ids in (np.array([4, 5], np.int64), np.array([4, 5], np.int32), np.array([4, 0, 5, 0])[::2]):
+        assert digest(completion_ids=ids) == digest()
 
 
 def test_a_time_has_the_same_digest_in_every_time_zone():

@@ -27,9 +27,22 @@ def path(tmp_path):
 
 @pytest.fixture
 def opened(path):
-    with_commits = Segment(path, SCHEMA)
-    yield with_commits
-    with_commits.close()
+    """Yield a segment without commits."""
+    segment = Segment(path, SCHEMA)
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def three(opened):
+    """Return a segment with the commits 0, 1 and 2."""
+    for number in range(3):
+        opened.append(batch(number))
+    return opened
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def numbers_of(rows):
@@ -123,7 +136,7 @@ class TestGrowing:
             offsets.append(offset)
             mapped.append(pa.memory_map(str(path)))
             if len(offsets) == at + 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                full()
             return real(descriptor, data[:2000], offset)
 
         monkeypatch.setattr(os, "pwrite", pwrite)
@@ -152,9 +165,7 @@ class TestReader:
             with SegmentReader(path) as reader:
                 assert reader.schema is not None or reader.damage[0].startswith("it has no schema")
 
-    def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, opened):
-        for number in range(3):
-            opened.append(batch(number))
+    def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, three):
         with SegmentReader(path) as reader:
             offsets = [offset for offset, _ in reader]
             assert [numbers_of(reader.read(offset)) for offset in reversed(offsets)] == [[2], [1], [0]]
@@ -202,9 +213,7 @@ class TestCompact:
         compact(path)
         assert read(path) == ([0, 2, 1], {})
 
-    def test_a_reader_of_the_old_file_reads_on(self, path, opened):
-        for number in range(3):
-            opened.append(batch(number))
+    def test_a_reader_of_the_old_file_reads_on(self, path, three):
         with SegmentReader(path) as reader:
             rows = iter(reader)
             next(rows)
@@ -217,41 +226,29 @@ class TestCompact:
         compact(path)
         assert path.stat().st_ino == inode
 
-    def test_a_damaged_file_is_left_alone(self, path, opened):
-        for number in range(3):
-            opened.append(batch(number))
-        os.truncate(path, opened.size - 1)
+    def test_a_damaged_file_is_left_alone(self, path, three):
+        os.truncate(path, three.size - 1)
         contents = path.read_bytes()
         compact(path)
         assert path.read_bytes() == contents
 
     @pytest.mark.parametrize("call", ["fsync", "rename"])
-    def test_a_failure_leaves_the_file_and_no_other(self, path, opened, monkeypatch, call):
-        for number in range(3):
-            opened.append(batch(number))
+    def test_a_failure_leaves_the_file_and_no_other(self, path, three, monkeypatch, call):
         contents = path.read_bytes()
-
-        def fail(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, call, fail)
+        monkeypatch.setattr(os, call, full)
         with pytest.raises(OSError, match="No space"):
             compact(path)
         assert path.read_bytes() == contents
         assert list(path.parent.iterdir()) == [path]
 
-    def test_the_unfinished_file_of_another_process_is_left_alone(self, path, opened):
-        for number in range(3):
-            opened.append(batch(number))
+    def test_the_unfinished_file_of_another_process_is_left_alone(self, path, three):
         theirs = staging.hidden_name(path)
         theirs.write_bytes(b"theirs")
         with pytest.raises(FileExistsError):
             compact(path)
         assert theirs.read_bytes() == b"theirs"
 
-    def test_the_copy_is_locked_until_it_has_the_name(self, path, opened, monkeypatch):
-        for number in range(3):
-            opened.append(batch(number))
+    def test_the_copy_is_locked_until_it_has_the_name(self, path, three, monkeypatch):
         real = os.rename
 
         def rename(source, target):
@@ -268,11 +265,9 @@ class TestLostEnd:
     """A compacted file was written at once and says how many rows it has: it has no uncommitted tail."""
 
     @pytest.fixture
-    def compacted(self, path, opened, monkeypatch):
+    def compacted(self, path, three, monkeypatch):
         monkeypatch.setattr(segment, "BATCH_ROWS", 1)
-        for number in range(3):
-            opened.append(batch(number))
-        opened.close()
+        three.close()
         compact(path)
         return path
 

@@ -57,10 +57,13 @@ def test_a_file_that_appears_in_the_folder_meanwhile_is_not_overwritten(tmp_path
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_disk_is_an_error_of_the_user(tmp_path):
-    full = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(RunError, match=r"out could not be written: .*No space left"), new_folder(tmp_path / "out"):
-        raise full
+        full()
 
 
 def test_a_closed_pipe_is_not_reported_as_an_error_of_the_folder(tmp_path):
@@ -85,18 +88,11 @@ def test_files_of_a_killed_command_are_not_in_the_next_folder(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out"]
 
 
-def test_writing_leaves_no_temporary_file(tmp_path):
-    write_atomically(tmp_path / "file", "old")
-    write_atomically(tmp_path / "file", "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]
-
-
-def test_a_failure_leaves_the_old_contents_and_no_temporary_file(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    write_atomically(tmp_path / "file", "old")
+def test_a_file_has_the_old_or_the_new_contents_and_no_temporary_file_stays(tmp_path, monkeypatch):
+    for text in ("old", "new"):
+        write_atomically(tmp_path / "file", text)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", text)]
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_atomically(tmp_path / "file", "new")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
+        write_atomically(tmp_path / "file", "newer")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "new")]

@@ -105,16 +105,11 @@ class TestRunWriter:
         writer.close()
 
     def test_each_table_has_its_rows(self, run):
-        call, session = make_call(0), SESSION
         event = Event(kind="refused", host="example.com", method="GET", path="/")
-        writer = RunWriter(run)
-        writer.add_call(call)
-        writer.add_session(session)
-        writer.add_event(event)
-        writer.close()
-        assert without_digests(read_rows(run, "calls")) == [call.to_row()]
-        assert without_digests(read_rows(run, "sessions")) == [session.to_row()]
-        assert without_digests(read_rows(run, "events")) == [event.to_row()]
+        rows = {"calls": make_call(0), "sessions": SESSION, "events": event}
+        factories.add_rows(run, *rows.values())
+        for table, row in rows.items():
+            assert without_digests(read_rows(run, table)) == [row.to_row()]
 
     def test_several_writers_share_a_run(self, run):
         writers = [RunWriter(run), RunWriter(run)]
@@ -163,39 +158,56 @@ class TestRunWriter:
 
 @pytest.fixture
 def disk(monkeypatch):
-    """Patch `fdatasync`. Return the tables that it `synced`, the `error` that it raises, and a hook called `before`."""
-    disk = SimpleNamespace(synced=[], error=None, before=lambda: None)
-    real = os.fdatasync
+    """Patch writes. Return whether the disk is `full`, and of `fdatasync` the tables that it `synced`, the `error` that
+    it raises, and a hook called `before`.
+    """
+    disk = SimpleNamespace(full=False, synced=[], error=None, before=lambda: None)
+    real_sync, real_write = os.fdatasync, os.pwrite
 
     def fdatasync(descriptor):
         disk.before()
         if disk.error:
             raise disk.error
-        real(descriptor)
+        real_sync(descriptor)
         disk.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0])
 
+    def pwrite(descriptor, data, offset):
+        if disk.full:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return real_write(descriptor, data, offset)
+
     monkeypatch.setattr(os, "fdatasync", fdatasync)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     return disk
 
 
-class TestFailedCommit:
-    def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(self, run, disk, monkeypatch):
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
+def fail_to_add(writer, disk, number):
+    disk.full = True
+    with pytest.raises(OSError, match="quota") as error:
+        writer.add_call(make_call(number))
+    assert error.value.errno == errno.EDQUOT
+    disk.full = False
 
+
+class TestFailedCommit:
+    def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(self, run, disk):
         writer = RunWriter(run)
         for number in (0, 1):
             writer.add_call(make_call(number))
-        with monkeypatch.context() as broken:
-            broken.setattr(os, "pwrite", full)
-            with pytest.raises(OSError, match="No space"):
-                writer.add_call(make_call(2))
+        fail_to_add(writer, disk, 2)
         writer.add_call(make_call(3))
         assert call_ids(run) == ["0", "1", "3"]
         writer.end_session()
         assert disk.synced == ["calls", "calls"]
         assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
         writer.close()
+
+    def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, disk, caplog):
+        writer = RunWriter(run)
+        fail_to_add(writer, disk, 0)
+        writer.close()
+        assert caplog.records == []
+        assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
 class TestSync:
@@ -316,28 +328,6 @@ class TestEndSession:
         assert "was not compacted and stays readable as it is: [Errno 28] No space left on device" in caplog.text
         assert call_ids(run) == ["0", "1"]
 
-    def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, monkeypatch, caplog):
-        def full(*_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        writer = RunWriter(run)
-        monkeypatch.setattr(os, "pwrite", full)
-        with pytest.raises(OSError, match="No space"):
-            writer.add_call(make_call(0))
-        writer.close()
-        assert caplog.records == []
-        assert [path.name for path in run.iterdir()] == ["run.json"]
-
-
-class TestRequireRoom:
-    def test_the_required_room_is_the_size_of_a_long_call(self, run, monkeypatch):
-        writer = RunWriter(run)
-        writer.require_room()
-        monkeypatch.setattr(tables, "ROOM_BYTES", 2**62)
-        with pytest.raises(OSError, match=r"MiB are free") as error:
-            writer.require_room()
-        assert error.value.errno == errno.ENOSPC
-
 
 class TestReadRows:
     @pytest.mark.parametrize(
@@ -364,58 +354,41 @@ class TestReadRows:
 
 
 class TestWriteOutage:
-    @pytest.fixture
-    def full(self, monkeypatch):
-        """Return a list. While it is not empty, the disk is full."""
-        full, real = [True], os.pwrite
-
-        def pwrite(descriptor, data, offset):
-            if full:
-                raise OSError(errno.EDQUOT, "Disk quota exceeded")
-            return real(descriptor, data, offset)
-
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        return full
-
-    def test_lost_events_are_one_line_when_it_begins_and_one_when_it_ends(self, run, full, caplog):
+    def test_lost_events_are_one_line_when_it_begins_and_one_when_it_ends(self, run, disk, caplog):
         writer = RunWriter(run)
         for _ in range(2):
             caplog.clear()
-            full[:] = [True]
-            for _ in range(50):
-                writer.note(Event(kind="refused"))
-            full.clear()
-            for _ in range(3):
-                writer.note(Event(kind="refused"))
+            for disk.full, times in ((True, 50), (False, 3)):
+                for _ in range(times):
+                    writer.note(Event(kind="refused"))
             first, last = [record.getMessage() for record in caplog.records]
             assert "until further notice: [Errno 122] Disk quota exceeded" in first
             assert last.endswith("can be written again: 50 events were lost")
 
-    def test_a_fault_is_written_once_the_disk_has_room(self, run, full, caplog):
+    def test_a_fault_is_written_once_the_disk_has_room(self, run, disk, caplog):
         with RunWriter(run) as writer:
+            disk.full = True
             for call_id in ("a", "b"):
                 writer.note(Event(kind="fault", call_id=call_id))
             assert list(read_rows(run, "events")) == []
-            full.clear()
+            disk.full = False
             writer.add_event(Event(kind="ended", call_id="c"))
             writer.add_event(Event(kind="ended", call_id="d"))
         assert [event["call_id"] for event in read_rows(run, "events")] == ["c", "a", "b", "d"]
         assert caplog.records == []
 
-    def test_a_commit_says_which_error_it_was(self, run, full):
-        with pytest.raises(OSError, match="quota") as error:
-            RunWriter(run).add_call(make_call(0))
-        assert error.value.errno == errno.EDQUOT
-
-    def test_missing_room_is_one_line_when_it_begins_and_one_when_it_ends(self, run, monkeypatch, caplog):
+    def test_room_for_a_long_call_is_required_with_one_line_when_it_is_missing_and_one_when_it_is_back(
+        self, run, monkeypatch, caplog
+    ):
         writer = RunWriter(run)
         writer.require_room()
         assert caplog.records == []
         with monkeypatch.context() as patch:
             patch.setattr(tables, "ROOM_BYTES", 2**62)
             for _ in range(20):
-                with pytest.raises(OSError, match="MiB are free"):
+                with pytest.raises(OSError, match="MiB are free") as error:
                     writer.require_room()
+        assert error.value.errno == errno.ENOSPC
         for _ in range(3):
             writer.require_room()
         first, last = [record.getMessage() for record in caplog.records]
