@@ -78,7 +78,7 @@ _LONGEST_SCHEMA = 256 * 1024
 
 
 def decoded(model_call: ModelCall) -> ModelCall:
-    """Name the tool results of a decoded request, and bring what is stored of its options to its `recordable` form.
+    """Name the tool results of a decoded request, and bring its options to their `recordable` form.
 
     Raises `DialectError` when the JSON schema of the reply is too long.
     """

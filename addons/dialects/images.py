@@ -34,23 +34,19 @@ def hide(
     A place is a chain of keys to a list of parts, or to a single one. Lists on the way are gone through. A text part
     has the `type` `text_type`, or no type.
     """
-    return sum(_hide(request, place, text_for, {"type": text_type} if text_type else {}) for place in places)
-
-
-def _hide(
-    values: dict[str, Any], place: Sequence[str], text_for: Callable[[dict[str, Any]], str | None], form: dict[str, str]
-) -> int:
-    inner = values.get(place[0])
-    elements = [element for element in (inner if isinstance(inner, list) else [inner]) if isinstance(element, dict)]
-    if len(place) > 1:
-        return sum(_hide(element, place[1:], text_for, form) for element in elements)
     hidden = 0
-    for part in elements:
-        text = text_for(part)
-        if text is not None:
-            part.clear()
-            part.update(form, text=text)
-            hidden += 1
+    for place in places:
+        parts = [request]
+        for key in place:
+            found = [part.get(key) for part in parts]
+            several = [inner if isinstance(inner, list) else [inner] for inner in found]
+            parts = [part for inner in several for part in inner if isinstance(part, dict)]
+        for part in parts:
+            text = text_for(part)
+            if text is not None:
+                part.clear()
+                part.update({"type": text_type} if text_type else {}, text=text)
+                hidden += 1
     return hidden
 
 

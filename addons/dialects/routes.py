@@ -101,8 +101,8 @@ def _is_served(route: Route, prefixes: Collection[str]) -> bool:
     prefix = route.prefix
     if not prefix:
         return True
-    known = (*((_STORED_PREFIX,) if route.service == "stored" else KNOWN_PREFIXES), *prefixes)
-    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in known)
+    known = (_STORED_PREFIX,) if route.service == "stored" else KNOWN_PREFIXES
+    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in (*known, *prefixes))
 
 
 _SAMPLES = re.compile(

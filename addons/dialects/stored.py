@@ -57,39 +57,23 @@ def kept(value: Any, shape: Shape, fields: Callable[[dict[str, Any]], dict[str, 
     return {key: inner for key, inner in found.items() if inner is not None}
 
 
-def text(value: Any) -> str | None:
-    """Store a text that the model sees."""
-    return value if isinstance(value, str) else None
+def _stored(kind: type, holds: Callable[[Any], bool] = lambda value: True) -> Keep:
+    """Return the function that stores values of this type for which `holds`."""
+    return lambda value: value if isinstance(value, kind) and holds(value) else None
 
 
-def label(value: Any) -> str | None:
-    """Store a name, which the model sees or a program lists."""
-    return value if isinstance(value, str) and len(value) <= LONGEST_NAME else None
-
-
-def identifier(value: Any) -> str | None:
-    """Store an id."""
-    return value if isinstance(value, str) and len(value) <= LONGEST_ID else None
-
-
-def word(value: Any) -> str | None:
-    """Store a word of an API."""
-    return value if isinstance(value, str) and is_word(value) else None
-
-
-def flag(value: Any) -> bool | None:
-    """Store a flag."""
-    return value if isinstance(value, bool) else None
-
-
-def fields_of_a_tool(value: Any) -> dict[str, Any] | None:
-    """Store an object that the model sees: a schema, arguments, a result."""
-    return value if isinstance(value, dict) else None
-
-
-def own_signature(value: Any) -> str | None:
-    """Store a signature that was issued here. Those of others may be as long as a reply."""
-    return value if isinstance(value, str) and signed_call(value) is not None else None
+text = _stored(str)
+"""Stores a text that the model sees."""
+label = _stored(str, lambda name: len(name) <= LONGEST_NAME)
+"""Stores a name, which the model sees or a program lists."""
+identifier = _stored(str, lambda value: len(value) <= LONGEST_ID)
+word = _stored(str, is_word)
+"""Stores a word of an API."""
+flag = _stored(bool)
+fields_of_a_tool = _stored(dict)
+"""Stores an object that the model sees: a schema, arguments, a result."""
+own_signature = _stored(str, lambda value: signed_call(value) is not None)
+"""Stores a signature that was issued here. Those of others may be as long as a reply."""
 
 
 def hosted_tool(tool: dict[str, Any]) -> dict[str, Any] | None:

@@ -115,16 +115,11 @@ class Continued:
     def turn(self, echo: Message) -> Turn | None:
         """Return the call that issued the echoed reply, None when that is ambiguous. Calls of equal tokens are one."""
         turns = self.turns
-        if len(turns) > 1 and (issued := [turn for turn in turns if turn.call_id == echo.get("call_id")]):
-            return issued[0]
         if len(turns) > 1:
-            turns = [turn for turn in turns if turn.reasoning == echoed_reasoning(echo)]
-        if not turns:
-            return None
-        first = turns[0]
-        if any(t.completion_ids != first.completion_ids or t.prompt_ids() != first.prompt_ids() for t in turns[1:]):
-            return None
-        return first
+            issued = [turn for turn in turns if turn.call_id == echo.get("call_id")]
+            turns = issued[:1] or [turn for turn in turns if turn.reasoning == echoed_reasoning(echo)]
+        tokens = [(turn.prompt_ids(), turn.completion_ids) for turn in turns] if len(turns) > 1 else []
+        return turns[0] if turns and all(each == tokens[0] for each in tokens) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -191,16 +192,16 @@ class Rendering:
             return None
         stop_ids = self.stop_token_ids()
         ended = completion_ids[-1:] in [[stop_id] for stop_id in stop_ids]
-        placeholder_ids = self.encode(PLACEHOLDER)
-        return tokens_of_turns(
-            after_turn, ended, messages, lambda whole: self.render(whole, tools), placeholder_ids, stop_ids
-        )
+        placeholder_ids, render = self.encode(PLACEHOLDER), partial(self.render, tools=tools)
+        return tokens_of_turns(after_turn, ended, messages, render, placeholder_ids, stop_ids)
 
     def _next_turn(
         self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
         """Return the ids with which the renderer follows a completion, or None."""
-        start = self._last_stop(prompt_ids) if self.name in _READS_ONE_TURN else 0
+        stop_ids, start = set(self.stop_token_ids()), 0
+        if self.name in _READS_ONE_TURN:
+            start = next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stop_ids), 0)
         suffix = prompt_ids[start:]
         continued = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
         if continued is None:
@@ -208,11 +209,6 @@ class Rendering:
         ids: list[int] = continued.token_ids
         sampled_end = len(suffix) + len(completion_ids)
         return ids[sampled_end:] if ids[:sampled_end] == suffix + completion_ids else None
-
-    def _last_stop(self, prompt_ids: list[int]) -> int:
-        """Return the index of the last stop token, or 0."""
-        stop_ids = set(self.stop_token_ids())
-        return next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stop_ids), 0)
 
     def _adapt(self, messages: list[Message], *, later: bool = False) -> list[Message]:
         """Return the messages as the template takes them.

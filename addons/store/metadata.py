@@ -77,9 +77,8 @@ def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
     """Set `engines[url]` of `run.json` to an engine's description. Raises `RunError` and `OSError`."""
     with locked(run, wait=True):
         metadata = read_metadata(run)
-        engines = metadata.setdefault("engines", {})
-        if engines.get(url) != engine:
-            engines[url] = engine
+        if metadata.setdefault("engines", {}).get(url) != engine:
+            metadata["engines"][url] = engine
             _write_metadata(run, metadata)
 
 

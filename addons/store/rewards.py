@@ -142,15 +142,13 @@ def _judged_status(session: Session) -> SessionStatus:
 
     That of an unjudged one is in its evidence (`ended`). A program that rolltap did not stop has only an exit status.
     """
-    if session.status == "unknown":
-        return "completed"
     if session.status != "unjudged":
-        return session.status
+        return "completed" if session.status == "unknown" else session.status
     ended = json.loads(session.evidence).get("ended")
-    for status in _ENDED:
-        if ended == status:
-            return status
-    return "timeout" if session.exit_status is None else "completed" if session.exit_status == 0 else "failed"
+    by_exit: SessionStatus = (
+        "timeout" if session.exit_status is None else "failed" if session.exit_status else "completed"
+    )
+    return next((status for status in _ENDED if status == ended), by_exit)
 
 
 def finite(value: object, what: str) -> float:

@@ -43,7 +43,7 @@ def to_batch(row: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
     try:
         return _batch({name: _writable(row[name], kind) for name, kind in _columns(schema)}, schema)
     except Exception as error:  # whatever NumPy, pyarrow or JSON raise: a call must not be lost for its metadata
-        return _batch(_mended(row, schema, error), schema)
+        return _batch(_salvaged(row, schema, error), schema)
 
 
 def _batch(row: Row, schema: pa.Schema) -> pa.RecordBatch:
@@ -65,20 +65,20 @@ def _writable(value: Any, kind: pa.DataType) -> Any:
     return [{part.name: _writable(span[part.name], part.type) for part in kind.value_type} for span in value]
 
 
-def _mended(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
+def _salvaged(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
     """Return the row as it can be written: each value as it is read back, or that of an empty record."""
-    mended, lost = _empty(schema), []
+    salvaged, lost = _empty(schema), []
     for name, kind in _columns(schema):
         try:
-            (mended[name],) = pa.array([_writable(row[name], kind)], kind).to_pylist()
+            (salvaged[name],) = pa.array([_writable(row[name], kind)], kind).to_pylist()
         except Exception as fault:
             lost.append(f"{name} ({fault!r})")
     note = well_formed(f"not written: {', '.join(lost) or repr(error)}")[:1000]
-    logger.error("a row of call %s, session %s: %s", mended.get("call_id"), mended["session_id"], note)
-    mended[_NOTES[schema]] = "; ".join(filter(None, [mended[_NOTES[schema]], note]))
+    logger.error("a row of call %s, session %s: %s", salvaged.get("call_id"), salvaged["session_id"], note)
+    salvaged[_NOTES[schema]] = "; ".join(filter(None, [salvaged[_NOTES[schema]], note]))
     if schema is CALL_SCHEMA and any(column.split()[0] in _TRAINED for column in lost):
-        mended["violation"] = "; ".join(filter(None, [mended["violation"], note]))
-    return mended
+        salvaged["violation"] = "; ".join(filter(None, [salvaged["violation"], note]))
+    return salvaged
 
 
 def _empty(schema: pa.Schema) -> Row:
@@ -129,15 +129,8 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
 @cache
 def _digested(schema: pa.Schema) -> list[tuple[str, str | None, bool]]:
     """Return for each column: its name, the NumPy type of its lists' numbers or None, True for a float column."""
-    return [
-        (
-            field.name,
-            _LITTLE_ENDIAN.get(field.type.value_type) if pa.types.is_list(field.type) else None,
-            pa.types.is_floating(field.type),
-        )
-        for field in schema
-        if field.name != DIGEST
-    ]
+    lists = {name: kind.value_type for name, kind in _columns(schema) if pa.types.is_list(kind)}
+    return [(name, _LITTLE_ENDIAN.get(lists.get(name)), pa.types.is_floating(kind)) for name, kind in _columns(schema)]
 
 
 def _time(value: datetime) -> str:

@@ -164,7 +164,8 @@ class SegmentReader:
         else:
             if expected is None or schema.equals(expected):
                 self.schema, self._begin = schema, self._source.tell()
-                self._rows = _said_rows(schema)
+                said = (schema.metadata or {}).get(_ROWS, b"")
+                self._rows = int(said) if said.isdigit() else None
             else:
                 self.damage[0] = "it does not have the columns of its table"
 
@@ -305,11 +306,6 @@ def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordB
         return batch
     ids = batch.column("session_id")
     return batch.filter(ids.is_null() if session_id is None else pa.compute.equal(ids, session_id))
-
-
-def _said_rows(schema: pa.Schema) -> int | None:
-    said = (schema.metadata or {}).get(_ROWS, b"")
-    return int(said) if said.isdigit() else None
 
 
 def _write(descriptor: int, data: Any, offset: int) -> None:

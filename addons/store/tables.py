@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -130,17 +131,15 @@ class RunWriter:
             self.sync()
 
     def add_event(self, event: Event) -> None:
-        """Commit one event."""
+        """Commit one event, and the faults that could not be committed before."""
         self._add_row("events", event.to_row())
-        while True:
-            try:
+        with suppress(IndexError):
+            while True:
                 late = self._late.popleft()
-            except IndexError:
-                return
-            try:
-                self._add_row("events", late.to_row())
-            except OSError:
-                return self._late.appendleft(late)
+                try:
+                    self._add_row("events", late.to_row())
+                except OSError:
+                    return self._late.appendleft(late)
 
     def note(self, event: Event) -> None:
         """Commit one event. An `OSError` is not raised, so that a full disk does not prevent the reply.
@@ -204,7 +203,7 @@ class RunWriter:
             with self._syncs:
                 with self._commits:
                     segments = [*self._failed, *self._segments.values()]
-                    closed += [segment for segment in segments if segment in self._failed or segment.size >= min_bytes]
+                    closed += [*self._failed, *(s for s in self._segments.values() if s.size >= min_bytes)]
                     self._segments = {table: s for table, s in self._segments.items() if s not in closed}
                     self._failed = []
                 if self.sync_policy != "never":

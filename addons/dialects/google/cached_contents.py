@@ -32,20 +32,10 @@ from rolltap.addons.dialects.stored import (
 
 _CALL: Shape = {"id": identifier, "name": text, "args": fields_of_a_tool}
 _RESPONSE: Shape = {"id": identifier, "name": text, "response": fields_of_a_tool, "parts": {"text": text}}
-_PARTS: Shape = {
-    "text": text,
-    "thought": flag,
-    "thoughtSignature": own_signature,
-    "functionCall": _CALL,
-    "functionResponse": _RESPONSE,
-}
-_CONTENT: Shape = {"role": word, "parts": _PARTS}
-_FUNCTION: Shape = {
-    "name": label,
-    "description": text,
-    "parameters": fields_of_a_tool,
-    "parametersJsonSchema": fields_of_a_tool,
-}
+_TEXT: Shape = {"text": text, "thought": flag, "thoughtSignature": own_signature}
+_CONTENT: Shape = {"role": word, "parts": {**_TEXT, "functionCall": _CALL, "functionResponse": _RESPONSE}}
+_PARAMETERS: Shape = {"parameters": fields_of_a_tool, "parametersJsonSchema": fields_of_a_tool}
+_FUNCTION: Shape = {"name": label, "description": text, **_PARAMETERS}
 
 
 def _names(names: Any) -> list[str]:

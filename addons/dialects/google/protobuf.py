@@ -60,9 +60,9 @@ def json_schema(schema: Any) -> Any:
                 if (kind := str(value).lower()) in _TYPES:  # leaves out TYPE_UNSPECIFIED
                     converted["type"] = kind
             case "properties", dict():
-                converted["properties"] = _ordered(
-                    {name: json_schema(inner) for name, inner in value.items()}, ordering
-                )
+                first = [name for name in ordering if isinstance(name, str)] if isinstance(ordering, list) else []
+                names = dict.fromkeys(name for name in (*first, *value) if name in value)
+                converted[keyword] = {name: json_schema(value[name]) for name in names}
             case (("items" | "additionalProperties"), _):
                 converted[keyword] = json_schema(value)
             case "anyOf", list():
@@ -74,11 +74,6 @@ def json_schema(schema: Any) -> Any:
             case _:
                 converted[keyword] = value
     return _nullable(converted) if nullable else converted
-
-
-def _ordered(properties: dict[str, Any], ordering: Any) -> dict[str, Any]:
-    names = [name for name in ordering if isinstance(name, str)] if isinstance(ordering, list) else []
-    return {name: properties[name] for name in [*names, *properties] if name in properties}
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:

@@ -50,10 +50,8 @@ def encode_error(error: DialectError) -> bytes:
     """Return the body of an error reply. It is also the last chunk of a stream that failed."""
     text = str(error)
     if isinstance(error, ContextOverflow):
-        text = (
-            f"The input token count ({error.prompt_tokens}) exceeds the maximum number of tokens allowed "
-            f"({error.limit})."
-        )
+        counted = f"The input token count ({error.prompt_tokens})"
+        text = f"{counted} exceeds the maximum number of tokens allowed ({error.limit})."
     status = _STATUS.get(error.status, "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL")
     return dump_json({"error": {"code": error.status, "message": text, "status": status}})
 

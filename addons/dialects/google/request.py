@@ -1,7 +1,6 @@
 """Requests of the Gemini API, and the cached content that one names."""
 
 import re
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -51,9 +50,10 @@ def decode(body: bytes, target: str) -> ModelCall:
     request = Fields(camel_case_fields(parsed), WORDING)
     if request["generateContentRequest"] is not None:  # countTokens has the whole request here
         request = message_field(request, "generateContentRequest")
+    model, method = unquote(match["model"]), match["method"]
     if request["cachedContent"]:
-        raise NamesStored(partial(_decode_cached, request, unquote(match["model"]), match["method"]))
-    return _decode(request, unquote(match["model"]), match["method"])
+        raise NamesStored(lambda stored: _decode(_with_cached_content(request, model, stored), model, method))
+    return _decode(request, model, method)
 
 
 def decode_content(content: Fields) -> ModelCall:
@@ -71,10 +71,6 @@ def _refuse_deep(body: dict[str, Any]) -> None:
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
 
 
-def _decode_cached(request: Fields, model: str, method: str, stored: Stored) -> ModelCall:
-    return _decode(with_cached_content(request, model, stored), model, method)
-
-
 def _decode(request: Fields, model: str, method: str) -> ModelCall:
     named = Fields({"model": model}, WORDING)  # it is in the path
     config = message_field(request, "generationConfig")
@@ -83,7 +79,7 @@ def _decode(request: Fields, model: str, method: str) -> ModelCall:
     _refuse_unsupported(config, model)
     calling = message_field(message_field(request, "toolConfig"), "functionCallingConfig")
     thoughts = message_field(config, "thinkingConfig")["includeThoughts"]
-    hidden = hide_media(request)
+    hidden = hide_media(request)  # before the messages are decoded
     model_call = ModelCall(
         model=named.label("model"),
         messages=system_message(request) + conversation(request),
@@ -129,7 +125,7 @@ def _schema(fields: Fields, as_json: str, as_openapi: str) -> dict[str, Any] | N
     return None if schema is None else json_schema(schema)
 
 
-def with_cached_content(request: Fields, model: str, stored: Stored) -> Fields:
+def _with_cached_content(request: Fields, model: str, stored: Stored) -> Fields:
     """Return a request with the cached content that it names in front. Raises `DialectError`."""
     name = request.text("cachedContent")
     cached = find_cached(name, stored)

@@ -101,7 +101,6 @@ def _tool_call(call: Fields) -> dict[str, Any]:
         custom = call.inner("custom")
         text = custom.optional("input", Fields.text) or ""
         return message_tool_call(tool_call_id, custom.name("name"), {FREEFORM_ARGUMENT: text})
-    name, arguments = function.name("name"), {} if function["arguments"] is None else function["arguments"]
-    return message_tool_call(
-        tool_call_id, name, parse_arguments(arguments) if isinstance(arguments, str) else arguments
-    )
+    arguments = {} if function["arguments"] is None else function["arguments"]
+    parsed = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    return message_tool_call(tool_call_id, function.name("name"), parsed)

@@ -116,16 +116,9 @@ def _context(call: StoredCall) -> ReplyContext:
 
 _Item = tuple[str, Fields]
 """The type of an item, and the item."""
-
 _INPUT = "a non-empty string or list of items"
 _ROLES = ("system", "developer", "user", "assistant")
-_TEXT_KEYS = {
-    "input_text": "text",
-    "output_text": "text",
-    "summary_text": "text",
-    "text": "text",
-    "refusal": "refusal",
-}
+_TEXT_KEYS = dict.fromkeys(("input_text", "output_text", "summary_text", "text"), "text") | {"refusal": "refusal"}
 
 
 def hide_items(request: Fields, key: str) -> int:
@@ -176,8 +169,7 @@ def _by_assistant(kind_and_item: _Item) -> bool:
 
 
 def _assistant_message(run: Iterable[_Item], names: ToolNames) -> Message:
-    texts: list[str] = []
-    reasoning: list[str] = []
+    texts, reasoning = list[str](), list[str]()
     tool_calls: list[dict[str, Any]] = []
     call_id = None
     for kind, item in run:
@@ -228,14 +220,8 @@ _PARTS: Shape = {"type": word, "text": text, "refusal": text}
 _CALL: Shape = {**_COMMON, "call_id": identifier, "name": text, "namespace": label}
 _RESULT: Shape = {**_COMMON, "call_id": identifier, "output": _PARTS}
 _FORMAT: Shape = {"type": word, "syntax": word, "definition": text}
-_TOOL: Shape = {
-    "type": word,
-    "name": label,
-    "description": text,
-    "parameters": fields_of_a_tool,
-    "strict": flag,
-    "format": _FORMAT,
-}
+_FUNCTION: Shape = {"name": label, "description": text, "parameters": fields_of_a_tool, "strict": flag}
+_TOOL: Shape = {"type": word, **_FUNCTION, "format": _FORMAT}
 _NAMESPACE: Shape = {**_TOOL, "tools": _TOOL}
 
 

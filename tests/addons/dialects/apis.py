@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
-from rolltap.addons.dialects.model_call import ReplyContext, Usage
+from rolltap.addons.dialects.model_call import ReplyContext, Usage, message_tool_call
 from tests.addons.dialects.anthropic import test_request as of_messages
 from tests.addons.dialects.google import test_request as of_gemini
 from tests.addons.dialects.openai_chat import test_request as of_chat
@@ -213,12 +213,7 @@ CHAT = Api(
     talk={
         "messages": [
             USER,
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {"id": i, "type": "function", "function": {"name": name, "arguments": "{}"}} for i, name in CALLS
-                ],
-            },
+            {"role": "assistant", "tool_calls": [message_tool_call(i, name, "{}") for i, name in CALLS]},
             *({"role": "tool", "tool_call_id": i, "content": "x"} for i in ANSWERED),
         ]
     },
@@ -241,6 +236,8 @@ RESPONSES = Api(
     tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
     count_target="/v1/responses/input_tokens",
 )
+_USES = [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS]
+_RESULTS = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED]
 MESSAGES = Api(
     anthropic,
     "/v1/messages",
@@ -248,17 +245,7 @@ MESSAGES = Api(
     of_messages.bodies,
     talk={
         "max_tokens": 1,
-        "messages": [
-            USER,
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED],
-            },
-        ],
+        "messages": [USER, {"role": "assistant", "content": _USES}, {"role": "user", "content": _RESULTS}],
     },
     forbidding={"tool_choice": {"type": "none"}},
     tools=[[_TOOL]],
@@ -285,4 +272,6 @@ GEMINI = Api(
 ARRAY = replace(GEMINI, stream_target="/v1beta/models/gemini-x:streamGenerateContent")
 """Gemini's other form of a stream."""
 APIS = [CHAT, RESPONSES, MESSAGES, GEMINI]
+REFUSED = [(m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.REFUSED]
+"""Decoders of changes of a request; changes; the place that the refusal names."""
 every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.dialect.NAME)

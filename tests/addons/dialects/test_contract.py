@@ -18,6 +18,7 @@ from tests.addons.dialects.apis import (
     GEMINI,
     LONG,
     MESSAGES,
+    REFUSED,
     USAGE,
     assembled,
     every_api,
@@ -60,6 +61,14 @@ def test_any_depth_is_a_model_call_or_a_refusal(api, depth):
 def test_a_body_that_is_no_json_object_is_refused(api, body):
     with pytest.raises(DialectError) as refused:
         api.dialect.decode(body, api.target)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(("decode", "changes", "place"), REFUSED)
+def test_an_invalid_field_is_refused_by_its_place(decode, changes, place):
+    with pytest.raises(DialectError) as refused:
+        decode(**changes)
+    assert place in str(refused.value)
     assert refused.value.status == 400
 
 

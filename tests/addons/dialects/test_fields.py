@@ -1,8 +1,8 @@
 import pytest
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.model_call import DialectError
+from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES, USER
 
 BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}
 FIELDS = Fields(BODY, Wording("At {place}: {expected}.", index="<{}>", name=str.upper))
@@ -50,30 +50,16 @@ def test_a_refusal_names_the_place_and_the_expected_value(read, key, sentence):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "target", "body", "sentence"),
+    ("api", "body", "sentence"),
     [
-        (openai_chat, "", b'{"messages": [{"content": [5]}]}', "'messages[0].role' must be "),
-        (
-            openai_responses,
-            "",
-            b'{"input": [{"role": "user", "content": [5]}]}',
-            "'input[0].content[0]' must be ",
-        ),
-        (
-            anthropic,
-            "",
-            b'{"messages": [{"role": "user", "content": [5]}]}',
-            "messages.0.content.0: Input should be ",
-        ),
-        (
-            google,
-            "/v1/models/m:generateContent",
-            b'{"contents": [{"parts": [{"functionResponse": 5}]}]}',
-            "Invalid value at 'contents[0].parts[0].function_response': it must be an object",
-        ),
+        (CHAT, {"messages": [{"content": [5]}]}, "'messages[0].role' must be "),
+        (RESPONSES, {"input": [USER | {"content": [5]}]}, "'input[0].content[0]' must be "),
+        (MESSAGES, {"messages": [USER | {"content": [5]}]}, "messages.0.content.0: Input should be "),
+        (GEMINI, {"contents": [{"parts": 5}]}, "Invalid value at 'contents[0].parts': it must be a list"),
     ],
+    ids=lambda value: getattr(value, "dialect", None) and value.dialect.NAME,
 )
-def test_each_api_has_its_own_wording(dialect, target, body, sentence):
+def test_each_api_has_its_own_wording(api, body, sentence):
     with pytest.raises(DialectError) as refusal:
-        dialect.decode(body, target)
+        api.decode(body)
     assert str(refusal.value).startswith(sentence)

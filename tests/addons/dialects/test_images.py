@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.images import hide, placeholder
 from rolltap.addons.dialects.model_call import DialectError
+from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 SECRET = "iVBORw0KGgo"
@@ -17,23 +17,22 @@ SHOWN = "[image/png, not shown: this model reads text]"
 
 
 def chat(*parts, role="user", **fields):
-    message = {"role": role, "content": [{"type": "text", "text": "See"}, *parts], **fields}
-    return openai_chat.decode(json.dumps({"messages": [message]}).encode(), "/v1/chat/completions")
+    return CHAT.decode({"messages": [{"role": role, "content": [{"type": "text", "text": "See"}, *parts], **fields}]})
 
 
 def responses(*parts, key="content", **fields):
-    item = {**(fields or {"role": "user"}), key: [{"type": "input_text", "text": "See"}, *parts]}
-    return openai_responses.decode(json.dumps({"input": [item]}).encode(), "/v1/responses")
+    return RESPONSES.decode(
+        {"input": [{**(fields or {"role": "user"}), key: [{"type": "input_text", "text": "See"}, *parts]}]}
+    )
 
 
 def messages(*blocks):
-    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "text", "text": "See"}, *blocks]}]}
-    return anthropic.decode(json.dumps(body).encode(), "/v1/messages")
+    asked = {"role": "user", "content": [{"type": "text", "text": "See"}, *blocks]}
+    return MESSAGES.decode({"max_tokens": 9, "messages": [asked]})
 
 
 def gemini(*parts):
-    body = {"contents": [{"role": "user", "parts": [{"text": "See"}, *parts]}]}
-    return google.decode(json.dumps(body).encode(), "/v1beta/models/m:generateContent")
+    return GEMINI.decode({"contents": [{"role": "user", "parts": [{"text": "See"}, *parts]}]})
 
 
 def base64_block(kind, media_type="image/png"):
@@ -52,10 +51,7 @@ def base64_block(kind, media_type="image/png"):
         (chat({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}), "video"),
         (responses({"type": "input_image", "image_url": PNG}), "image/png"),
         (responses({"type": "input_image", "file_id": "file-1"}), "image"),
-        (
-            responses({"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBE"}),
-            "application/pdf",
-        ),
+        (responses({"type": "input_file", "file_data": "data:application/pdf;base64,JVBE"}), "application/pdf"),
         (messages(base64_block("image")), "image/png"),
         (messages(base64_block("document", "application/pdf")), "application/pdf"),
         (messages({"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}), "image"),
@@ -106,12 +102,11 @@ def test_each_one_counts():
 def test_the_arguments_of_a_tool_call_are_not_touched():
     image = {"type": "image", "content": [base64_block("image")], "parts": [{"inlineData": {}}]}
     use = {"type": "tool_use", "id": "t", "name": "show", "input": image}
-    body = {"max_tokens": 9, "messages": [{"role": "assistant", "content": [use]}, {"role": "user", "content": "?"}]}
-    call = anthropic.decode(json.dumps(body).encode(), "/v1/messages")
+    asked = [{"role": "assistant", "content": [use]}, {"role": "user", "content": "?"}]
+    call = MESSAGES.decode({"max_tokens": 9, "messages": asked})
     assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden) == (image, 0)
     parts = [{"functionCall": {"name": "show", "args": image}}, {"functionResponse": {"name": "a", "response": image}}]
-    body = {"contents": [{"role": "model", "parts": parts[:1]}, {"role": "user", "parts": parts[1:]}]}
-    call = google.decode(json.dumps(body).encode(), "/v1beta/models/m:generateContent")
+    call = GEMINI.decode({"contents": [{"role": "model", "parts": parts[:1]}, {"role": "user", "parts": parts[1:]}]})
     assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden) == (image, 0)
     assert json.loads(call.messages[1]["content"]) == image
 
@@ -137,15 +132,13 @@ values = st.recursive(
 
 @given(values.filter(lambda value: isinstance(value, dict)))
 def test_only_parts_at_the_place_are_replaced(request_):
-    before = copy.deepcopy(request_)
+    def elements(value):
+        return [element for element in (value if isinstance(value, list) else [value]) if isinstance(element, dict)]
+
+    expected = copy.deepcopy(request_)
+    images = [p for above in elements(expected.get("a")) for p in elements(above.get("b")) if p.get("type") == "image"]
+    for part in images:
+        part.clear()
+        part.update({"type": "text", "text": "X"})
     hidden = hide(request_, [("a", "b")], lambda part: "X" if part.get("type") == "image" else None, "text")
-    found = 0
-    above = before.get("a") if isinstance(before.get("a"), list) else [before.get("a")]
-    for element in above:
-        if isinstance(element, dict):
-            for part in element.get("b") if isinstance(element.get("b"), list) else [element.get("b")]:
-                if isinstance(part, dict) and part.get("type") == "image":
-                    part.clear()
-                    part.update({"type": "text", "text": "X"})
-                    found += 1
-    assert (request_, hidden) == (before, found)
+    assert (request_, hidden) == (expected, len(images))

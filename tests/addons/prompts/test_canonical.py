@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.dialects.model_call import ModelCall, assistant_message, message_tool_call
 from rolltap.addons.prompts.canonical import (
     canonical,
     echoed_reasoning,
@@ -20,12 +20,7 @@ CLAUDE_CODE = ModelCall("m", [], [EDIT], echo_rule=normal_arguments)
 
 
 def called(arguments, name="edit", text=""):
-    function = {"name": name, "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": text,
-        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-    }
+    return assistant_message(text, "", [message_tool_call("c1", name, arguments)])
 
 
 def form(arguments, name="edit", call=EXACT):

@@ -45,6 +45,14 @@ class Session:
         self.calls.append((prompt, completion_ids))
         return reply
 
+    def talk(self, *completions):
+        """Answer a conversation with completions, after each of which the program goes on. Returns its messages."""
+        messages = [user("Hi")]
+        for completion in completions:
+            reply = self.ask(messages, completion + "<|im_end|>")
+            messages += [reply, result(reply) if reply.get("tool_calls") else user("Go on")]
+        return messages
+
     def token_ids(self, number):
         """Return the prompt and completion ids of a call."""
         prompt, completion_ids = self.calls[int(number)]
@@ -72,6 +80,9 @@ def changed(**fields):
     return lambda reply: {**reply, **fields}
 
 
+other = changed(content="Changed.")
+
+
 def named(name, cases):
     """Parametrize a test by the values of a dict, with its keys as ids."""
     return pytest.mark.parametrize(name, cases.values(), ids=cases)
@@ -97,9 +108,7 @@ class TestKind:
         {
             "verbatim": same,
             "as parts": changed(content=[{"type": "text", "text": "S"}, {"type": "text", "text": "o:"}]),
-            "without reasoning": lambda reply: {
-                key: value for key, value in reply.items() if key != "reasoning_content"
-            },
+            "without reasoning": lambda reply: {key: reply[key] for key in reply if key != "reasoning_content"},
             "with other reasoning": changed(reasoning_content="Something else."),
             "with more fields": changed(refusal=None, annotations=[], name="me"),
             "other spaces": arguments('{"at":"café","deep":{"x":1.0,"y":[true,null]}}'),
@@ -176,9 +185,7 @@ class TestKind:
         assert (prompt.kind, prompt.reason) == ("rendered", "the renderer cannot continue call 0")
 
     def test_the_reason_names_the_last_of_several_calls(self, session):
-        messages = [user("Hi")]
-        for completion in ("One.<|im_end|>", "Two.<|im_end|>And more"):
-            messages += [session.ask(messages, completion), user("Go on")]
+        messages = session.talk("One.", "Two.<|im_end|>And more")
         assert session.prompt(messages).reason == "the renderer cannot continue call 1"
 
 
@@ -413,9 +420,7 @@ class TestContextMessages:
     """Assistant messages that no call sampled: notifications of a program, and examples."""
 
     def test_it_is_written_into_the_continuation(self, session):
-        first = [user("Hi")]
-        first += [session.ask(first, "Hello.<|im_end|>"), user("Go on")]
-        second = [*first, CONTEXT, user("And?")]
+        second = [*session.talk("Hello."), CONTEXT, user("And?")]
         prompt = session.prompt(second)
         assert (prompt.kind, prompt.reason, prompt.parent.call_id) == ("bridged", None, "0")
         assert prompt.ids[: prompt.prefix_length] == session.token_ids(0)
@@ -442,15 +447,13 @@ class TestContextMessages:
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
 
     def test_a_request_that_is_repeated_continues_the_same_call(self, session):
-        messages = [user("Hi")]
-        messages += [session.ask(messages, "Hello.<|im_end|>"), CONTEXT, user("And?")]
+        messages = [*session.talk("Hello."), CONTEXT, user("And?")]
         for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
             session.ask(messages, completion)
         assert session.calls[1][0].ids == session.calls[2][0].ids
 
     def test_a_program_that_drops_a_reply_and_goes_on_branches(self, session):
-        messages = [user("Hi")]
-        messages += [session.ask(messages, "Hello.<|im_end|>"), CONTEXT, user("And?")]
+        messages = [*session.talk("Hello."), CONTEXT, user("And?")]
         session.ask(messages, "Well.<|im_end|>")
         prompt = session.prompt([*messages, user("Again.")])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
@@ -458,29 +461,20 @@ class TestContextMessages:
     @named(
         "change",
         {
-            "the reply": lambda m: [*m[:3], {**m[3], "content": "Changed."}, m[4]],
+            "the reply": lambda m: [*m[:3], other(m[3]), m[4]],
             "the message before it": lambda m: [*m[:2], user("Changed"), m[3], m[4]],
-            "both": lambda m: [*m[:2], user("Changed"), {**m[3], "content": "Changed."}, m[4]],
-            "both, with context": lambda m: [
-                *m[:2],
-                user("More"),
-                {**m[3], "content": "Changed."},
-                m[4],
-                CONTEXT,
-                user("And?"),
-            ],
+            "both": lambda m: [*m[:2], user("Changed"), other(m[3]), m[4]],
+            "both, with context": lambda m: [*m[:2], user("More"), other(m[3]), m[4], CONTEXT, user("And?")],
         },
     )
     def test_at_the_place_of_a_reply_there_is_no_context(self, session, change):
-        messages = [user("Hi")]
-        for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
-            messages += [session.ask(messages, completion), user("Go on")]
+        messages = session.talk("One.", "Two.")
         assert session.prompt(messages).kind == "bridged"
         prompt = session.prompt(change(messages))
         assert (prompt.kind, prompt.parent) == ("rendered", None)
         assert "is not that of call 1: " in prompt.reason
 
-    @pytest.mark.parametrize("echo", [same, changed(content="Changed.")], ids=["exact", "changed"])
+    @pytest.mark.parametrize("echo", [same, other], ids=["exact", "changed"])
     def test_a_message_that_moves_along_makes_no_reply_context(self, session, echo):
         history = [user("Hi")]
         history.append(session.ask(history, "Hello.<|im_end|>"))
@@ -495,28 +489,20 @@ class TestContextMessages:
         "change",
         {
             "a message more before a tool call": lambda m: [*m[:3], user("Remember."), *m[3:]],
-            "and the call's text changed": lambda m: [
-                *m[:3],
-                user("Remember."),
-                {**m[3], "content": "Changed."},
-                *m[4:],
-            ],
-            "and nothing after it": lambda m: [*m[:3], user("Remember."), {**m[3], "content": "Changed."}, m[4]],
+            "and the call's text changed": lambda m: [*m[:3], user("Remember."), other(m[3]), *m[4:]],
+            "and nothing after it": lambda m: [*m[:3], user("Remember."), other(m[3]), m[4]],
             "a message less": lambda m: [*m[:2], *m[3:]],
             "a turn less": lambda m: [*m[:2], m[5], m[6]],
             "a tool call of another call": lambda m: [
                 *m,
-                {**m[3], "tool_calls": [], "content": "Changed.", "call_id": "1"},
+                {**other(m[3]), "tool_calls": [], "call_id": "1"},
                 user("And?"),
             ],
             "a reply once more": lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
         },
     )
     def test_a_reply_at_another_place_is_no_context(self, session, change):
-        messages = [user("Hi")]
-        for completion in (THINKING, THINKING, "Third."):
-            reply = session.ask(messages, completion + "<|im_end|>")
-            messages += [reply, result(reply) if reply.get("tool_calls") else user("Go on")]
+        messages = session.talk(THINKING, THINKING, "Third.")
         assert session.prompt(messages).kind == "bridged"
         call = session.decode(change(messages))
         for message, ours in zip(call.messages, change(messages), strict=True):
@@ -526,9 +512,7 @@ class TestContextMessages:
         assert prompt.reason.startswith("message ")
 
     def test_a_reply_after_the_newest_call_has_its_place_as_the_reason(self, session):
-        messages = [user("Hi")]
-        for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
-            messages += [session.ask(messages, completion), user("Go on")]
+        messages = session.talk("One.", "Two.")
         prompt = session.prompt([*messages, messages[1], user("And?")])
         assert prompt.reason == "message 5 is the reply of call 0, changed or at another place"
 
@@ -577,11 +561,7 @@ class TestExamples:
         session.ask([*EXAMPLES, user("What is 2 + 2?")], "4<|im_end|>")
         assert session.prompt([*examples, user("What is 3 + 3?")]).kind == "root"
 
-    @pytest.mark.parametrize(
-        "change",
-        [lambda reply: reply, changed(content="Changed.")],
-        ids=["verbatim", "with the id of its tool call"],
-    )
+    @pytest.mark.parametrize("change", [same, other], ids=["verbatim", "with the id of its tool call"])
     def test_a_reply_in_another_conversation_is_no_example(self, session, change):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         prompt = session.prompt([user("One"), user("Two"), change(reply), result(reply)])

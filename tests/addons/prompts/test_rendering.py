@@ -34,13 +34,9 @@ class TestChoice:
     def test_a_renderer_can_be_named(self, tokenizer_folder):
         assert Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
-    @pytest.mark.parametrize(
-        ("renderer", "words"),
-        [("qwen4", "cannot use the renderer 'qwen4' with"), ("gpt-oss", "cannot use the renderer 'gpt-oss' with")],
-        ids=["unknown", "of another family"],
-    )
-    def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer, words):
-        with pytest.raises(InputError, match=words):
+    @pytest.mark.parametrize("renderer", ["qwen4", "gpt-oss"], ids=["unknown", "of another family"])
+    def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer):
+        with pytest.raises(InputError, match=f"cannot use the renderer '{renderer}' with"):
             Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
@@ -103,6 +99,9 @@ def contains(ids, part):
     return any(ids[i : i + len(part)] == part for i in range(len(ids)))
 
 
+LONG_CALL = {"function": {"name": "f", "arguments": {"a": "Hi " * 10**6}}}
+
+
 class TestLeastTokens:
     """A prompt that cannot fit is found before it is rendered."""
 
@@ -124,16 +123,7 @@ class TestLeastTokens:
             ([{"role": "user", "content": "Hello " * 30}] * 60_000, []),
             ([{"role": "user", "content": ""}] * 200_000, []),
             ([{"role": "assistant", "content": "", "reasoning_content": "Hello " * 1_400_000}], []),
-            (
-                [
-                    {
-                        "role": "assistant",
-                        "content": "",
-                        "tool_calls": [{"function": {"name": "f", "arguments": {"a": "Hi " * 10**6}}}],
-                    }
-                ],
-                [],
-            ),
+            ([{"role": "assistant", "content": "", "tool_calls": [LONG_CALL]}], []),
             ([USER], [{"function": {"name": "look", "description": "Looks. " * 10**6}}]),
         ],
         ids=["one message", "many messages", "empty messages", "reasoning", "arguments", "tools"],
@@ -156,13 +146,13 @@ class TestBridge:
         prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
         ids = rendering.continued(prompt_ids, completion_ids, [USER], [])
         assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
-        assert ids[-len(encode("Hello<|im_end|>\n<|im_start|>assistant\n")) :] == encode(
-            "Hello<|im_end|>\n<|im_start|>assistant\n"
-        )
+        end = encode("Hello<|im_end|>\n<|im_start|>assistant\n")
+        assert ids[-len(end) :] == end
 
+    @pytest.mark.parametrize("new", [[USER], [USER, {"role": "assistant", "content": "Hi."}, USER]])
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
-    def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion):
-        assert rendering.continued(rendering.render([USER], []), encode(completion), [USER], []) is None
+    def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion, new):
+        assert rendering.continued(rendering.render([USER], []), encode(completion), new, []) is None
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
         completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")

@@ -10,8 +10,8 @@ from rolltap.addons.dialects.model_call import assistant_message, message_tool_c
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.template import PLACEHOLDER, placeholder_turn, tokens_of_turns
-from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
-from tests.addons.prompts.test_rendering import VISION
+from tests.addons.conftest import TEMPLATE
+from tests.addons.prompts.test_rendering import USER, VISION, pieces
 from tests.deep import examples
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
@@ -20,10 +20,7 @@ END = "{{ '<|im_end|>\\n\\n' }}"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 PLAIN = "{% for message in messages %}" + TURN + CALLS + END + "{% endfor %}" + GENERATION
 
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hello"},
-]
+CONVERSATION = [{"role": "system", "content": "Be brief."}, USER]
 NEW = [{"role": "user", "content": "Go on"}]
 
 
@@ -98,6 +95,10 @@ def test_a_template_that_takes_one_call_a_turn_is_continued(rendering_of):
     assert rendering_of(PLAIN.replace(TURN, single + TURN)).refusal is None
 
 
+FIRST_TOOL = "{% if tools and message.role == 'tool' %}{{ tools[0].function.name }}{% endif %}"
+MARKED = "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endif %}"
+
+
 def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(rendering_of, encode):
     marked = "{% if message.role == 'assistant' and loop.index == 4 %}{{ 'x' }}{% endif %}"
     rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
@@ -109,18 +110,10 @@ def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(ren
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (
-            PLAIN.replace(
-                TURN, "{% if tools and message.role == 'tool' %}{{ tools[0].function.name }}{% endif %}" + TURN
-            ),
-            "writes earlier messages differently",
-        ),
+        (PLAIN.replace(TURN, FIRST_TOOL + TURN), "writes earlier messages differently"),
         (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
         ("{{ messages | length }}" + PLAIN, "writes earlier messages differently"),
-        (
-            PLAIN.replace(CALLS, "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endif %}"),
-            "writes earlier messages differently",
-        ),
+        (PLAIN.replace(CALLS, MARKED), "writes earlier messages differently"),
         ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
     ],
     ids=["the first tool's name", "no stop token", "counts the messages", "marks past turns", "no tools"],
@@ -145,7 +138,6 @@ def test_a_renderer_that_knows_its_model_has_no_refusal(tokenizer_folder):
     assert Rendering(str(tokenizer_folder)).refusal is None
 
 
-USER = {"role": "user", "content": "Hello"}
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
 LOOK = message_tool_call("c1", "look", {"at": "é"})
 RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
@@ -196,13 +188,6 @@ def test_a_cut_turn_is_ended_as_for_other_messages(any_rendering, encode, comple
     assert continued[-3:] == any_rendering.render([USER, *tail], [])[-3:]
 
 
-@pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
-def test_a_turn_that_cannot_be_continued_is_not(rendering, encode, completion):
-    tail = TAILS["an answer"]
-    assert rendering.continued(rendering.render([USER], []), encode(completion), tail, []) is None
-
-
-pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
 texts = st.lists(pieces, max_size=6).map("".join)
 messages = st.one_of(
     st.builds(lambda text: {"role": "user", "content": text}, texts),

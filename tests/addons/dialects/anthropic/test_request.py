@@ -4,7 +4,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, sign
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, message_tool_call, sign
 from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
@@ -76,9 +76,6 @@ def decode_assistant(*content):
 
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
-        def called(call_id, arguments):
-            return {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
-
         assert decode() == ModelCall(
             model="claude-x",
             messages=[
@@ -89,7 +86,10 @@ class TestDecode:
                     "role": "assistant",
                     "content": "Now.",
                     "reasoning_content": "I look.",
-                    "tool_calls": [called("t1", {"at": "é", "n": 1}), called("t2", {})],
+                    "tool_calls": [
+                        message_tool_call("t1", "look", {"at": "é", "n": 1}),
+                        message_tool_call("t2", "look", {}),
+                    ],
                     "call_id": "c7",
                 },
                 {"role": "tool", "content": "Nothing.", "tool_call_id": "t1", "name": "look"},
@@ -226,42 +226,6 @@ class TestDecode:
         assert call.messages == decode().messages[:4]
 
     @pytest.mark.parametrize(
-        ("changes", "sentence"),
-        [
-            ({"max_tokens": None}, "max_tokens: "),
-            ({"max_tokens": 0}, "max_tokens: "),
-            ({"messages": []}, "messages: "),
-            ({"messages": {}}, "messages: "),
-            ({"messages": ["Hi"]}, "messages.0: "),
-            ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
-            ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role: "),
-            ({"messages": [{"role": "user"}]}, "messages.0.content: "),
-            ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
-            ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
-            ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0.type: "),
-            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
-            ({"messages": [{"role": "user", "content": [{"type": "robot"}]}]}, "messages.0.content.0.type: "),
-            ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type: "),
-            ({"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.type: "),
-            ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content.0.tool_use_id: "),
-            ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "content.0.thinking: "),
-            ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content.0.name: "),
-            ({"system": 5}, "system: "),
-            ({"system": [{"type": "image"}]}, "system.0.type: "),
-            ({"tools": "x"}, "tools: "),
-            ({"tools": [LOOK, "x"]}, "tools.1: "),
-            ({"tools": [{"name": ""}]}, "tools.0.name: "),
-            ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
-            ({"stop_sequences": [5]}, "stop_sequences.0: "),
-        ],
-    )
-    def test_a_refusal_names_the_place(self, changes, sentence):
-        with pytest.raises(DialectError) as refusal:
-            decode(**changes)
-        assert sentence in str(refusal.value)
-        assert refusal.value.status == 400
-
-    @pytest.mark.parametrize(
         "changes", [{"id": None}, {"name": ""}, {"input": "{}"}, {"input": None}], ids=["id", "name", "text", "null"]
     )
     def test_an_incomplete_tool_use_is_refused(self, changes):
@@ -283,6 +247,34 @@ class TestDecode:
             decode(messages=prefill)
 
 
+REFUSED = [
+    ({"max_tokens": None}, "max_tokens: "),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"messages": []}, "messages: "),
+    ({"messages": {}}, "messages: "),
+    ({"messages": ["Hi"]}, "messages.0: "),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role: "),
+    ({"messages": [{"role": "user"}]}, "messages.0.content: "),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: "),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0: "),
+    ({"messages": [{"role": "user", "content": [{"type": None}]}]}, "messages.0.content.0.type: "),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
+    ({"messages": [{"role": "user", "content": [{"type": "robot"}]}]}, "messages.0.content.0.type: "),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type: "),
+    ({"messages": [{"role": "system", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.type: "),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content.0.tool_use_id: "),
+    ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "content.0.thinking: "),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content.0.name: "),
+    ({"system": 5}, "system: "),
+    ({"system": [{"type": "image"}]}, "system.0.type: "),
+    ({"tools": "x"}, "tools: "),
+    ({"tools": [LOOK, "x"]}, "tools.1: "),
+    ({"tools": [{"name": ""}]}, "tools.0.name: "),
+    ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
+    ({"stop_sequences": [5]}, "stop_sequences.0: "),
+]
+"""Changes of the request, and the place that the refusal names."""
 words = ["text", "user", "assistant", "system", "thinking", "tool_use", "tool_result", "tool_reference", "image"]
 keys = ["role", "content", "type", "text", "name", "input", "INVALID_JSON", "tool_name", "source", "tool_use_id"]
 bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))
