@@ -118,12 +118,7 @@ class DialectError(Exception):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        code: str = "invalid_request_error",
-        retry_after: int | None = None,
+        self, message: str, *, status: int = 400, code: str = "invalid_request_error", retry_after: int | None = None
     ) -> None:
         super().__init__(message)
         self.status = status

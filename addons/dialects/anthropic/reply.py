@@ -79,12 +79,7 @@ def _model(name: str, context_window: int, created: int) -> dict[str, Any]:
 
 def first_fields(context: ReplyContext) -> dict[str, Any]:
     """Return the first fields of a message."""
-    return {
-        "id": f"msg_{context.call_id}",
-        "type": "message",
-        "role": "assistant",
-        "model": context.model_call.model,
-    }
+    return {"id": f"msg_{context.call_id}", "type": "message", "role": "assistant", "model": context.model_call.model}
 
 
 def stop_fields(reply: Reply) -> dict[str, Any]:

@@ -71,20 +71,11 @@ def test_what_is_refused_has_more_values_and_what_is_not_has_few(value, most):
 SECRET = "sk-proj-0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def test_numbers_flags_and_short_words_are_recorded_as_they_are():
-    asked = {
-        "temperature": 0.5,
-        "parallel_tool_calls": False,
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "include": ["reasoning.encrypted_content"],
-        "logit_bias": {"50256": -100},
-    }
+def test_numbers_flags_and_short_words_are_recorded_as_they_are_and_of_other_texts_the_length():
+    words = {"include": ["reasoning.encrypted_content"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    asked = {"temperature": 0.5, "parallel_tool_calls": False, "logit_bias": {"50256": -100}, **words}
     assert recordable(asked) == asked
-
-
-def test_another_text_becomes_its_length():
-    asked = {"temperature": SECRET, "reasoning": {SECRET: [SECRET, "two words"]}}
-    assert recordable(asked) == {
+    assert recordable({"temperature": SECRET, "reasoning": {SECRET: [SECRET, "two words"]}}) == {
         "temperature": "(44 characters)",
         "reasoning": {"(44 characters)": ["(44 characters)", "(9 characters)"]},
     }

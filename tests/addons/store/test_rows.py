@@ -84,8 +84,7 @@ def test_a_value_that_does_not_fit_is_named_in_the_row_and_in_the_log(caplog):
 
 
 @pytest.mark.parametrize(
-    ("column", "value"),
-    [("completion_ids", [3, 2**40]), ("logprobs", ["x"]), ("kind", 5), ("prompt_length", 2**31)],
+    ("column", "value"), [("completion_ids", [3, 2**40]), ("logprobs", ["x"]), ("kind", 5), ("prompt_length", 2**31)]
 )
 def test_a_call_whose_tokens_cannot_be_written_is_not_trained_on(column, value):
     found = stored("calls", {**TABLES["calls"][1], column: value})

@@ -17,61 +17,29 @@ from rolltap.addons.store.records import SCHEMA_VERSION, Event
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from tests import factories
-from tests.deep import cases
 
 SESSION = factories.make_session(reward=0.5)
-WRITER = """
+FILLS_THE_DISK = """
 import os, resource, sys
 from pathlib import Path
-from rolltap.addons.store.records import Call, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-
-def call(number, tokens):
-    ids = list(range(tokens))
-    return Call(session_id="s", call_id=str(number), prompt_ids=ids, completion_ids=ids, logprobs=[-0.5] * tokens,
-                weight_versions=[VersionSpan(version="1", start=0, end=tokens)])
+from tests.factories import make_call
 
 def acknowledge(number):
     os.write(1, f"{number}\\n".encode())
 
 writer = RunWriter(Path(sys.argv[1]))
-"""
-"""Beginning of a writer process's script. It prints the number of each commit that has returned."""
-
-WRITES_UNTIL_KILLED = """
-number = 0
-while True:
-    writer.add_call(call(number, tokens=number % 3000))
-    acknowledge(number)
-    number += 1
-"""
-
-FILLS_THE_DISK = """
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for number in range(1000):
     try:
-        writer.add_call(call(number, tokens=2000))
+        writer.add_call(make_call(number, range(2000), range(2000)))
     except OSError:
         break
     acknowledge(number)
-writer.add_call(call(1000, tokens=1))
+writer.add_call(make_call(1000))
 acknowledge(1000)
 """
-
-CANNOT_CREATE_ITS_FILE = """
-unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-try:
-    writer.add_call(call(0, tokens=1))
-except OSError:
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    writer.add_call(call(1, tokens=1))
-    acknowledge(1)
-"""
-
-
-def start_writer(run, script):
-    return subprocess.Popen([sys.executable, "-c", WRITER + script, str(run)], stdout=subprocess.PIPE, text=True)
+"""It prints the number of each commit that has returned."""
 
 
 def make_call(number):
@@ -130,30 +98,14 @@ class TestRunWriter:
         assert dataset["completion_ids"][:] == [[3, 0], [3, 1], [3, 2]]
         assert without_digests(dataset) == [make_call(number).to_row() for number in range(3)]
 
-    @pytest.mark.parametrize("acknowledged", cases([50, 1, 400]))
-    def test_kill_9_loses_no_acknowledged_commit(self, run, acknowledged):
-        with start_writer(run, WRITES_UNTIL_KILLED) as child:
-            seen = [child.stdout.readline().strip() for _ in range(acknowledged)]
-            child.kill()
-            seen += child.stdout.read().split()
-        found = call_ids(run)
-        assert seen == [str(number) for number in range(len(seen))]
-        assert found[: len(seen)] == seen
-        assert len(found) - len(seen) in (0, 1)
-
     def test_a_failed_write_leaves_no_half_batch_and_the_writer_goes_on(self, run, caplog):
-        with start_writer(run, FILLS_THE_DISK) as child:
-            seen = child.stdout.read().split()
-        assert child.returncode == 0
+        command = [sys.executable, "-c", FILLS_THE_DISK, str(run)]
+        root = Path(__file__).parents[3]
+        seen = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout.split()
         assert seen[-1] == "1000"
         assert 1 < len(seen) < 10
         assert call_ids(run) == seen
         assert caplog.records == []
-
-    def test_a_commit_after_a_failed_first_one_can_be_read(self, run):
-        with start_writer(run, CANNOT_CREATE_ITS_FILE) as child:
-            assert child.stdout.read().split() == ["1"]
-        assert call_ids(run) == ["1"]
 
 
 @pytest.fixture
@@ -201,6 +153,12 @@ class TestFailedCommit:
         assert disk.synced == ["calls", "calls"]
         assert [sum(1 for _ in SegmentReader(path)) for path in run_files(run, "calls")] == [1, 1]
         writer.close()
+
+    def test_a_commit_after_a_failed_first_one_can_be_read(self, run, disk):
+        with RunWriter(run) as writer:
+            fail_to_add(writer, disk, 0)
+            writer.add_call(make_call(1))
+        assert call_ids(run) == ["1"]
 
     def test_a_writer_whose_first_commit_failed_closes_quietly(self, run, disk, caplog):
         writer = RunWriter(run)

@@ -145,10 +145,7 @@ class TestDecode:
     def test_tool_results_come_before_the_text_of_their_message(self):
         result = {"type": "tool_result", "tool_use_id": "t1"}
         decoded = decode_content("user", [{"type": "text", "text": "Look:"}, result])
-        assert decoded == [
-            {"role": "tool", "content": "", "tool_call_id": "t1"},
-            {"role": "user", "content": "Look:"},
-        ]
+        assert decoded == [{"role": "tool", "content": "", "tool_call_id": "t1"}, {"role": "user", "content": "Look:"}]
 
     def test_a_user_message_of_no_text_is_a_message_unless_it_holds_results(self):
         assert decode_content("user", []) == [{"role": "user", "content": ""}]

@@ -74,12 +74,7 @@ def test_a_cached_content_is_listed_read_changed_and_deleted(sdk):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"system_instruction": "Be kind."},
-        {"tools": CONTENT.tools},
-        {"tool_config": CONTENT.tool_config},
-    ],
+    "config", [{"system_instruction": "Be kind."}, {"tools": CONTENT.tools}, {"tool_config": CONTENT.tool_config}]
 )
 def test_what_only_the_cached_content_may_have_is_refused_beside_it(sdk, config):
     cached = sdk.caches.create(model="gemini-x", config=CONTENT)

@@ -338,13 +338,7 @@ def test_what_the_sdk_sends_is_understood():
     assert decoded.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Look."},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "Hm.",
-            "tool_calls": [called],
-            "call_id": "call-7",
-        },
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [called], "call_id": "call-7"},
         {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
         {"role": "user", "content": "Go on."},
     ]

@@ -197,8 +197,7 @@ class TestDecode:
         assert decode(text={"format": form, "verbosity": "low"}).schema == schema
 
     @pytest.mark.parametrize(
-        ("place", "item"),
-        [("content", {"role": "user"}), ("output", {"type": "function_call_output", "call_id": "t"})],
+        ("place", "item"), [("content", {"role": "user"}), ("output", {"type": "function_call_output", "call_id": "t"})]
     )
     def test_content_of_an_unknown_type_is_refused_by_it(self, place, item):
         parts = [{"type": "input_text", "text": "See"}, {"type": "hologram"}]
