@@ -273,5 +273,7 @@ ARRAY = replace(GEMINI, stream_target="/v1beta/models/gemini-x:streamGenerateCon
 """Gemini's other form of a stream."""
 APIS = [CHAT, RESPONSES, MESSAGES, GEMINI]
 REFUSED = [(m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.REFUSED]
-"""Decoders of changes of a request; changes; the place that the refusal names."""
+"""Decoders of changes of a request; changes; the place or the words of the refusal."""
+MEANS = [(m.decode, *row) for m in (of_chat, of_responses, of_messages, of_gemini) for row in m.MEANS]
+"""Decoders; changes; a field of the decoded call; its value."""
 every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.dialect.NAME)

@@ -17,6 +17,7 @@ from tests.addons.dialects.apis import (
     CHAT,
     GEMINI,
     LONG,
+    MEANS,
     MESSAGES,
     REFUSED,
     USAGE,
@@ -70,6 +71,11 @@ def test_an_invalid_field_is_refused_by_its_place(decode, changes, place):
         decode(**changes)
     assert place in str(refused.value)
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(("decode", "changes", "field", "value"), MEANS)
+def test_an_option_of_a_request_is_a_field_of_the_call(decode, changes, field, value):
+    assert getattr(decode(**changes), field) == value
 
 
 @every_api

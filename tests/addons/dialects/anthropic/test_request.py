@@ -181,20 +181,6 @@ class TestDecode:
         message = decode_assistant(use, {**result, "cache_control": {"type": "ephemeral"}})
         assert message["content"] == json.dumps(use, ensure_ascii=False) + json.dumps(result)
 
-    @pytest.mark.parametrize(
-        ("thinking", "share"),
-        [
-            (None, "hidden"),
-            ({"type": "disabled"}, "hidden"),
-            ("enabled", "hidden"),
-            ({"type": "enabled", "budget_tokens": 1024}, "shown"),
-            ({"type": "adaptive", "display": "summarized"}, "shown"),
-            ({"type": "adaptive", "display": "omitted"}, "signed"),
-        ],
-    )
-    def test_thinking_is_sent_to_those_who_ask_for_it(self, thinking, share):
-        assert decode(thinking=thinking).reasoning == share
-
     def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
         reference = {"type": "tool_reference", "tool_name": "later"}
         (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": [reference] * 2}])
@@ -212,23 +198,12 @@ class TestDecode:
         assert call.schema == schema
         assert "schema" not in str(call.requested_sampling).replace("json_schema", "")
 
-    def test_effort_alone_asks_for_no_schema(self):
-        assert decode(output_config={"effort": "low"}).schema is None
-
     def test_counting_needs_no_max_tokens_and_takes_any_last_message(self):
         target = "/v1/messages/count_tokens?beta=true"
         whole = REQUEST["messages"]
         call = decode(target, max_tokens=None, stream=None, messages=whole[:3])
         assert (call.max_tokens, call.stream) == (None, False)
         assert call.messages == decode().messages[:4]
-
-    @pytest.mark.parametrize(
-        "changes", [{"id": None}, {"name": ""}, {"input": "{}"}, {"input": None}], ids=["id", "name", "text", "null"]
-    )
-    def test_an_incomplete_tool_use_is_refused(self, changes):
-        use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}, **changes}
-        with pytest.raises(DialectError, match=rf"messages\.0\.content\.0\.{next(iter(changes))}: "):
-            decode_assistant(use)
 
     @pytest.mark.parametrize("kind", ["image", "document", "hologram"])
     def test_what_is_neither_text_nor_said_to_be_a_file_is_refused_by_its_place(self, kind):
@@ -238,12 +213,8 @@ class TestDecode:
             with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):
                 decode_content("user", [block])
 
-    def test_assistant_prefill_is_refused(self):
-        prefill = [*REQUEST["messages"], {"role": "assistant", "content": "{"}]
-        with pytest.raises(DialectError, match="does not support assistant message prefill"):
-            decode(messages=prefill)
 
-
+USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
 REFUSED = [
     ({"max_tokens": None}, "max_tokens: "),
     ({"max_tokens": 0}, "max_tokens: "),
@@ -270,8 +241,26 @@ REFUSED = [
     ({"tools": [{"name": ""}]}, "tools.0.name: "),
     ({"tools": [{"type": "custom"}]}, "tools.0.name: "),
     ({"stop_sequences": [5]}, "stop_sequences.0: "),
+    *(
+        ({"messages": [{"role": "assistant", "content": [{**USE, key: value}]}]}, f"messages.0.content.0.{key}: ")
+        for key, value in (("id", None), ("name", ""), ("input", "{}"), ("input", None))
+    ),
+    (
+        {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "{"}]},
+        "does not support assistant message prefill",
+    ),
 ]
-"""Changes of the request, and the place that the refusal names."""
+"""Changes of the request, and the place or the words of the refusal."""
+MEANS = [
+    ({"output_config": {"effort": "low"}}, "schema", None),
+    ({"thinking": None}, "reasoning", "hidden"),
+    ({"thinking": {"type": "disabled"}}, "reasoning", "hidden"),
+    ({"thinking": "enabled"}, "reasoning", "hidden"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "reasoning", "shown"),
+    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "reasoning", "shown"),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "reasoning", "signed"),
+]
+"""Changes of the request, and a field of the decoded call with its value."""
 words = ["text", "user", "assistant", "system", "thinking", "tool_use", "tool_result", "tool_reference", "image"]
 keys = ["role", "content", "type", "text", "name", "input", "INVALID_JSON", "tool_name", "source", "tool_use_id"]
 bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", sign("c1")], keys))

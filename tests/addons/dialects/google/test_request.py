@@ -208,51 +208,6 @@ class TestDecode:
     def test_the_model_sees_a_lone_text_or_json(self, response, text):
         assert decode_response(response) == text
 
-    @pytest.mark.parametrize(
-        ("config", "schema"),
-        [
-            ({}, None),
-            ({"responseSchema": {"type": "OBJECT"}}, None),
-            ({"responseMimeType": "text/plain"}, None),
-            ({"responseMimeType": "application/json"}, {}),
-            ({"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}}, {"type": "object"}),
-            ({"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}}, {"type": "null"}),
-        ],
-    )
-    def test_json_is_asked_for_by_its_mime_type(self, config, schema):
-        assert decode(generationConfig=config).schema == schema
-
-    def test_sampling_options_are_recorded(self):
-        config = {"topK": 64, "thinkingConfig": {"includeThoughts": True}, "seed": None}
-        asked = decode(generationConfig=config, toolConfig=None, safetySettings=None).requested_sampling
-        assert asked == {"topK": 64, "thinkingConfig": {"includeThoughts": True}}
-
-    @pytest.mark.parametrize(
-        ("config", "share"),
-        [
-            ({}, "signed"),
-            ({"thinkingConfig": {"thinkingBudget": 1}}, "signed"),
-            ({"thinkingConfig": {"includeThoughts": True}}, "shown"),
-            ({"thinking_config": {"include_thoughts": True}}, "shown"),
-        ],
-    )
-    def test_thoughts_are_sent_to_those_who_ask_for_them(self, config, share):
-        assert decode(generationConfig=config).reasoning == share
-
-    @pytest.mark.parametrize(
-        ("config", "said"),
-        [
-            ({"responseLogprobs": True}, "Logprobs is not enabled for models/gemini-x"),
-            ({"logprobs": 3}, "Logprobs is not enabled for models/gemini-x"),
-            ({"responseModalities": ["TEXT", "AUDIO"]}, "response_modalities"),
-            ({"responseMimeType": "text/x.enum"}, "response_mime_type"),
-        ],
-    )
-    def test_a_reply_of_another_kind_is_refused(self, config, said):
-        with pytest.raises(DialectError, match=said):
-            decode(generationConfig=config)
-        assert decode(generationConfig={"responseLogprobs": False, "responseModalities": ["TEXT"]})
-
     def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
         messages = decode_contents(called({"id": "c1", "name": "look"}), answered({"id": "c9", "name": "go"}))
         assert messages[-1]["name"] == "go"
@@ -301,8 +256,42 @@ REFUSED = [
     ({"tools": ["look"]}, "'tools[0]'"),
     ({"tools": [{"functionDeclarations": [{}]}]}, "'tools[0].function_declarations[0].name'"),
     ({"toolConfig": "AUTO"}, "'tool_config'"),
+    ({"generationConfig": {"responseLogprobs": True}}, "Logprobs is not enabled for models/gemini-x"),
+    ({"generationConfig": {"logprobs": 3}}, "Logprobs is not enabled for models/gemini-x"),
+    ({"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}, "response_modalities"),
+    ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "response_mime_type"),
 ]
-"""Changes of the request, and the place that the refusal names."""
+"""Changes of the request, and the place or the words of the refusal."""
+UNSET = {"toolConfig": None, "safetySettings": None}
+MEANS = [
+    *(
+        ({"generationConfig": config}, "schema", schema)
+        for config, schema in [
+            ({}, None),
+            ({"responseSchema": {"type": "OBJECT"}}, None),
+            ({"responseMimeType": "text/plain"}, None),
+            ({"responseLogprobs": False, "responseModalities": ["TEXT"]}, None),
+            ({"responseMimeType": "application/json"}, {}),
+            ({"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}}, {"type": "object"}),
+            ({"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}}, {"type": "null"}),
+        ]
+    ),
+    *(
+        ({"generationConfig": {key: config}}, "reasoning", share)
+        for key, config, share in [
+            ("thinkingConfig", None, "signed"),
+            ("thinkingConfig", {"thinkingBudget": 1}, "signed"),
+            ("thinkingConfig", {"includeThoughts": True}, "shown"),
+            ("thinking_config", {"include_thoughts": True}, "shown"),
+        ]
+    ),
+    (
+        {"generationConfig": {"topK": 64, "thinkingConfig": {"includeThoughts": True}, "seed": None}, **UNSET},
+        "requested_sampling",
+        {"topK": 64, "thinkingConfig": {"includeThoughts": True}},
+    ),
+]
+"""Changes of the request, and a field of the decoded call with its value."""
 
 
 def test_what_the_sdk_sends_is_understood():

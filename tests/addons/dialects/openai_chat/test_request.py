@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool, message_tool_call
+from rolltap.addons.dialects.model_call import ModelCall, WireTool, message_tool_call
 from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"
@@ -94,50 +94,13 @@ class TestDecode:
     def test_tool_arguments_are_parsed_and_stay_text_when_they_are_not_json(self, written, parsed):
         assert arguments_of(written) == parsed
 
-    @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, "usage"])
-    def test_usage_must_be_asked_for(self, options):
-        assert not decode(stream_options=options).include_usage
-
-    def test_max_tokens_is_the_older_name(self):
-        assert decode(max_completion_tokens=None).max_tokens == 9
-        assert decode(max_completion_tokens=None, max_tokens=None).max_tokens is None
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"functions": [TOOL["function"]]},
-            {"function_call": "auto"},
-            {"logprobs": True},
-            {"top_logprobs": 5},
-            {"audio": {"voice": "x"}},
-            {"echo": True},
-        ],
-        ids=lambda changes: next(iter(changes)),
-    )
-    def test_a_field_that_changes_the_reply_is_refused_in_the_words_of_the_api(self, changes):
-        (key,) = changes
-        with pytest.raises(DialectError, match=f"^Unsupported parameter: '{key}' is not supported with this model"):
-            decode(**changes)
-
     def test_fields_that_ask_for_nothing_are_no_reason_to_refuse(self):
         unset = {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0, "modalities": ["text"]}
         assert decode(**unset).messages == decode().messages
 
-    def test_the_older_form_of_a_call_is_refused(self):
-        with pytest.raises(DialectError, match=r"'messages\[0\].function_call'.*'tool_calls'"):
-            decode_message(role="assistant", content=None, function_call={"name": "look", "arguments": "{}"})
-
-    def test_audio_is_no_modality_of_this_model(self):
-        with pytest.raises(DialectError, match="'modalities'"):
-            decode(modalities=["text", "audio"])
-
     def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
         assert decode_message(role="tool", content="x", tool_call_id="c9", name="go")["name"] == "go"
         assert "name" not in decode_message(role="tool", content="x", tool_call_id="c9")
-
-    def test_hosted_tools_are_recorded_and_not_shown(self):
-        call = decode(tools=[{"type": "web_search"}, TOOL])
-        assert (call.tools, call.hosted_tools) == ([TOOL], [{"type": "web_search"}])
 
     def test_a_freeform_tool_is_a_function_of_one_text(self):
         grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: PATCH"}}
@@ -148,27 +111,6 @@ class TestDecode:
         assert tool["function"]["parameters"]["required"] == ["input"]
         assert "start: PATCH" in tool["function"]["description"]
         assert call.wire_tools == {"patch": WireTool("patch", freeform=True)}
-
-    @pytest.mark.parametrize(("stop", "texts"), [("x", ["x"]), (["x", "y"], ["x", "y"]), (None, []), ("", [])])
-    def test_stop_texts_are_a_list(self, stop, texts):
-        assert decode(stop=stop).stop == texts
-
-    @pytest.mark.parametrize(
-        ("wanted", "schema"),
-        [
-            ({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}, {"type": "object"}),
-            ({"type": "json_object"}, {}),
-            ({"type": "text"}, None),
-            (None, None),
-        ],
-    )
-    def test_a_schema_is_read_from_the_response_format(self, wanted, schema):
-        assert decode(response_format=wanted).schema == schema
-
-    def test_text_in_metadata_is_client_metadata(self):
-        assert decode(metadata={"promptId": "s########0", "n": 1}).client_metadata == {
-            "metadata.promptId": "s########0"
-        }
 
     @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
     def test_reasoning_is_kept(self, name):
@@ -201,8 +143,33 @@ REFUSED = [
     ({"max_completion_tokens": None, "max_tokens": 1.5}, "'max_tokens'"),
     ({"max_completion_tokens": True}, "'max_completion_tokens'"),
     ({"max_completion_tokens": "9"}, "'max_completion_tokens'"),
+    ({"modalities": ["text", "audio"]}, "'modalities'"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "look"}}]}, "Use 'tool_calls' instead."),
+    ({"functions": [TOOL["function"]]}, "Unsupported parameter: 'functions' is not supported with this model"),
+    ({"function_call": "auto"}, "Unsupported parameter: 'function_call' is not supported with this model"),
+    ({"logprobs": True}, "Unsupported parameter: 'logprobs' is not supported with this model"),
+    ({"top_logprobs": 5}, "Unsupported parameter: 'top_logprobs' is not supported with this model"),
+    ({"audio": {"voice": "x"}}, "Unsupported parameter: 'audio' is not supported with this model"),
+    ({"echo": True}, "Unsupported parameter: 'echo' is not supported with this model"),
 ]
-"""Changes of the request, and the place that the refusal names."""
+"""Changes of the request, and the place or the words of the refusal."""
+MEANS = [
+    *(({"stream_options": asked}, "include_usage", False) for asked in (None, {}, {"include_usage": False}, "usage")),
+    ({"max_completion_tokens": None}, "max_tokens", 9),
+    ({"max_completion_tokens": None, "max_tokens": None}, "max_tokens", None),
+    ({"tools": [{"type": "web_search"}, TOOL]}, "tools", [TOOL]),
+    ({"tools": [{"type": "web_search"}, TOOL]}, "hosted_tools", [{"type": "web_search"}]),
+    ({"stop": "x"}, "stop", ["x"]),
+    ({"stop": ["x", "y"]}, "stop", ["x", "y"]),
+    ({"stop": None}, "stop", []),
+    ({"stop": ""}, "stop", []),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, "schema", {"a": 1}),
+    ({"response_format": {"type": "json_object"}}, "schema", {}),
+    ({"response_format": {"type": "text"}}, "schema", None),
+    ({"response_format": None}, "schema", None),
+    ({"metadata": {"promptId": "s####0", "n": 1}}, "client_metadata", {"metadata.promptId": "s####0"}),
+]
+"""Changes of the request, and a field of the decoded call with its value."""
 anything = hostile.values(
     ["text", "user", "assistant", "tool"], ["role", "content", "type", "text", "function", "name"]
 )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, WireTool, message_tool_call, sign
+from rolltap.addons.dialects.model_call import ModelCall, WireTool, message_tool_call, sign
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 
@@ -178,33 +178,9 @@ class TestDecode:
         assert "agents__spawn" not in call.wire_tools
         assert call.wire_tools["agents__spawn_"] == WireTool("spawn", namespace="agents")
 
-    def test_log_probabilities_are_refused(self):
-        with pytest.raises(DialectError, match=r"^Unsupported parameter: 'top_logprobs'"):
-            decode(top_logprobs=1)
-        with pytest.raises(DialectError, match=r"'include' must be a list without 'message\.output_text\.logprobs'"):
-            decode(include=["message.output_text.logprobs"])
 
-    @pytest.mark.parametrize(
-        ("form", "schema"),
-        [
-            ({"type": "json_schema", "name": "n", "schema": {"type": "object"}}, {"type": "object"}),
-            ({"type": "json_object"}, {}),
-            ({"type": "text"}, None),
-            (None, None),
-        ],
-    )
-    def test_a_json_format_is_decoded_to_a_schema(self, form, schema):
-        assert decode(text={"format": form, "verbosity": "low"}).schema == schema
-
-    @pytest.mark.parametrize(
-        ("place", "item"), [("content", {"role": "user"}), ("output", {"type": "function_call_output", "call_id": "t"})]
-    )
-    def test_content_of_an_unknown_type_is_refused_by_it(self, place, item):
-        parts = [{"type": "input_text", "text": "See"}, {"type": "hologram"}]
-        with pytest.raises(DialectError, match=rf"'input\[0\].{place}\[1\]' has type 'hologram'.*text only"):
-            decode_items({**item, place: parts})
-
-
+TEXT = {"type": "input_text", "text": "See"}
+LOGPROBS = "message.output_text.logprobs"
 REFUSED = [
     ({"input": []}, "'input'"),
     ({"input": ""}, "'input'"),
@@ -234,8 +210,22 @@ REFUSED = [
     ({"max_output_tokens": 0}, "'max_output_tokens'"),
     ({"background": True}, "'background'"),
     ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
+    ({"input": [{"role": "user", "content": [TEXT, {"type": "x"}]}]}, "'input[0].content[1]' has type 'x'; this model"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "t", "output": [TEXT, {"type": "x"}]}]},
+        "'input[0].output[1]' has type 'x'; this model takes text only",
+    ),
+    ({"top_logprobs": 1}, "Unsupported parameter: 'top_logprobs'"),
+    ({"include": [LOGPROBS]}, f"'include' must be a list without '{LOGPROBS}'"),
 ]
-"""Changes of the request, and the place that the refusal names."""
+"""Changes of the request, and the place or the words of the refusal."""
+MEANS = [
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}}, "schema", {"a": 1}),
+    ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "schema", {}),
+    ({"text": {"format": {"type": "text"}}}, "schema", None),
+    ({"text": {"format": None}}, "schema", None),
+]
+"""Changes of the request, and a field of the decoded call with its value."""
 NAMES = ["type", "role", "content", "summary", "text", "call_id", "name", "namespace", "tools", "arguments", "output"]
 KINDS = ["message", "reasoning", "function_call", "custom_tool_call", "compaction", "compaction_trigger", "namespace"]
 MUTABLE = {
