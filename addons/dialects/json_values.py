@@ -33,20 +33,13 @@ class TooManyLevels(ValueError):
     """A JSON text whose objects and lists are nested too deep."""
 
 
-def check_levels(value: Any, most: int) -> None:
-    """Raise `TooManyLevels` for a parsed JSON value with more than `most` levels of objects and lists."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(most):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    if level:
-        raise TooManyLevels(f"it is nested more than {most} levels deep")
+def nests_deeper(value: Any, levels: int) -> bool:
+    """Return True when objects and lists in `value` are nested more than `levels` deep."""
+    nested = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        within = (outer.values() if isinstance(outer, dict) else outer for outer in nested)
+        nested = [inner for values in within for inner in values if isinstance(inner, dict | list)]
+    return bool(nested)
 
 
 def check_values(text: bytes) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rolltap.addons.dialects.json_values import MOST_LEVELS, check_levels, check_values
+from rolltap.addons.dialects.json_values import MOST_LEVELS, TooManyLevels, check_values, nests_deeper
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -42,7 +42,8 @@ def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     text = text.decode() if isinstance(text, bytes) else text
     value = json.loads(text)
-    check_levels(value, most_levels)
+    if nests_deeper(value, most_levels):
+        raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
     if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value
@@ -146,14 +147,8 @@ def assistant_message(
     content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
 ) -> Message:
     """Return an assistant message. Empty fields other than `content` are left out."""
-    message: Message = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if tool_calls:
-        message["tool_calls"] = tool_calls
-    if call_id:
-        message["call_id"] = call_id
-    return message
+    others: Message = {"reasoning_content": reasoning, "tool_calls": tool_calls, "call_id": call_id}
+    return {"role": "assistant", "content": content, **{key: value for key, value in others.items() if value}}
 
 
 def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> dict[str, Any]:
@@ -237,6 +232,14 @@ class Reply:
     finish_reason: FinishReason = "stop"
     stop: str | None = None
     """The stop text that ended the reply, if any."""
+
+    @classmethod
+    def of_message(cls, message: Message, finish_reason: str | None) -> "Reply":
+        """Return the reply in a recorded message. `finish_reason` is the engine's."""
+        functions = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+        calls = [ToolCall(call_id, function["name"], function["arguments"]) for call_id, function in functions]
+        reason: FinishReason = "length" if finish_reason == "length" else "tool_calls" if calls else "stop"
+        return cls(message["content"], message.get("reasoning_content", ""), calls, reason)
 
     def issue(self, call_id: str) -> None:
         """Give each tool call the id that belongs to the reply of a call."""

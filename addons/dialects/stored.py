@@ -24,11 +24,9 @@ from rolltap.addons.dialects.json_values import (
 )
 from rolltap.addons.dialects.model_call import (
     DialectError,
-    FinishReason,
     Message,
     ModelCall,
     Reply,
-    ToolCall,
     Usage,
     parse_arguments,
     parse_json,
@@ -121,11 +119,7 @@ class StoredCall:
 
     def as_reply(self) -> Reply:
         """Return the reply as it was sent."""
-        message = json.loads(self.reply)
-        functions = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
-        calls = [ToolCall(call_id, function["name"], function["arguments"]) for call_id, function in functions]
-        reason: FinishReason = "length" if self.finish_reason == "length" else "tool_calls" if calls else "stop"
-        return Reply(message["content"], message.get("reasoning_content", ""), calls, reason)
+        return Reply.of_message(json.loads(self.reply), self.finish_reason)
 
     def as_message(self) -> Message:
         """Return the reply as a message of a later request."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, Reply, Tool, ToolCall, Usage
+from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, Reply, Tool, Usage
 from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import FinishedCall, newest
@@ -262,15 +262,7 @@ class RecoveredSession:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
         row, message = recorded.row, recorded.reply or {}
         prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
-        calls = [
-            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-            for call in message.get("tool_calls", [])
-        ]
-        reply = Reply(message["content"], message.get("reasoning_content", ""), calls)
-        if row["finish_reason"] == "length":
-            reply.finish_reason = "length"
-        elif calls:
-            reply.finish_reason = "tool_calls"
+        reply = Reply.of_message(message, row["finish_reason"])
         if stop_texts := sampling.get("stop"):
             reply.stop = self._stop_text(turn, prompt_ids, recorded.tools, stop_texts)
             own_end = turn.completion_ids[-1:].tolist() in [[i] for i in self._recovery.rendering.stop_token_ids()]

@@ -32,14 +32,6 @@ def repeated_field(fields: Fields, key: str) -> Iterable[Fields]:
     return (element.replaced(camel_case_fields(element.values)) for element in fields.objects(key))
 
 
-def nests_deeper(value: Any, levels: int) -> bool:
-    """Return True when objects and lists in `value` are nested more than `levels` deep."""
-    if not isinstance(value, dict | list):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(nests_deeper(element, levels - 1) for element in inner)
-
-
 def json_schema(schema: Any) -> Any:
     """Convert a `Schema` of the Gemini API to a JSON schema.
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from rolltap.addons.dialects.google.protobuf import nests_deeper
+from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.model_call import (
     ContextOverflow,
     DialectError,

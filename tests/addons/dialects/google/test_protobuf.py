@@ -6,9 +6,9 @@ from rolltap.addons.dialects.google.protobuf import (
     camel_case_fields,
     json_schema,
     message_field,
-    nests_deeper,
     repeated_field,
 )
+from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.model_call import DialectError
 
 
