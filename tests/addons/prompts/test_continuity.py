@@ -161,10 +161,6 @@ class TestKind:
         prompt = session.prompt([user("Hi")])
         assert (prompt.kind, prompt.reason) == ("root", "it ends within the conversation of call 0")
 
-    def test_blank_text_before_a_call_may_be_dropped(self, session):
-        reply = session.ask([user("Hi")], THINKING.replace("So:", " ") + "<|im_end|>")
-        assert session.prompt([user("Hi"), {**reply, "content": ""}, result(reply)]).kind == "bridged"
-
     def test_reasoning_is_restored_from_the_call_that_the_opaque_field_names(self, session):
         reply = session.ask([user("Hi")], "<think>\nI look.\n</think>\n\nHello.<|im_end|>")
         echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
@@ -241,8 +237,17 @@ class TestChangedEchoes:
             (THINKING.replace("So:", ""), lambda reply: {**reply, "content": TestChangedEchoes.LITELLM}),
             (THINKING, changed(content="So:\n")),
             ("Done.\n", changed(content="Done.")),
+            (THINKING.replace("So:", " "), changed(content="")),
         ],
-        ids=["thoughts", "thoughts and a newline", "only thoughts", "LiteLLM", "a newline more", "a newline less"],
+        ids=[
+            "thoughts",
+            "thoughts and a newline",
+            "only thoughts",
+            "LiteLLM",
+            "newline more",
+            "newline less",
+            "blanks",
+        ],
     )
     def test_an_echo_with_a_known_change_is_continued(self, session, completion, echo):
         reply = session.ask([user("Hi")], completion + "<|im_end|>")

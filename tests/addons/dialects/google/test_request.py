@@ -340,13 +340,15 @@ def test_what_the_sdk_sends_is_understood():
     assert decoded.requested_sampling["temperature"] == 0.5
 
 
-FIELDS = [
-    *("args", "functionCall", "function_response", "id", "inlineData", "mode", "name", "output", "parts", "properties"),
-    *("response", "role", "text", "thought", "thoughtSignature", "type", "generateContentRequest"),
-]
+FIELDS = """
+args functionCall function_response id inlineData mode name output parts properties response role text thought
+thoughtSignature type generateContentRequest
+"""
 HOSTILE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["model", "user"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS) | st.text(), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS.split()) | st.text(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 bodies = hostile.bodies([REQUEST, SNAKE_REQUEST], HOSTILE)
