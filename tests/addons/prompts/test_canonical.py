@@ -75,11 +75,8 @@ def test_ids_and_names_are_compared():
     assert form("{}") != form("{}", "look")
 
 
-def test_an_empty_field_equals_an_absent_one():
+def test_an_empty_field_equals_an_absent_one_and_blank_text_no_text():
     assert canonical({"role": "tool", "content": "", "tool_call_id": ""}, EXACT) == canonical({"role": "tool"}, EXACT)
-
-
-def test_blank_text_equals_no_text():
     blank, none, some = (canonical(called("{}", text=text), EXACT) for text in (" \n", "", "."))
     assert blank == none != some
 

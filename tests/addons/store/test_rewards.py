@@ -62,22 +62,26 @@ def test_a_session_that_the_agent_could_not_do_has_no_reward(writer, status, cha
         give_reward(writer, "s", reward(), change=change)
 
 
-@pytest.mark.parametrize(("exit_status", "status"), [(0, "completed"), (1, "failed"), (None, "timeout")])
-def test_an_unjudged_session_has_the_outcome_of_its_harness_once_it_is_judged(writer, exit_status, status):
-    writer.add_session(Session(session_id="s", status="unjudged", exit_status=exit_status, error="the judge died"))
+@pytest.mark.parametrize(
+    ("evidence", "exit_status", "status"),
+    [
+        ("{}", 0, "completed"),
+        ("{}", 1, "failed"),
+        ("{}", None, "timeout"),
+        ('{"ended": "budget"}', 0, "budget"),
+        ('{"ended": "failed"}', None, "failed"),
+        ('{"ended": "timeout"}', None, "timeout"),
+        ('{"ended": "cancelled"}', 0, "completed"),
+    ],
+)
+def test_an_unjudged_session_has_the_outcome_that_the_rollout_noted_or_its_harness(
+    writer, evidence, exit_status, status
+):
+    unjudged = {"status": "unjudged", "evidence": evidence, "error": "the judge died"}
+    writer.add_session(Session(session_id="s", exit_status=exit_status, **unjudged))
     session = give_reward(writer, "s", reward())
     assert (session.status, session.error) == (status, None)
     assert session.status not in UNREWARDED
-
-
-@pytest.mark.parametrize(
-    ("ended", "exit_status", "status"),
-    [("budget", 0, "budget"), ("failed", None, "failed"), ("timeout", None, "timeout"), ("cancelled", 0, "completed")],
-)
-def test_an_unjudged_session_has_the_outcome_that_the_rollout_noted(writer, ended, exit_status, status):
-    evidence = f'{{"ended": "{ended}"}}'
-    writer.add_session(Session(session_id="s", status="unjudged", exit_status=exit_status, evidence=evidence))
-    assert give_reward(writer, "s", reward()).status == status
 
 
 def test_a_session_without_a_completed_call_has_no_reward(writer):
