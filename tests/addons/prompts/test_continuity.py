@@ -181,7 +181,8 @@ class TestKind:
         assert (prompt.kind, prompt.reason) == ("rendered", "the renderer cannot continue call 0")
 
     def test_the_reason_names_the_last_of_several_calls(self, session):
-        messages = session.talk("One.", "Two.<|im_end|>And more")
+        messages = session.talk("One.")
+        messages += [session.ask(messages, "Two.<|im_end|>And more"), user("Go on")]
         assert session.prompt(messages).reason == "the renderer cannot continue call 1"
 
 
