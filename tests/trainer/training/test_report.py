@@ -31,6 +31,38 @@ from rolltap.trainer.training.report import (
 )
 
 PNG = b"\x89PNG"
+STEP = {
+    "reward": 0.5,
+    "reward/harness/codex": 0.25,
+    "reward/harness/my%20own": 0.75,
+    "reward/task/only": 0.5,
+    "sessions": 16,
+    "sessions_infrastructure": 3,
+    "sessions_failed": 0,
+    "sessions_no_reward": 0,
+    "groups": 4,
+    "groups_without_signal": 1,
+    "groups_without_reward": 0,
+    "off_policy/bridged": 0.25,
+    "difference/bridged": 0.0,
+    "difference/rendered": 1e-3,
+    "ratio/mean": 1.0,
+    "ratio/min": 0.9,
+    "ratio/max": math.inf,
+    "clip_ratio/low_mean": 0.0,
+    "clip_ratio/high_mean": 0.1,
+    "masked/low": 0.0,
+    "masked/high": 0.2,
+    "entropy": 0.5,
+    "tokens_trained": 100,
+    "tokens_computed": 90,
+    "left_out/aborted": 7,
+    "left_out/no_reward": 0,
+    "tokens_in_rows": 1000,
+    "tokens_forwarded": 400,
+    "tokens_per_second": 50.0,
+    "peak_memory_gib": 1.5,
+}
 
 
 class Line(torch.nn.Module):
@@ -154,40 +186,12 @@ def test_other_processes_report_nothing(tmp_path):
 
 
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
-    logs = {
-        "reward": 0.625,
-        "sessions": 16.0,
-        "sessions_infrastructure": 3.0,
-        "sessions_unjudged": 1.0,
-        "sessions_timeout": 0.0,
-        "suspicious": 2.0,
-        "sessions_no_reward": 1.0,
-        "groups_without_signal": 2.0,
-        "groups_without_reward": 1.0,
-        "loss": 0.01234,
-        "difference/bridged": 1e-6,
-        "difference/rendered": 2e-3,
-        "ratio/mean": 1.0004,
-        "clip_ratio/region_mean": 0.0123,
-        "masked/low": 0.001,
-        "masked/high": 0.002,
-        "kl": 0.25,
-        "entropy": 0.5,
-        "tokens_trained": 4210.0,
-        "left_out/aborted": 30.0,
-        "left_out/no_reward": 5.0,
-        "tokens_in_rows": 10_000.0,
-        "tokens_forwarded": 3_800.0,
-        "tokens_per_second": 1300.0,
-        "peak_memory_gib": 2.125,
-        "learning_rate": 1e-6,
-    }
-    assert step_line(3, 5, logs) == (
-        "step 3/5  reward [bold]0.625[/]  infrastructure failures 3  unjudged 1  suspicious 2  "
-        "sessions without a reward 1  "
-        "groups without signal 2  loss 0.01234  difference 2.0e-03  ratio 1.000  "
-        "clipped 1.2 %  masked 0.3 %  KL 0.25  entropy 0.500  4,210 tokens trained  35 left out  "
-        "38 % of rows forwarded  1,300 tokens/s  2.1 GiB"
+    more = {"sessions_unjudged": 1.0, "suspicious": 2.0, "sessions_no_reward": 1.0, "loss": 0.01234, "kl": 0.25}
+    assert step_line(3, 5, STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6}) == (
+        "step 3/5  reward [bold]0.500[/]  infrastructure failures 3  unjudged 1  suspicious 2  "
+        "sessions without a reward 1  groups without signal 1  loss 0.01234  difference 1.0e-03  off policy 2.5e-01  "
+        "ratio 1.000  clipped 1.2 %  masked 20.0 %  KL 0.25  entropy 0.500  100 tokens trained  7 left out  "
+        "40 % of rows forwarded  50 tokens/s  1.5 GiB"
     )
 
 
@@ -247,40 +251,6 @@ def test_a_line_that_is_no_steps_is_named(path, line):
     for read in (read_metrics, lambda path: cut_metrics(path, 1)):
         with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a step's metrics"):
             read(path)
-
-
-STEP = {
-    "reward": 0.5,
-    "reward/harness/codex": 0.25,
-    "reward/harness/my%20own": 0.75,
-    "reward/task/only": 0.5,
-    "sessions": 16,
-    "sessions_infrastructure": 3,
-    "sessions_failed": 0,
-    "sessions_no_reward": 0,
-    "groups": 4,
-    "groups_without_signal": 1,
-    "groups_without_reward": 0,
-    "off_policy/bridged": 0.25,
-    "difference/bridged": 0.0,
-    "difference/rendered": 1e-3,
-    "ratio/mean": 1.0,
-    "ratio/min": 0.9,
-    "ratio/max": math.inf,
-    "clip_ratio/low_mean": 0.0,
-    "clip_ratio/high_mean": 0.1,
-    "masked/low": 0.0,
-    "masked/high": 0.2,
-    "entropy": 0.5,
-    "tokens_trained": 100,
-    "tokens_computed": 90,
-    "left_out/aborted": 7,
-    "left_out/no_reward": 0,
-    "tokens_in_rows": 1000,
-    "tokens_forwarded": 400,
-    "tokens_per_second": 50.0,
-    "peak_memory_gib": 1.5,
-}
 
 
 @pytest.fixture
