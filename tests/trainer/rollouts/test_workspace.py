@@ -226,7 +226,7 @@ def test_a_bare_repository_in_a_workspace_is_refused(tmp_path):
         start_of(tmp_path, make_task(workspace=tmp_path / "outer" / "hidden"))
 
 
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
+def test_an_unreadable_file_and_a_broken_repository_are_named(tmp_path, monkeypatch):
     def refuse(source, target):
         raise PermissionError(13, "Permission denied", source)
 
@@ -235,11 +235,8 @@ def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copy2", refuse)  # root reads all files
     with pytest.raises(InputError, match=r"cannot copy .*closed: Permission denied"):
         start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
-
-
-def test_a_broken_repository_is_named(tmp_path):
-    (tmp_path / "workspace").mkdir()
     (tmp_path / "workspace" / ".git").write_text("gitdir: /nowhere\n")
+    (tmp_path / "workspace" / "closed").unlink()
     with pytest.raises(InputError, match=r"task 't': `git rev-parse` failed in .*workspace: .*/nowhere"):
         start_of(tmp_path, make_task(workspace=tmp_path / "workspace"))
 

@@ -103,10 +103,7 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
     (tmp_path / "task" / "environment" / "a").touch()
     (task,) = load_tasks(tmp_path / "task")
     assert task.files == {".": tmp_path / "task" / "environment"}
-
-
-def test_an_image_that_was_built_is_needed(tmp_path):
-    built = '[environment]\ndocker_image = "me/built"'
+    built = '[environment]\ndocker_image = "me/built"'  # an image that was built is needed
     task = load(tmp_path, toml=built, dockerfile="FROM ubuntu\nRUN make\nWORKDIR /x")
     assert (task.image, task.image_optional, task.workdir) == ("me/built", False, "/x")
 
@@ -241,25 +238,16 @@ def test_a_dockerfile_that_only_copies_needs_no_build(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("lines", "unclear"),
-    [
-        ("FROM a\nRUN apt-get update \\\n  && true", "line 2: RUN apt-get update  && true"),
-        ("FROM a\nCOPY --from=b /x /y", "line 2: COPY --from=b /x /y"),
-        ("FROM a\nCOPY *.txt /y", "line 2: COPY *.txt /y"),
-        ("FROM a\nCOPY missing /y", "line 2: COPY missing /y"),
-        ("FROM a\nCOPY ../x /y", "line 2: COPY ../x /y"),
-        ("FROM a AS b", "line 1: FROM a AS b"),
-        ("FROM a\nFROM b", "line 2: FROM b"),
-        ("ARG V=1\nFROM a:$V", "line 1: ARG V=1"),
-        ("FROM a\nENV P=$PATH", "line 2: ENV P=$PATH"),
-        ("FROM a\nUSER me", "line 2: USER me"),
-        ("FROM a\nADD x /y", "line 2: ADD x /y"),
-        ("FROM a\nCOPY <<EOF /y\nx\nEOF", "line 2: COPY <<EOF /y"),
-    ],
-)
-def test_the_first_line_that_needs_a_build_is_named(tmp_path, lines, unclear):
-    assert read(tmp_path, lines).unclear == unclear
+NEED_A_BUILD = "COPY --from=b /x /y|COPY *.txt /y|COPY missing /y|COPY ../x /y|FROM b|ENV P=$PATH|USER me|ADD x /y"
+
+
+@pytest.mark.parametrize("line", NEED_A_BUILD.split("|"))
+def test_the_first_line_that_needs_a_build_is_named(tmp_path, line):
+    assert read(tmp_path, f"FROM a\n{line}").unclear == f"line 2: {line}"
+    assert read(tmp_path, "FROM a\nCOPY <<EOF /y\nx\nEOF").unclear == "line 2: COPY <<EOF /y"
+    assert read(tmp_path, "FROM a\nRUN apt \\\n  && true").unclear == "line 2: RUN apt  && true"
+    for first in ("FROM a AS b", "ARG V=1"):
+        assert read(tmp_path, f"{first}\nFROM a:$V").unclear == f"line 1: {first}"
 
 
 def test_an_ignore_file_needs_a_build_and_no_base_is_no_image(tmp_path):

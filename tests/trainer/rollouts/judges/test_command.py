@@ -135,9 +135,8 @@ async def test_a_reward_file_is_read_from_a_writable_folder_whatever_the_status(
 
 
 async def test_nothing_of_the_judging_is_left(tmp_path):
-    left = Left(tmp_path, {})
     deep = "import os\nfor i in range(1500):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
-    left.do({"deep.py": deep})
+    left = Left(tmp_path, {}, did={"deep.py": deep})
     await left.judge(shell("python3 deep.py; mkdir closed; chmod 0 closed"))
     assert sorted(path.name for path in Path(left.workspace.parent).iterdir()) == ["home", "workspace"]
 

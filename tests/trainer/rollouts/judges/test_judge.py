@@ -25,19 +25,15 @@ def several(first, second):
     return {"kind": "several", "judges": judges}
 
 
-@pytest.mark.parametrize(
-    ("code", "reward", "parts"),
-    cases(
-        [
-            (GOOD, 1.0, (1.0, 1.0)),
-            ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
-            ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
-            ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
-        ],
-        0,
-        1,
-    ),
-)
+EARNED = [
+    (GOOD, 1.0, (1.0, 1.0)),
+    ("def add(a, b): return 4\n", 0.0, (1.0, 0.0)),
+    ("def add(a, b): return a - b + 0\n", 0.0, (0.0, 1.0)),
+    ("def add(a, b): raise OSError\n", 0.0, (0.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("code", "reward", "parts"), cases(EARNED, 0, 1))
 async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, parts):
     left = Left(tmp_path, START, did={"calc.py": code})
     judged = await left.judge(SPEC)
@@ -50,8 +46,7 @@ async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, part
 
 @pytest.mark.parametrize("module_name", ["pytest", "no_such_module"])
 async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp_path, module_name):
-    left = Left(tmp_path, {**START, "conftest.py": f"import {module_name}\n"})
-    left.do({"calc.py": GOOD})
+    left = Left(tmp_path, {**START, "conftest.py": f"import {module_name}\n"}, did={"calc.py": GOOD})
     command = [sys.executable, "-S", "-m", *PYTEST[2:]] if module_name == "pytest" else PYTEST
     judged = await left.judge({**SPEC, "command": command})
     assert judged.reward is None
@@ -60,8 +55,8 @@ async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp
 
 
 async def test_tests_that_want_a_module_nobody_knows_are_unjudged(tmp_path):
-    left = Left(tmp_path, {**START, "test_calc.py": "import numpie\n" + START["test_calc.py"]})
-    left.do({"calc.py": GOOD})
+    tests = "import numpie\n" + START["test_calc.py"]
+    left = Left(tmp_path, {**START, "test_calc.py": tests}, did={"calc.py": GOOD})
     judged = await left.judge(SPEC)
     assert judged.unjudged.startswith("no test of 'pass_to_pass' passes on the untouched start: no module numpie")
     judged = await left.judge({**SPEC, "pass_to_pass": []})
@@ -69,8 +64,8 @@ async def test_tests_that_want_a_module_nobody_knows_are_unjudged(tmp_path):
 
 
 async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
-    left = Left(tmp_path, {"test_new.py": "import solver\ndef test_it(): assert solver.one() == 1\n"})
-    left.do({"other.py": ""})
+    tests = {"test_new.py": "import solver\ndef test_it(): assert solver.one() == 1\n"}
+    left = Left(tmp_path, tests, did={"other.py": ""})
     spec = {**SPEC, "fail_to_pass": ["test_new.py::test_it"], "pass_to_pass": []}
     assert (await left.judge(spec, "Write solver.py with a function one.")).reward == 0.0
     left.do({"solver.py": "def one(): return 1\n"})

@@ -24,17 +24,11 @@ def test_a_script_that_a_command_starts_is_found(command, path):
     assert not is_script("calc.py", command, "/workspace")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["grep", "-q", "new", "notes.txt"],
-        ["sh", "-c", "diff notes.txt -"],
-        ["sh", "-c", 'test "$(python3 notes.txt)" = 4'],
-        ["python", "check.py", "notes.txt"],
-    ],
-)
-def test_a_file_that_a_command_reads_is_the_agents(command):
-    assert not is_script("notes.txt", command, "/workspace")
+def test_a_file_that_a_command_reads_is_the_agents():
+    for script in ("grep -q new notes.txt", "python check.py notes.txt"):
+        assert not is_script("notes.txt", script.split(), "/workspace")
+    for script in ("diff notes.txt -", 'test "$(python3 notes.txt)" = 4'):
+        assert not is_script("notes.txt", ["sh", "-c", script], "/workspace")
 
 
 @pytest.mark.parametrize(
@@ -52,19 +46,13 @@ def test_a_file_that_a_command_reads_is_the_agents(command):
 )
 def test_a_command_that_is_pytest_itself_is_found(command, words):
     assert pytest_command(command) == words
-
-
-def test_pytest_is_found_within_a_shells_text():
     assert runs_pytest(["sh", "-c", "cd src && exec python -m pytest"])
     assert not runs_pytest(["sh", "-c", "python test_it.py"])
 
 
 JUDGES = {
     "without tests of its own": (CommandJudge(command=["./run.sh"]), ["run.sh", "tests/laid.py", "tests/test_old.py"]),
-    "with tests from outside": (
-        CommandJudge(command=["./run.sh"], mounts={"/tests": "elsewhere"}),
-        ["run.sh", "tests/laid.py"],
-    ),
+    "with tests": (CommandJudge(command=["./run.sh"], mounts={"/t": "elsewhere"}), ["run.sh", "tests/laid.py"]),
     "of named changes": (CommandJudge(command=["true"], paths=["tests"]), ["tests/laid.py"]),
 }
 
