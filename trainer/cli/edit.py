@@ -7,15 +7,23 @@
 `rolltap split`: a run as several.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import Any, BinaryIO, get_args
 
 import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli.options import FOLDER, RUN, examples, json_option, new_folder_option, print_result
+from rolltap.trainer.cli.options import FOLDER, RUN, Command, examples, json_option, new_folder_option, print_result
 from rolltap.types import CallRole, SessionStatus, SplitBy
+
+_RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
+
+
+def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command], Command]:
+    """Return an option of accepted values."""
+    return click.option(flag, name, multiple=True, help=f"{help} Repeatable.", **how)
 
 
 @click.command(
@@ -29,84 +37,33 @@ from rolltap.types import CallRole, SessionStatus, SplitBy
 @new_folder_option
 @click.option("--min-reward", type=float, help="Smallest reward.")
 @click.option("--max-reward", type=float, help="Largest reward.")
-@click.option("--harness", "harnesses", multiple=True, help="Name of the harness. Repeatable.")
-@click.option(
-    "--policy-version",
-    "policy_versions",
-    multiple=True,
-    help="Weights of the session's first sampled token. Repeatable.",
-)
-@click.option(
-    "--status",
-    "statuses",
-    multiple=True,
-    type=click.Choice(get_args(SessionStatus)),
-    help="Session status. Repeatable.",
-)
-@click.option("--task", "tasks", multiple=True, metavar="ID", help="Name of the task. Repeatable.")
-@click.option(
-    "--runtime",
-    "runtimes",
-    multiple=True,
-    metavar="NAME",
-    help="Where the session ran: process, sandbox, container or apptainer. Repeatable.",
-)
+@_accepted("--harness", "harnesses", "Name of the harness.")
+@_accepted("--policy-version", "policy_versions", "Weights of the session's first sampled token.")
+@_accepted("--status", "statuses", "Session status.", type=click.Choice(get_args(SessionStatus)))
+@_accepted("--task", "tasks", "Name of the task.", metavar="ID")
+@_accepted("--runtime", "runtimes", "Where the session ran: process, sandbox, container or apptainer.", metavar="NAME")
 @click.option(
     "--suspicious/--not-suspicious",
     default=None,
     help="Sessions with, or without, evidence of cheating. `rolltap inspect` shows it.",
 )
-@click.option(
-    "--suspicion",
-    "suspicions",
-    multiple=True,
-    metavar="RULE",
-    help="Name of a rule that the session matched, as `rolltap inspect` shows it. Repeatable.",
-)
-@click.option("--session", "sessions", multiple=True, metavar="ID", help="Session id. Repeatable.")
-@click.option(
+@_accepted("--suspicion", "suspicions", _RULE, metavar="RULE")
+@_accepted("--session", "session_ids", "Session id.", metavar="ID")
+@_accepted(
     "--role",
     "roles",
-    multiple=True,
+    "Keep only calls of this role, and the calls that their prompts continue. A session without a call of these "
+    "roles is left out.",
     type=click.Choice(get_args(CallRole)),
-    help="Keep only calls of this role, and the calls that their prompts continue. A session without a call of these "
-    "roles is left out. Repeatable.",
 )
-def filter_command(
-    run: Path,
-    out: Path,
-    min_reward: float | None,
-    max_reward: float | None,
-    harnesses: tuple[str, ...],
-    policy_versions: tuple[str, ...],
-    statuses: tuple[SessionStatus, ...],
-    tasks: tuple[str, ...],
-    runtimes: tuple[str, ...],
-    suspicious: bool | None,
-    suspicions: tuple[str, ...],
-    sessions: tuple[str, ...],
-    roles: tuple[CallRole, ...],
-) -> None:
+def filter_command(run: Path, out: Path, **criteria: Any) -> None:
     """Write some sessions of a RUN to a new run.
 
     They are those that meet every given criterion. An option that is given several times accepts each of its values. A
     session without a row has the status unknown, no harness, no policy version, no suspicions and no reward. Events
     without a session are left out.
     """
-    run_of_them = rolltap.open_run(run).filter(
-        out,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        harnesses=harnesses,
-        policy_versions=policy_versions,
-        statuses=statuses,
-        session_ids=sessions,
-        roles=roles,
-        tasks=tasks,
-        runtimes=runtimes,
-        suspicious=suspicious,
-        suspicions=suspicions,
-    )
+    run_of_them = rolltap.open_run(run).filter(out, **criteria)
     click.echo(f"{len(run_of_them.sessions())} sessions in {out}")
 
 

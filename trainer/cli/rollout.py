@@ -84,13 +84,7 @@ def addon_command() -> None:
     help="Lines for a shell's eval, for `docker run --env-file`, or JSON.",
 )
 def env_command(
-    proxy: str,
-    session: str | None,
-    preset: str | None,
-    engine: str,
-    ca: Path,
-    secret_file: TextIO | None,
-    form: str,
+    proxy: str, session: str | None, preset: str | None, engine: str, ca: Path, secret_file: TextIO | None, form: str
 ) -> None:
     """Print the variables that send a program through a recorder.
 
@@ -217,25 +211,15 @@ def record_command(
 @click.option("--part", "parts", multiple=True, metavar="NAME=VALUE", help="A part of the reward. Repeatable.")
 @click.option("--change", is_flag=True, help="Replace the reward that the session has.")
 @json_option
-def reward_command(
-    run: Path,
-    session: str,
-    value: float,
-    task: str,
-    group: str,
-    parts: tuple[str, ...],
-    change: bool,
-    as_json: bool,
-) -> None:
+def reward_command(run: Path, session: str, value: float, parts: tuple[str, ...], as_json: bool, **how: Any) -> None:
     """Give SESSION of RUN the reward VALUE, a finite number.
 
     For sessions that `rolltap rollout` did not start: of `rolltap record`, or of programs of your own. A reward that
     was given before stays in the run, the newest counts. A session without a completed call has none. Unique prefixes
     of ids are accepted.
     """
-    numbers = dict(map(_part, parts))
     opened = rolltap.open_run(run)
-    rewarded = opened.reward(session, value, parts=numbers, task=task, group=group, change=change)
+    rewarded = opened.reward(session, value, parts=dict(map(_part, parts)), **how)
     if as_json:
         click.echo(json.dumps(opened.inspect_session(rewarded.session_id).to_json()["session"]))
         return

@@ -47,52 +47,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolltap import errors as errors
     from rolltap import types as types
-    from rolltap.addons.errors import RolltapError
-    from rolltap.addons.store.records import Call, Session
-    from rolltap.rollouts import rollout, rollout_async
-    from rolltap.runs import Run, import_calls, merge_runs, open_run, verify_run
-    from rolltap.trainer.engine.serve import EngineServer
-    from rolltap.trainer.rollouts.harness import Harness
-    from rolltap.trainer.rollouts.recorder import Recorder
-    from rolltap.trainer.rollouts.runtimes.environment import Proxy
-    from rolltap.trainer.tasks.sources import load_tasks
-    from rolltap.trainer.tasks.task import Task
-    from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
-    from rolltap.trainer.traces.ledger import Ledger
-    from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-    from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
-    from rolltap.training import plan_training, train, train_offline
+    from rolltap.addons.errors import RolltapError as RolltapError
+    from rolltap.addons.store.records import Call as Call
+    from rolltap.addons.store.records import Session as Session
+    from rolltap.rollouts import rollout as rollout
+    from rolltap.rollouts import rollout_async as rollout_async
+    from rolltap.runs import Run as Run
+    from rolltap.runs import import_calls as import_calls
+    from rolltap.runs import merge_runs as merge_runs
+    from rolltap.runs import open_run as open_run
+    from rolltap.runs import verify_run as verify_run
+    from rolltap.trainer.engine.serve import EngineServer as EngineServer
+    from rolltap.trainer.rollouts.harness import Harness as Harness
+    from rolltap.trainer.rollouts.recorder import Recorder as Recorder
+    from rolltap.trainer.rollouts.runtimes.environment import Proxy as Proxy
+    from rolltap.trainer.tasks.sources import load_tasks as load_tasks
+    from rolltap.trainer.tasks.task import Task as Task
+    from rolltap.trainer.traces.build import GroupReward as GroupReward
+    from rolltap.trainer.traces.build import Trace as Trace
+    from rolltap.trainer.traces.build import TraceBatch as TraceBatch
+    from rolltap.trainer.traces.build import build_traces as build_traces
+    from rolltap.trainer.traces.ledger import Ledger as Ledger
+    from rolltap.trainer.training.grpo.config import TraceGRPOConfig as TraceGRPOConfig
+    from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer as TraceGRPOTrainer
+    from rolltap.training import plan_training as plan_training
+    from rolltap.training import train as train
+    from rolltap.training import train_offline as train_offline
 
     __version__: str
-
-__all__ = [
-    "Call",
-    "EngineServer",
-    "GroupReward",
-    "Harness",
-    "Ledger",
-    "Proxy",
-    "Recorder",
-    "RolltapError",
-    "Run",
-    "Session",
-    "Task",
-    "Trace",
-    "TraceBatch",
-    "TraceGRPOConfig",
-    "TraceGRPOTrainer",
-    "build_traces",
-    "import_calls",
-    "load_tasks",
-    "merge_runs",
-    "open_run",
-    "plan_training",
-    "rollout",
-    "rollout_async",
-    "train",
-    "train_offline",
-    "verify_run",
-]
 
 # imported on first use: the recorder imports this package too, and needs neither the trainer nor torch
 _MODULES = {
@@ -115,6 +97,8 @@ _MODULES = {
 _TRAINER = {"TraceGRPOConfig", "TraceGRPOTrainer"}
 _SUBMODULES = ("errors", "types")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_PLACES)
 
 
 def _load(name: str) -> Any:

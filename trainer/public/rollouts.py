@@ -1,8 +1,9 @@
 """Rollouts of tasks, and the doctor: functions for scripts, notebooks and the command line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from rolltap.addons.errors import MissingPackageError
 from rolltap.runs import Run, open_run
@@ -18,10 +19,13 @@ from rolltap.trainer.tasks.task import Task
 if TYPE_CHECKING:
     from rolltap.trainer.doctor.diagnosis import Diagnosis
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 __all__ = ["RolloutConfig", "end_recorded", "examine", "rollout", "rollout_async", "set_provenance"]
 
 
-def rollout(
+async def rollout_async(
     tasks: Sequence[Task] | str | Path,
     *,
     harness: Harness | str | Path,
@@ -56,42 +60,14 @@ def rollout(
     the recorder; sessions that ran have the status `cancelled`.
 
     `Run.new_session_ids` of the result are the sessions of this call's groups, all attempts:
-    `run.traces().batch(run.new_session_ids)`. Works in a script and in a notebook; `rollout_async` is for an event
-    loop.
+    `run.traces().batch(run.new_session_ids)`. `rollout` works in a script and in a notebook, `rollout_async` in an
+    event loop, where cancelling it stops the harnesses and the recorder.
 
     Raises, before the recorder is started, `InputError` for wrong tasks, settings, harness or runtime, and
     `EngineError` when an engine does not answer; `RunError` when another rollout runs in the folder;
     `MissingPackageError` without mitmproxy; `RecorderError` when the recorder does not start, for instance for a wrong
     `model` or option, dies, or when the rollout gives up; `OSError` when the run folder cannot be written.
     """
-    return run_blocking(
-        rollout_async(
-            tasks,
-            harness=harness,
-            engine=engine,
-            model=model,
-            out=out,
-            runtime=runtime,
-            new_groups=new_groups,
-            progress=progress,
-            **settings,
-        )
-    )
-
-
-async def rollout_async(
-    tasks: Sequence[Task] | str | Path,
-    *,
-    harness: Harness | str | Path,
-    engine: str,
-    model: str | Path,
-    out: str | Path,
-    runtime: str | Runtime = "process",
-    new_groups: bool = False,
-    progress: bool = True,
-    **settings: Unpack[RolloutArguments],
-) -> Run:
-    """Do what `rollout` does inside an event loop. Cancelling it stops the harnesses and the recorder."""
     own = None if isinstance(runtime, str) else runtime
     config = RolloutConfig.of({**settings, **({"runtime": runtime} if own is None else {})})
     task_list = given_tasks(tasks, config.repositories)
@@ -102,13 +78,19 @@ async def rollout_async(
     return run
 
 
-def examine(
-    command: Sequence[str] = (),
-    *,
-    harness: str | None = None,
-    timeout: float = 120.0,
-    options: Mapping[str, Sequence[str]] | None = None,
-) -> "Diagnosis":
+def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(function(*args, **kwargs))
+
+    return run
+
+
+rollout = _blocking(rollout_async)
+rollout.__name__ = rollout.__qualname__ = "rollout"
+
+
+def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":
     """Run a program once, led by scripted replies, as `rolltap doctor` does: see `trainer/doctor/examine.py`.
 
     Raises `MissingPackageError` without the packages of the extra `record`, and what `examine` there raises.
@@ -118,4 +100,4 @@ def examine(
     except ImportError as error:
         message = f"rolltap doctor needs packages that are not installed ({error}): pip install 'rolltap[record]'"
         raise MissingPackageError(message) from error
-    return module.examine(command, harness=harness, timeout=timeout, options=options)
+    return module.examine(command, **how)

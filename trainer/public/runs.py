@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Unpack
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import CallRole, Session, SessionStatus
+from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
@@ -238,36 +238,22 @@ class Run:
                 parquet.export(self.path, unfinished, advance, where=repository.name)
             return repository.upload(folder, f"{self.path.resolve().name}, exported by rolltap")
 
-    def filter(
-        self,
-        out: str | Path,
-        *,
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        harnesses: Collection[str] = (),
-        policy_versions: Collection[str] = (),
-        statuses: Collection[SessionStatus] = (),
-        session_ids: Collection[str] = (),
-        roles: Collection[CallRole] = (),
-        tasks: Collection[str] = (),
-        runtimes: Collection[str] = (),
-        suspicious: bool | None = None,
-        suspicions: Collection[str] = (),
-        progress: bool = True,
-    ) -> "Run":
+    def filter(self, out: str | Path, *, progress: bool = True, **criteria: Unpack[Filter]) -> "Run":
         """Write the sessions that meet every given criterion to the new folder `out`, and return it.
 
-        `roles` keeps only the calls of these roles, and the calls that their prompts continue. A session without such a
-        call is left out, and so are events without a session. `suspicious` is whether a session's row has suspicions,
-        `suspicions` are names of rules of which it matched one. Raises `InputError` when no session is left, when one
-        of `session_ids` does not exist, and for the name of no rule.
+        The criteria are `min_reward`, `max_reward` (None is none), and the accepted `harnesses`, `policy_versions`,
+        `statuses`, `session_ids`, `tasks` and `runtimes`. `roles` keeps only the calls of these roles, and the calls
+        that their prompts continue. A session without such a call is left out, and so are events without a session.
+        `suspicious` is whether a session's row has suspicions, `suspicions` are names of rules of which it matched one.
+        Raises `InputError` when no session is left, when one of `session_ids` does not exist, and for no rule's name.
         """
-        collections = (harnesses, policy_versions, statuses, session_ids, roles, tasks, runtimes)
-        for given in (*collections, suspicions):
-            require_collection(given)
-        if unknown := set(suspicions) - {*SUSPICIONS}:
+        if unknown := criteria.keys() - Filter.__annotations__:
+            raise TypeError(f"unknown criterion {min(unknown)!r}: choose {', '.join(Filter.__annotations__)}")
+        for name, given in criteria.items():
+            if name not in ("min_reward", "max_reward", "suspicious"):
+                require_collection(given)
+        if unknown := set(criteria.get("suspicions", ())) - {*SUSPICIONS}:
             raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
-        criteria = Filter(min_reward, max_reward, *collections, suspicious, suspicions)
         with progress_bar(show=progress) as advance:
             filter_run(self.path, Path(out), criteria, advance)
         return Run(out)

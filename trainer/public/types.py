@@ -4,81 +4,55 @@ Callers construct only those of tasks, rollouts and runtimes: judges, `Limits`, 
 own is made of.
 """
 
-from rolltap.addons.store.records import CallKind, CallRole, CallStatus, SessionStatus, VersionSpan
-from rolltap.runs import RunTraces
-from rolltap.trainer.rollouts.config import Budget, RolloutConfig
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Mount, Runtime
-from rolltap.trainer.runs.edit import LeftBehind, SplitBy
-from rolltap.trainer.runs.exports import ExportFormat
-from rolltap.trainer.runs.import_calls import ImportSummary
-from rolltap.trainer.runs.verify import Finding, Verification
-from rolltap.trainer.runs.views.check import CheckReport, CheckRow, ScoredToken
-from rolltap.trainer.runs.views.inspect import CallNode, CallView, Divergence, SessionView
-from rolltap.trainer.runs.views.outcomes import MixedGroup, OutcomeRow, PartRow, ProvenanceRow, SuspicionRow
-from rolltap.trainer.runs.views.report import SessionRow, Summary, VersionRewards
-from rolltap.trainer.tasks.task import (
-    CommandJudge,
-    Limits,
-    LLMJudge,
-    PytestJudge,
-    PythonJudge,
-    SeveralJudges,
-    WeightedJudge,
-)
-from rolltap.trainer.traces.build import TRAINED_ROLES, KindSpan, Strategy, Unrewarded
-from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession
-from rolltap.trainer.traces.sessions import Totals, TracedSession
+from rolltap.addons.store.records import CallKind as CallKind
+from rolltap.addons.store.records import CallRole as CallRole
+from rolltap.addons.store.records import CallStatus as CallStatus
+from rolltap.addons.store.records import SessionStatus as SessionStatus
+from rolltap.addons.store.records import VersionSpan as VersionSpan
+from rolltap.runs import RunTraces as RunTraces
+from rolltap.trainer.rollouts.config import Budget as Budget
+from rolltap.trainer.rollouts.config import RolloutConfig as RolloutConfig
+from rolltap.trainer.rollouts.runtimes.runtime import Box as Box
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec as BoxSpec
+from rolltap.trainer.rollouts.runtimes.runtime import Ended as Ended
+from rolltap.trainer.rollouts.runtimes.runtime import Mount as Mount
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime as Runtime
+from rolltap.trainer.runs.edit import LeftBehind as LeftBehind
+from rolltap.trainer.runs.edit import SplitBy as SplitBy
+from rolltap.trainer.runs.exports import ExportFormat as ExportFormat
+from rolltap.trainer.runs.import_calls import ImportSummary as ImportSummary
+from rolltap.trainer.runs.verify import Finding as Finding
+from rolltap.trainer.runs.verify import Verification as Verification
+from rolltap.trainer.runs.views.check import CheckReport as CheckReport
+from rolltap.trainer.runs.views.check import CheckRow as CheckRow
+from rolltap.trainer.runs.views.check import ScoredToken as ScoredToken
+from rolltap.trainer.runs.views.inspect import CallNode as CallNode
+from rolltap.trainer.runs.views.inspect import CallView as CallView
+from rolltap.trainer.runs.views.inspect import Divergence as Divergence
+from rolltap.trainer.runs.views.inspect import SessionView as SessionView
+from rolltap.trainer.runs.views.outcomes import MixedGroup as MixedGroup
+from rolltap.trainer.runs.views.outcomes import OutcomeRow as OutcomeRow
+from rolltap.trainer.runs.views.outcomes import PartRow as PartRow
+from rolltap.trainer.runs.views.outcomes import ProvenanceRow as ProvenanceRow
+from rolltap.trainer.runs.views.outcomes import SuspicionRow as SuspicionRow
+from rolltap.trainer.runs.views.report import SessionRow as SessionRow
+from rolltap.trainer.runs.views.report import Summary as Summary
+from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards
+from rolltap.trainer.tasks.task import CommandJudge as CommandJudge
+from rolltap.trainer.tasks.task import Limits as Limits
+from rolltap.trainer.tasks.task import LLMJudge as LLMJudge
+from rolltap.trainer.tasks.task import PytestJudge as PytestJudge
+from rolltap.trainer.tasks.task import PythonJudge as PythonJudge
+from rolltap.trainer.tasks.task import SeveralJudges as SeveralJudges
+from rolltap.trainer.tasks.task import WeightedJudge as WeightedJudge
+from rolltap.trainer.traces.build import TRAINED_ROLES as TRAINED_ROLES
+from rolltap.trainer.traces.build import KindSpan as KindSpan
+from rolltap.trainer.traces.build import Strategy as Strategy
+from rolltap.trainer.traces.build import Unrewarded as Unrewarded
+from rolltap.trainer.traces.ledger import LeftOut as LeftOut
+from rolltap.trainer.traces.reader import RecordedCalls as RecordedCalls
+from rolltap.trainer.traces.reader import RecordedSession as RecordedSession
+from rolltap.trainer.traces.sessions import Totals as Totals
+from rolltap.trainer.traces.sessions import TracedSession as TracedSession
 
-__all__ = [
-    "TRAINED_ROLES",
-    "Box",
-    "BoxSpec",
-    "Budget",
-    "CallKind",
-    "CallNode",
-    "CallRole",
-    "CallStatus",
-    "CallView",
-    "CheckReport",
-    "CheckRow",
-    "CommandJudge",
-    "Divergence",
-    "Ended",
-    "ExportFormat",
-    "Finding",
-    "ImportSummary",
-    "KindSpan",
-    "LLMJudge",
-    "LeftBehind",
-    "LeftOut",
-    "Limits",
-    "MixedGroup",
-    "Mount",
-    "OutcomeRow",
-    "PartRow",
-    "ProvenanceRow",
-    "PytestJudge",
-    "PythonJudge",
-    "RecordedCalls",
-    "RecordedSession",
-    "RolloutConfig",
-    "RunTraces",
-    "Runtime",
-    "ScoredToken",
-    "SessionRow",
-    "SessionStatus",
-    "SessionView",
-    "SeveralJudges",
-    "SplitBy",
-    "Strategy",
-    "Summary",
-    "SuspicionRow",
-    "Totals",
-    "TracedSession",
-    "Unrewarded",
-    "Verification",
-    "VersionRewards",
-    "VersionSpan",
-    "WeightedJudge",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]

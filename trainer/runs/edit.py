@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, write_metadata
-from rolltap.addons.store.records import DIGEST, CallRole, Session
+from rolltap.addons.store.records import DIGEST, CallRole, Session, SessionStatus
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder
@@ -35,51 +35,53 @@ UNNAMED = "_none"
 """Name of the part of sessions without a row or with an empty value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filter:
+class Filter(TypedDict, total=False):
     """Criteria of the sessions and calls to keep. A session must fit every criterion that is set."""
 
-    min_reward: float | None = None
-    max_reward: float | None = None
-    harnesses: Collection[str] = ()
-    policy_versions: Collection[str] = ()
+    min_reward: float | None
+    max_reward: float | None
+    harnesses: Collection[str]
+    policy_versions: Collection[str]
     """Values of the session's `policy_version`: the weights that sampled its first token."""
-    statuses: Collection[str] = ()
-    sessions: Collection[str] = ()
-    roles: Collection[CallRole] = ()
+    statuses: Collection[SessionStatus]
+    session_ids: Collection[str]
+    roles: Collection[CallRole]
     """Roles of the calls to keep. Their ancestors are kept too, whatever their role. A session without a call of these
     roles is left out."""
-    tasks: Collection[str] = ()
-    runtimes: Collection[str] = ()
-    suspicious: bool | None = None
+    tasks: Collection[str]
+    runtimes: Collection[str]
+    suspicious: bool | None
     """Whether the session's row has suspicions."""
-    suspicions: Collection[str] = ()
+    suspicions: Collection[str]
     """Names of rules: the session matched one of them."""
 
-    def fits(self, session_id: str, session: Session | None) -> bool:
-        """Return True when a session fits, `roles` aside.
 
-        A session without a row has the status `unknown`, no harness, no policy version and no suspicions. One without a
-        reward fits no criterion on it.
-        """
-        session = session or Session(session_id=session_id, status="unknown")
-        matched = suspected(session).keys()
-        reward = math.nan if session.reward is None else session.reward
-        wanted = [
-            (session_id, self.sessions),
-            (session.harness, self.harnesses),
-            (session.policy_version, self.policy_versions),
-            (session.status, self.statuses),
-            (session.task_id, self.tasks),
-            (session.runtime, self.runtimes),
-        ]
-        return (
-            all(not values or value in values for value, values in wanted)
-            and (self.suspicious is None or self.suspicious == bool(matched))
-            and (not self.suspicions or not matched.isdisjoint(self.suspicions))
-            and (self.min_reward is None or reward >= self.min_reward)
-            and (self.max_reward is None or reward <= self.max_reward)
-        )
+def _fits(criteria: Filter, session_id: str, session: Session | None) -> bool:
+    """Return True when a session fits, `roles` aside.
+
+    A session without a row has the status `unknown`, no harness, no policy version and no suspicions. One without a
+    reward fits no criterion on it.
+    """
+    session = session or Session(session_id=session_id, status="unknown")
+    matched = suspected(session).keys()
+    wanted = [
+        (session_id, criteria.get("session_ids")),
+        (session.harness, criteria.get("harnesses")),
+        (session.policy_version, criteria.get("policy_versions")),
+        (session.status, criteria.get("statuses")),
+        (session.task_id, criteria.get("tasks")),
+        (session.runtime, criteria.get("runtimes")),
+    ]
+    reward = math.nan if session.reward is None else session.reward
+    least, most = criteria.get("min_reward"), criteria.get("max_reward")
+    suspicious, suspicions = criteria.get("suspicious"), criteria.get("suspicions")
+    return (
+        all(not values or value in values for value, values in wanted)
+        and (suspicious is None or suspicious == bool(matched))
+        and (not suspicions or not matched.isdisjoint(suspicions))
+        and (least is None or reward >= least)
+        and (most is None or reward <= most)
+    )
 
 
 class _Run:
@@ -156,19 +158,20 @@ def split_run(run: Path, out: Path, parts: SplitBy | int, advance: Advance) -> d
 def filter_run(run: Path, out: Path, criteria: Filter, advance: Advance) -> int:
     """Write the sessions that fit to the new folder `out`. Return their number. Events without a session are left out.
 
-    Raises `InputError` when no session fits or one of `criteria.sessions` is not in the run, and `RunError` when the
+    Raises `InputError` when no session fits or one of `session_ids` is not in the run, and `RunError` when the
     run cannot be read.
     """
+    roles = criteria.get("roles", ())
     with _Run(run) as source:
-        if unknown := set(criteria.sessions).difference(source.session_ids):
+        if unknown := set(criteria.get("session_ids", ())).difference(source.session_ids):
             raise InputError(f"{run} has no session {some(sorted(unknown))}")
-        fitting = [name for name in source.session_ids if criteria.fits(name, source.rows.get(name))]
+        fitting = [name for name in source.session_ids if _fits(criteria, name, source.rows.get(name))]
         kept = 0
         with new_folder(out) as staged:
             write_metadata(staged, source.metadata)
             with RunWriter(staged, "never") as writer:
                 for done, session_id in enumerate(fitting, start=1):
-                    calls = _with_ancestors(source, session_id, criteria.roles) if criteria.roles else None
+                    calls = _with_ancestors(source, session_id, roles) if roles else None
                     if calls is None or calls:
                         source.copy(session_id, writer, calls)
                         kept += 1

@@ -169,7 +169,7 @@ def check_arguments(strategy: Strategy, roles: Collection[CallRole], max_tokens:
         raise InputError(f"max_tokens={max_tokens}: give a number of at least 1, or None")
 
 
-def require_collection(given: Collection[object]) -> None:
+def require_collection(given: object) -> None:
     """Raise `InputError` for a text, whose `in` would compare parts of it, and for an iterator, which ends."""
     if isinstance(given, str) or not isinstance(given, Collection):
         raise InputError(f"{given!r} is not a collection: give a list")

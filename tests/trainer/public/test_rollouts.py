@@ -12,7 +12,6 @@ from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.types import PytestJudge
 from tests.trainer.cli.program import ASK
 
 TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])
@@ -28,20 +27,20 @@ def arguments(scripted_engine, tokenizer_folder, tmp_path):
 
 
 def check(run):
-    assert [(session.status, session.reward, session.harness) for session in run.sessions()] == [
-        ("completed", 0.5, "x")
-    ] * 2
+    ends = [(session.status, session.reward, session.harness) for session in run.sessions()]
+    assert ends == [("completed", 0.5, "x")] * 2
     batch = run.traces(strategy="prefix_merging").batch()
     assert {labelled.reward for labelled in batch.rewards.values()} == {0.5}
     assert batch.ledger.trained == batch.ledger.sampled > 0
 
 
-def test_a_rollout_returns_a_run_whose_batch_is_labelled(arguments):
-    check(rolltap.rollout([TASK], **arguments))
-
-
-async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook(arguments):
-    check(rolltap.rollout([TASK], **arguments))
+async def test_a_rollout_runs_where_an_event_loop_runs_as_in_a_notebook_and_its_batch_is_labelled(arguments):
+    run = rolltap.rollout([TASK], **arguments)
+    check(run)
+    session = run.sessions()[0]
+    assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
+    assert (session.runtime, session.task_digest, session.preset_digest) == ("process", TASK.digest(), HARNESS.digest())
+    assert len(session.program_digest) == 64
 
 
 async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypatch):
@@ -70,13 +69,6 @@ async def test_the_async_twin_does_not_block_the_event_loop(arguments, monkeypat
 def test_settings_of_a_runtime_are_refused_beside_one_that_is_made(arguments, given):
     with pytest.raises(InputError, match=f"{min(given)} has no meaning with a runtime that you made"):
         rolltap.rollout([TASK], runtime=ProcessRuntime(), **arguments, **given)
-
-
-def test_a_path_that_is_not_there_is_named_before_the_recorder_starts(arguments, tmp_path):
-    task = rolltap.Task(id="t", instruction="Do it.", judge=PytestJudge(tests=Path("nope")))
-    with pytest.raises(InputError, match=r"'judge\.tests' names nope, which does not exist"):
-        rolltap.rollout([task], **arguments)
-    assert not arguments["out"].exists()
 
 
 @pytest.fixture
@@ -148,14 +140,10 @@ def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun
 
 def test_a_rollout_gives_up_after_so_many_failures_in_a_row_and_goes_on_when_it_is_mended(arguments, tmp_path):
     calls, mended = tmp_path / "calls", tmp_path / "mended"
-    script = (
-        f"import os, sys\nopen({str(calls)!r}, 'a').write('x')\nif not os.path.exists({str(mended)!r}): sys.exit(1)\n"
-    )
+    script = f"open({str(calls)!r}, 'a').write('x')\nimport os\nif not os.path.exists({str(mended)!r}): exit(1)\n"
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", script + ANSWER])
     how = {**arguments, "harness": harness, "sessions": 4, "concurrency": 1}
-    with pytest.raises(
-        RecorderError, match=r"gave up after 3 consecutive infrastructure failures.* no model call came"
-    ):
+    with pytest.raises(RecorderError, match=r"gave up after 3 consecutive .* failures.* no model call came"):
         rolltap.rollout([TASK], **how, retries=1, give_up_after=3)
     assert calls.read_text() == "xxx"
     mended.touch()
@@ -175,13 +163,6 @@ def test_a_session_is_tried_again_when_it_failed_because_of_infrastructure(argum
     assert second.session_id == f"{first.session_id}~1"
     assert (first.status, first.reward, second.status, second.reward) == ("infrastructure", None, "completed", 0.5)
     assert first.group_id == second.group_id
-
-
-def test_a_row_has_the_provenance_of_its_session(arguments):
-    (session, _) = rolltap.rollout([TASK], **arguments).sessions()
-    assert session.harness_version == ".".join(map(str, sys.version_info[:3]))
-    assert (session.runtime, session.task_digest, session.preset_digest) == ("process", TASK.digest(), HARNESS.digest())
-    assert len(session.program_digest) == 64
 
 
 def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
@@ -217,11 +198,6 @@ def test_a_wrong_argument_is_refused_before_anything_is_started(arguments, chang
     with pytest.raises(InputError, match=message):
         rolltap.rollout(**{"tasks": [TASK], **arguments, **changed})
     assert not arguments["out"].exists()
-
-
-def test_a_recorder_that_does_not_start_is_an_error_of_its_own(arguments):
-    with pytest.raises(RecorderError, match=r"(?s)did not start:.*sslinsecure"):
-        rolltap.rollout([TASK], **arguments, recorder={"sslinsecure": "true"})
 
 
 def test_an_engine_that_does_not_answer_is_an_error_before_anything_is_started(arguments):

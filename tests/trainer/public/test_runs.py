@@ -6,10 +6,9 @@ from datasets import load_dataset, load_from_disk
 from rich.console import Console
 
 import rolltap
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, LedgerError, RunError
 from rolltap.types import Totals
+from tests.factories import write_run as write_rows
 from tests.trainer.forests import forget_a_call
 from tests.trainer.outgoing import METADATA, make_call, write_run
 
@@ -26,14 +25,11 @@ def run(recorded, tmp_path):
 
 
 class TestRun:
-    def test_a_folder_that_is_no_run_is_refused_when_it_is_opened(self, tmp_path):
-        with pytest.raises(RunError, match=r"it has no run\.json"):
-            rolltap.open_run(tmp_path)
-
-    def test_a_run_names_its_folder_and_its_metadata(self, run, tmp_path):
+    def test_a_run_names_its_folder_and_its_metadata_and_another_folder_is_refused(self, run, tmp_path):
         assert rolltap.open_run(str(tmp_path / "run")).path == run.path == tmp_path / "run"
         assert run.metadata["model"] == METADATA["model"]
-        assert repr(run) == f"Run('{tmp_path}/run')"
+        with pytest.raises(RunError, match=r"it has no run\.json"):
+            rolltap.open_run(tmp_path)
 
     def test_sessions_without_a_row_are_there_with_the_status_unknown(self, run):
         sessions = {session.session_id: (session.status, session.reward) for session in run.sessions()}
@@ -51,8 +47,7 @@ class TestRun:
     def test_json_columns_are_parsed(self, run):
         call = run.calls["s"][0]
         assert call.parsed_messages == json.loads(call.messages) == [{"role": "user", "content": "Go"}]
-        assert call.parsed_reply == {"content": "x"}
-        assert (call.parsed_tools, call.parsed_sampling) == (None, {})
+        assert (call.parsed_reply, call.parsed_tools, call.parsed_sampling) == ({"content": "x"}, None, {})
         assert run.calls["t"][0].parsed_reply is None
 
     def test_the_ledger_leaves_sessions_without_a_reward_out(self, run):
@@ -65,9 +60,7 @@ class TestRun:
         with pytest.raises(InputError, match="begin with 's-'"):
             run.inspect_call("s", "s-")
 
-    @pytest.mark.parametrize(
-        "view", [lambda run: run.summary(), lambda run: run.inspect_session("s"), rolltap.Run.ledger]
-    )
+    @pytest.mark.parametrize("view", [rolltap.Run.summary, lambda run: run.inspect_session("s"), rolltap.Run.ledger])
     def test_rich_prints_what_a_person_looks_at(self, run, view):
         Console(file=(printed := io.StringIO()), width=100).print(view(run))
         assert "sampled tokens" in printed.getvalue()
@@ -79,21 +72,29 @@ class TestRun:
             run.export("csv", tmp_path / "other")
 
     def test_filter_and_split_return_the_new_runs(self, run, tmp_path):
-        assert [s.session_id for s in run.filter(tmp_path / "a", min_reward=0.1).sessions()] == ["s"]
-        assert [s.session_id for s in run.filter(tmp_path / "b", statuses=["unknown"]).sessions()] == ["u"]
+        def ids(part):
+            return [session.session_id for session in part.sessions()]
+
+        assert ids(run.filter(tmp_path / "a", min_reward=0.1)) == ["s"]
+        assert ids(run.filter(tmp_path / "b", statuses=["unknown"])) == ["u"]
         parts = run.split(tmp_path / "c", by="harness")
-        assert {name: [s.session_id for s in part.sessions()] for name, part in parts.items()} == {
-            "codex": ["t"],
-            "pi": ["s"],
-            "_none": ["u"],
-        }
-        with pytest.raises(InputError, match="give either by= or parts="):
-            run.split(tmp_path / "d")
-        for wrong, message in (({"parts": 0}, "parts=0: give at least 1"), ({"by": "reward"}, "by='reward': choose")):
-            with pytest.raises(InputError, match=message):
-                run.split(tmp_path / "d", **wrong)
+        assert {name: ids(part) for name, part in parts.items()} == {"codex": ["t"], "pi": ["s"], "_none": ["u"]}
         with pytest.raises(InputError, match="'completed' is not a collection"):
             run.filter(tmp_path / "d", statuses="completed")
+        with pytest.raises(TypeError, match="unknown criterion 'min_rewards'"):
+            run.filter(tmp_path / "d", min_rewards=1)
+
+    @pytest.mark.parametrize(
+        ("how", "message"),
+        [
+            ({}, "give either by= or parts="),
+            ({"parts": 0}, "parts=0: give at least 1"),
+            ({"by": "reward"}, "by='reward': choose"),
+        ],
+    )
+    def test_a_wrong_split_is_refused(self, run, tmp_path, how, message):
+        with pytest.raises(InputError, match=message):
+            run.split(tmp_path / "d", **how)
 
     def test_merged_runs_are_a_run(self, run, tmp_path):
         parts = run.split(tmp_path / "parts", parts=2)
@@ -133,22 +134,10 @@ class TestRunTraces:
         with pytest.raises(LedgerError, match="the calls hold 2 sampled tokens"):
             run.traces().batch()
 
-    def test_a_session_without_a_group_is_compared_with_no_other(self, tmp_path, tokenizer_folder):
-        calls = [
-            {"session_id": name, "call_id": name, "prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0]}
-            | {"finish_reason": "stop", "reward": reward}
-            for name, reward in (("a", 1.0), ("b", 0.0))
-        ]
-        rolltap.import_calls(io.BytesIO("\n".join(map(json.dumps, calls)).encode()), tmp_path / "run")
-        rewards = rolltap.open_run(tmp_path / "run").traces().batch().rewards
-        assert len({labelled.group_id for labelled in rewards.values()}) == 2
-
-    def test_a_trace_and_its_reward_are_in_the_same_group(self, tmp_path):
-        write_metadata(tmp_path, {})
-        with RunWriter(tmp_path) as writer:
-            for name in ("a", "b"):
-                writer.add_call(make_call(name, 0, [1], [2]))
-                writer.add_session(rolltap.Session(session_id=name, status="completed", reward=1.0))
+    def test_a_session_without_a_group_is_compared_with_no_other(self, tmp_path):
+        fields = {"status": "completed", "reward": 1.0}
+        rows = [rolltap.Session(session_id=name, **fields) for name in ("a", "b")]
+        write_rows(tmp_path, *(make_call(name, 0, [1], [2]) for name in ("a", "b")), *rows)
         batch = rolltap.open_run(tmp_path).traces().batch()
         assert {trace.group_id for trace in batch.traces} == {"a", "b"}
         assert {name: labelled.group_id for name, labelled in batch.rewards.items()} == {"a": "a", "b": "b"}

@@ -156,7 +156,7 @@ class TestFilter:
         [
             ({"min_reward": 2.0}, r"no session of .* fits"),
             ({"roles": ["compaction"]}, r"no session of .* fits"),
-            ({"sessions": ["s", "gone"]}, "has no session gone"),
+            ({"session_ids": ["s", "gone"]}, "has no session gone"),
         ],
     )
     def test_a_filter_without_a_match_writes_nothing(self, run, tmp_path, criteria, message):
