@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import container
-from rolltap.trainer.rollouts.runtimes.engine_box import EngineBox, call, mount_options
+from rolltap.trainer.rollouts.runtimes.engine_box import Engine, EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount
 from rolltap.trainer.tasks.task import Limits
 
@@ -19,8 +19,10 @@ _CLOSED = "--containall --no-home --no-mount hostfs,bind-paths --writable-tmpfs 
 _COPIED = "/rolltap-copy"
 
 
-class ApptainerEngine:
+class ApptainerEngine(Engine):
     """The command lines of Apptainer. A box is an instance: its first process is Apptainer's own."""
+
+    command = ("apptainer",)
 
     def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""

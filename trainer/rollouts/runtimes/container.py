@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, EngineBox, call, mount_options
+from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, Engine, EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import without_namespaces
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
 from rolltap.trainer.tasks.task import Limits
@@ -124,11 +124,10 @@ others are the memory of the first process, whose end is the end of the containe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerEngine:
+class ContainerEngine(Engine):
     """The command lines of Podman and Docker, which are the same up to a few options.
 
     Attributes:
-        command: The program and its arguments before a command.
         controllers: Controllers of control groups that the engine can use: `cpu`, `memory`, `pids`.
         label: Value of the label of each container.
         seccomp: Profile of system calls; None for the engine's own.
@@ -178,30 +177,6 @@ class ContainerEngine:
         if limits.disk_gib is not None:
             size = f"{limits.disk_gib * 2**30:.0f}"
             yield from ("--ulimit", f"fsize={size}:{size}")
-
-    def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
-        """See `Engine.restart`."""
-        return [*self.command, "start", name]
-
-    def stop(self, name: str) -> list[str]:
-        """See `Engine.stop`."""
-        return [*self.command, "stop", "-t", "0", name]
-
-    def remove(self, name: str) -> list[str]:
-        """See `Engine.remove`."""
-        return [*self.command, "rm", "--force", "--volumes", name]
-
-    def execute(self, name: str, command: Sequence[str]) -> list[str]:
-        """See `Engine.execute`."""
-        return [*self.command, "exec", name, *command]
-
-    def state(self, name: str) -> list[str]:
-        """See `Engine.state`."""
-        return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
-
-    def pid(self, state: str) -> int:
-        """See `Engine.pid`."""
-        return int(state)
 
 
 def system_root(folder: Path) -> list[Mount]:

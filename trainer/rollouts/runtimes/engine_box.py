@@ -10,12 +10,13 @@ import shlex
 import signal
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
@@ -38,9 +39,15 @@ _SECONDS = 300.0
 """Time for one command of an engine: its storage may be slow."""
 
 
-class Engine(Protocol):
-    """The command lines of a container engine. Nothing here runs them."""
+class Engine(ABC):
+    """The command lines of a container engine: those of Podman, which the others have as far as they say nothing else.
 
+    Nothing here runs them. `command` is the program and its arguments before a command.
+    """
+
+    command: tuple[str, ...]
+
+    @abstractmethod
     def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """Return the commands that make and start the box `name` with the process `KEEPER`, without network.
 
@@ -49,21 +56,27 @@ class Engine(Protocol):
 
     def restart(self, name: str, spec: BoxSpec, mounts: Sequence[Mount]) -> list[str]:
         """Return the command that starts a stopped box again."""
+        return [*self.command, "start", name]
 
     def stop(self, name: str) -> list[str]:
         """Return the command that kills all processes of a box and waits for their end."""
+        return [*self.command, "stop", "-t", "0", name]
 
     def remove(self, name: str) -> list[str]:
         """Return the command that kills and removes a box. It may not exist."""
+        return [*self.command, "rm", "--force", "--volumes", name]
 
     def execute(self, name: str, command: Sequence[str]) -> list[str]:
         """Return the command that runs a program in a box, with the program's output and exit status."""
+        return [*self.command, "exec", name, *command]
 
     def state(self, name: str) -> list[str]:
         """Return the command that prints the state of a box."""
+        return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
 
     def pid(self, state: str) -> int:
         """Return the id that the first process of a box has on this machine; 0 when it does not run."""
+        return int(state)
 
 
 def call(command: Sequence[str], *, timeout: float = _SECONDS) -> str:

@@ -50,7 +50,8 @@ class Proxy:
         address = urlsplit(url)
         if address.scheme != "http" or not address.hostname or "@" in address.netloc or address.path.strip("/"):
             raise InputError(f"the proxy {url!r} is not written as http://HOST:PORT")
-        self._address, self._secret = address.netloc, secret
+        self.address, self._secret = address.netloc, secret
+        """The recorder as this machine reaches it, `HOST:PORT`."""
         self.ca = Path(ca).expanduser().absolute()
         self.bundle = self.ca.with_name("rolltap-ca-bundle.pem") if bundle is None else Path(bundle).absolute()
         try:
@@ -64,11 +65,6 @@ class Proxy:
         except OSError as error:
             raise InputError(f"cannot write {self.bundle}: {error.strerror}; name another file") from error
 
-    @property
-    def address(self) -> str:
-        """The recorder as this machine reaches it, `HOST:PORT`."""
-        return self._address
-
     def mounts(self) -> list[Mount]:
         """Return the certificates as a box shows them, in the folder `CERTIFICATES`."""
         return [Mount(self.ca, f"{CERTIFICATES}/ca.pem"), Mount(self.bundle, f"{CERTIFICATES}/ca-bundle.pem")]
@@ -76,7 +72,7 @@ class Proxy:
     def url(self, session_id: str, address: str | None = None) -> str:
         """Return the proxy's URL with the credentials of a session. `address` is where the session reaches it."""
         user = f"{quote(session_id, safe='')}:{password(self._secret, session_id)}"
-        return f"http://{user}@{address or self._address}"
+        return f"http://{user}@{address or self.address}"
 
     def environment(
         self, session_id: str, *, address: str | None = None, certificates: str | None = None

@@ -20,15 +20,9 @@ class ProcessBox:
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
-        spec = self._spec
+        spec, folders = self._spec, [self._spec.workspace, self._spec.home]
         return await run_supervised(
-            command,
-            cwd=spec.workspace,
-            env=env,
-            timeout=timeout,
-            log=log,
-            limits=spec.limits,
-            folders=[spec.workspace, spec.home],
+            command, cwd=spec.workspace, env=env, timeout=timeout, log=log, limits=spec.limits, folders=folders
         )
 
     async def settle(self) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 PORT = 3128
@@ -40,9 +39,7 @@ class Relay:
         self._accepting = asyncio.create_task(self._accept())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks = [self._accepting, *self._connections]
         for task in tasks:
             task.cancel()

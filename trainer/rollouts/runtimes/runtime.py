@@ -83,17 +83,12 @@ class Ended:
 class Box(Protocol):
     """One box. Its programs run one after another; what they leave running can be killed with `settle`."""
 
-    @property
-    def workdir(self) -> str:
-        """Path of the workspace as programs in the box see it."""
-
-    @property
-    def home(self) -> str:
-        """Path of the home folder as programs in the box see it."""
-
-    @property
-    def proxy(self) -> str | None:
-        """The recorder as programs in the box reach it, `HOST:PORT`; None without network."""
+    workdir: str
+    """Path of the workspace as programs in the box see it."""
+    home: str
+    """Path of the home folder as programs in the box see it."""
+    proxy: str | None
+    """The recorder as programs in the box reach it, `HOST:PORT`; None without network."""
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program in the workspace, with an empty stdin and its output in the file `log`.

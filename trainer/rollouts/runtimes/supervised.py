@@ -259,10 +259,7 @@ async def run_supervised(
     """
     limits = limits or Limits()
     how = {"rlimits": rlimits(limits), "cpus": choose_cores(limits), **how}
-    async with (
-        written_to(log) as output,
-        start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program,
-    ):
+    async with written_to(log) as output, start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program:
         return await end(program, timeout, exceeded(limits, partial(descendants, program.process.pid), [*folders, log]))
 
 

@@ -91,16 +91,9 @@ def test_limits_are_given_where_control_groups_have_version_2(tmp_path, monkeypa
     assert " --cpus 1.5 --memory 2147483648 --pids-limit 100 " in " ".join(command)
 
 
-@pytest.mark.parametrize(
-    ("image", "named"),
-    [
-        ("/images/a.sif", "/images/a.sif"),
-        ("python:3.12", "docker://python:3.12"),
-        ("oras://registry/image", "oras://registry/image"),
-    ],
-)
-def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it(image, named):
-    assert apptainer.source(image) == named
+def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it():
+    for image in ("/images/a.sif", "docker://python:3.12", "oras://registry/image"):
+        assert apptainer.source(image.removeprefix("docker://")) == image
 
 
 def test_no_instance_has_no_process():
@@ -129,10 +122,10 @@ def test_without_apptainer_the_fix_is_named(monkeypatch, tmp_path):
         ApptainerRuntime().check()
 
 
-async def test_a_task_without_an_image_and_an_absent_image_are_refused(tmp_path, lines):
-    with pytest.raises(InputError, match="set `image` of its task"):
-        async with ApptainerRuntime().box(make_spec(tmp_path, image=None)):
-            pass
-    with pytest.raises(InputError, match=r"no image /no/such\.sif"):
-        async with ApptainerRuntime().box(make_spec(tmp_path, image="/no/such.sif")):
+@pytest.mark.parametrize(
+    ("image", "message"), [(None, "set `image` of its task"), ("/no/such.sif", r"no image /no/such\.sif")]
+)
+async def test_a_task_without_an_image_and_an_absent_image_are_refused(tmp_path, lines, image, message):
+    with pytest.raises(InputError, match=message):
+        async with ApptainerRuntime().box(make_spec(tmp_path, image=image)):
             pass

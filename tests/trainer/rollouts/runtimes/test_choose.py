@@ -3,58 +3,44 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES, make_runtime
 from rolltap.trainer.rollouts.runtimes.container import find_engine
+from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_each_runtime_is_made_by_its_name(name):
     runtime = make_runtime(name)
     assert runtime.name == name
-    assert runtime.isolated is (name != "process")
+    assert runtime.isolated is isinstance(runtime, HidingRuntime) is (name != "process")
 
 
 def test_tools_are_folders(tmp_path):
     make_runtime("sandbox", tools=[tmp_path])
     make_runtime("container", tools=[str(tmp_path)])
-    with pytest.raises(InputError, match='tools names "/no/such/folder", which is no folder: write the folder'):
-        make_runtime("sandbox", tools=["/no/such/folder"])
-
-
-def test_a_runtime_that_is_not_known_is_named_with_those_that_are():
-    with pytest.raises(InputError, match='runtime = "docker" is not known: write one of process, sandbox, container'):
-        make_runtime("docker")
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("docker", {}, 'runtime = "docker" is not known: write one of process, sandbox, container'),
         ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
         ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
         ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
+        ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
         ("container", {"container_engine": "crio"}, 'container_engine = "crio" is not known: write one of podman'),
     ],
 )
-def test_a_setting_that_a_runtime_does_not_have_is_named_with_the_fix(name, settings, message):
+def test_a_wrong_name_or_setting_is_named_with_the_fix(name, settings, message):
     with pytest.raises(InputError, match=message):
         make_runtime(name, **settings)
 
 
-@pytest.fixture
-def nothing_installed(tmp_path, monkeypatch):
+def test_the_engine_of_containers_is_the_first_that_is_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     find_engine.cache_clear()
-    yield
-    find_engine.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_the_engine_of_containers_is_the_first_that_is_installed(tmp_path):
+    with pytest.raises(InputError, match="podman is not installed: apt-get install podman runc"):
+        make_runtime("container").check()
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "docker").chmod(0o755)
     with pytest.raises(InputError, match="docker does not work here"):
         make_runtime("container").check()
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_without_an_engine_the_installation_is_named():
-    with pytest.raises(InputError, match="podman is not installed: apt-get install podman runc"):
-        make_runtime("container").check()
+    find_engine.cache_clear()

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from rolltap.addons.errors import InputError
@@ -24,6 +22,7 @@ def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path)
     env = proxy.environment("s")
     assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
     assert env["NODE_USE_ENV_PROXY"] == "1"
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
     assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
     bundles = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE")
     assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
@@ -42,40 +41,27 @@ def test_a_url_that_is_not_a_proxys_is_named(ca, url):
         Proxy(url, ca=ca)
 
 
-def test_a_ca_that_does_not_exist_is_named(tmp_path):
+def test_certificates_that_cannot_be_read_or_written_are_named(ca, tmp_path):
     with pytest.raises(InputError, match=r"there is no CA certificate .*none\.pem"):
         Proxy("http://h:1", ca=tmp_path / "none.pem")
-
-
-def test_a_bundle_that_cannot_be_written_is_named(ca, tmp_path):
     with pytest.raises(InputError, match=r"cannot write .*/none/all\.pem: No such file or directory"):
         Proxy("http://h:1", ca=ca, bundle=tmp_path / "none" / "all.pem")
 
 
-def test_a_session_starts_without_the_callers_keys(monkeypatch, tmp_path):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-real")
-    env = clean_environment(tmp_path)
-    assert "OPENAI_API_KEY" not in env
-    assert env["HOME"] == str(tmp_path)
-    assert "PATH" in env
-
-
-def test_a_box_with_files_of_its_own_gets_no_folder_or_user_of_this_machine(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/scratch")
-    monkeypatch.setenv("USER", "me")
-    assert {"TMPDIR", "USER"} <= clean_environment(Path("/home")).keys()
-    assert not {"TMPDIR", "USER"} & clean_environment(Path("/home"), isolated=True).keys()
-
-
-@pytest.mark.parametrize("certificates", [None, "/etc/rolltap"])
-def test_loopback_is_direct_in_a_box_and_outside(ca, certificates):
-    env = Proxy("http://h:1", ca=ca).environment("s", certificates=certificates)
-    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
+def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_this_machines(monkeypatch, tmp_path):
+    for name in ("OPENAI_API_KEY", "TMPDIR", "USER"):
+        monkeypatch.setenv(name, "x")
+    env, isolated = clean_environment(tmp_path), clean_environment(tmp_path, isolated=True)
+    assert env["HOME"] == isolated["HOME"] == str(tmp_path)
+    assert {"PATH", "TMPDIR", "USER"} <= env.keys()
+    assert env.keys() - isolated.keys() >= {"TMPDIR", "USER"}
+    assert "OPENAI_API_KEY" not in env.keys() | isolated.keys()
 
 
 def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, tmp_path):
     proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     env = proxy.environment("s", address="127.0.0.1:3128", certificates="/etc/rolltap")
+    assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
     assert env["HTTPS_PROXY"] == proxy.url("s", "127.0.0.1:3128")
     assert env["HTTPS_PROXY"].endswith("@127.0.0.1:3128")
     assert {mount.target: mount.source for mount in proxy.mounts()} == {

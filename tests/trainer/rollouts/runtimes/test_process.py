@@ -4,19 +4,15 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import Ended, Runtime
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.rollouts.runtimes.runtime import Ended
 from rolltap.trainer.tasks.task import Limits
 from tests.boxes import spec_in
 
 
 async def test_a_program_runs_in_the_workspace_and_reaches_the_recorder_itself(tmp_path):
     async with ProcessRuntime().box(spec_in(tmp_path, proxy="127.0.0.1:8080")) as box:
-        assert (box.workdir, box.home, box.proxy) == (
-            str(tmp_path / "workspace"),
-            str(tmp_path / "home"),
-            "127.0.0.1:8080",
-        )
+        folders = (str(tmp_path / "workspace"), str(tmp_path / "home"))
+        assert (box.workdir, box.home, box.proxy) == (*folders, "127.0.0.1:8080")
         ended = await box.run(["sh", "-c", "pwd; exit 3"], env=dict(os.environ), timeout=60, log=tmp_path / "log")
         await box.settle()
     assert ended == Ended(3)
@@ -30,16 +26,11 @@ async def test_limits_hold_without_isolation(tmp_path):
     assert ended == Ended(None, "processes")
 
 
+def test_it_says_what_it_does_not_protect_from():
+    assert "all rights of this user" in ProcessRuntime().warning
+
+
 async def test_an_image_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"process has no images, and the task needs debian:12"):
         async with ProcessRuntime().box(spec_in(tmp_path, image="debian:12")):
             pass
-
-
-def test_it_says_what_it_does_not_protect_from():
-    process: Runtime = ProcessRuntime()
-    sandbox: Runtime = SandboxRuntime()
-    assert not process.isolated
-    assert "all rights of this user" in process.warning
-    assert sandbox.isolated
-    assert sandbox.warning is None

@@ -57,12 +57,6 @@ async def test_many_connections_wait_for_their_turn(tmp_path):
     assert said == "10\n" * 20
 
 
-async def test_a_box_without_a_recorder_has_no_relay(tmp_path):
-    address, ended, said = await in_box(tmp_path, None, client(10))
-    assert (address, ended.status) == (None, 1)
-    assert "Connection refused" in said
-
-
 async def test_a_recorder_that_is_gone_is_an_end_of_the_connection(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         proxy = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -6,7 +6,6 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import runtime
-from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import (
     HidingRuntime,
     private_paths,
@@ -61,14 +60,10 @@ def place(tmp_path, monkeypatch):
     return home
 
 
-FOLDERS = (
-    "cache/agent-1/node_modules/.bin",
-    ".nvm/versions/v22/bin",
-    "venv/bin",
-    ".pyenv/shims",
-    ".local/bin",
-    "scripts",
-)
+NODE = "cache/agent-1/node_modules/.bin"
+NODE = "cache/agent-1/node_modules/.bin"
+FOLDERS = [NODE, ".nvm/versions/v22/bin", "venv/bin", ".pyenv/shims", ".local/bin", "scripts"]
+ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"]
 
 
 @pytest.mark.parametrize(
@@ -76,16 +71,10 @@ FOLDERS = (
     [
         ("agent", ["cache/agent-1/node_modules", ".nvm/versions/v22"]),
         ("global", [".nvm/versions/v22", ".nvm/versions/v22/lib/node_modules"]),
-        ("mini", ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"]),
+        ("mini", ENVIRONMENT),
         ("tox", [".pyenv"]),
         ("user-agent", [".local/bin/user-agent", ".local/lib/python3.11"]),
-        (
-            "mini-by-pipx",
-            [
-                *(".local/bin/mini-by-pipx", ".local/lib/python3.11"),
-                *("venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"),
-            ],
-        ),
+        ("mini-by-pipx", [".local/bin/mini-by-pipx", ".local/lib/python3.11", *ENVIRONMENT]),
         ("claude", [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"]),
         ("run.sh", ["scripts/run.sh"]),
         ("not-a-program", []),
@@ -99,14 +88,12 @@ def test_a_program_is_found_with_all_of_its_installation_and_no_more(place, prog
     assert {folder.relative_to(place) for folder in found} == {Path(folder) for folder in expected}
 
 
-@pytest.mark.parametrize("folder", ["/", "home", "home/work", "."])
-def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused(place, folder):
-    with pytest.raises(InputError, match="contains"):
-        require_narrow(place.parent / folder, place / "work/session/workspace")
-
-
-def test_a_tool_folder_beside_them_is_not(place):
-    require_narrow(place / "venv", place / "work/session/workspace")
+def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_one_beside_them_is_not(place):
+    private = place / "work/session/workspace"
+    for folder in ("/", "home", "home/work", "."):
+        with pytest.raises(InputError, match="contains"):
+            require_narrow(place.parent / folder, private)
+    require_narrow(place / "venv", private)
 
 
 LEFT = {
@@ -139,15 +126,6 @@ def test_a_folder_that_cannot_be_removed_is_logged(tmp_path, monkeypatch, caplog
     assert "x could not be removed: busy" in caplog.text
 
 
-@pytest.fixture
-def project(tmp_path):
-    """A folder with a tool, a run folder in it, and a link to it."""
-    for name in ("tool/run", "tool/inner/bin", "elsewhere"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "link").symlink_to("tool")
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("hidden", "tool", "found"),
     [
@@ -160,8 +138,12 @@ def project(tmp_path):
         ("tool", "tool/inner/bin", []),
     ],
 )
-def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(project, hidden, tool, found):
-    assert HidingRuntime(hidden=[project / hidden]).hidden_in([project / tool]) == [project / path for path in found]
+def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(tmp_path, hidden, tool, found):
+    for name in ("tool/run", "tool/inner/bin", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("tool")
+    runtime = HidingRuntime(hidden=[tmp_path / hidden])
+    assert runtime.hidden_in([tmp_path / tool]) == [tmp_path / path for path in found]
 
 
 def test_all_paths_of_tasks_are_private(tmp_path):
@@ -179,10 +161,4 @@ def test_all_paths_of_tasks_are_private(tmp_path):
 def test_a_source_that_names_no_file_hides_nothing(tmp_path):
     task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3")
     assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path]
-
-
-@pytest.mark.parametrize("name", ["sandbox", "container", "apptainer"])
-def test_runtimes_that_isolate_hide_and_process_does_not(name):
-    assert isinstance(make_runtime(name), HidingRuntime)
-    assert not isinstance(make_runtime("process"), HidingRuntime)
-    assert Path("/") not in private_paths(Path("/nowhere"), Path("/nowhere"), [])
+    assert private_paths(Path("/nowhere"), Path("/nowhere"), []) == []

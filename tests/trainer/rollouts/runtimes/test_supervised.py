@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -33,20 +34,19 @@ def test_output_is_cut_at_the_limit_with_a_line_that_says_so_and_the_program_goe
     assert LOG_BYTES == 64 << 20
 
 
-def test_what_comes_before_the_marker_is_kept_apart(tmp_path):
+@pytest.mark.parametrize(
+    ("said", "marked", "before", "after"),
+    [
+        ([b"a warning\nno", b"w\nthe ", b"program now\n"], True, b"a warning\n", b"the program now\n"),
+        ([b"error: no such container\n"], False, b"error: no such container\n", b""),
+    ],
+)
+def test_what_comes_before_the_marker_is_kept_apart(tmp_path, said, marked, before, after):
     output = Output(tmp_path / "log", marker=b"now\n")
-    say(output, b"a warning\nno", b"w\nthe ", b"program now\n")
+    say(output, *said)
     output.close()
-    assert (output.marked, output.before) == (True, b"a warning\n")
-    assert (tmp_path / "log").read_bytes() == b"the program now\n"
-
-
-def test_without_its_marker_the_file_is_empty(tmp_path):
-    output = Output(tmp_path / "log", marker=b"now\n")
-    say(output, b"error: no such container\n")
-    output.close()
-    assert (output.marked, output.before) == (False, b"error: no such container\n")
-    assert (tmp_path / "log").read_bytes() == b""
+    assert (output.marked, output.before) == (marked, before)
+    assert (tmp_path / "log").read_bytes() == after
 
 
 def test_a_process_that_holds_the_pipe_does_not_keep_it_open(tmp_path):
@@ -109,18 +109,10 @@ async def test_nobody_else_can_read_what_it_says(tmp_path):
     assert said.count("not permitted") + said.count("Permission denied") == 2
 
 
-async def test_it_has_no_standard_input(tmp_path):
-    assert await sh("cat; echo end", tmp_path) == Ended(0)
-    assert (tmp_path / "log").read_text() == "end\n"
-
-
-async def test_no_descriptor_of_the_supervisor_is_open_in_it(tmp_path):
-    assert await sh(f"exec {sys.executable} -c 'import os; print(os.listdir(\"/proc/self/fd\"))'", tmp_path) == Ended(0)
+async def test_it_has_no_standard_input_and_no_descriptor_of_the_supervisor(tmp_path):
+    script = f"cat; exec {sys.executable} -c 'import os; print(os.listdir(\"/proc/self/fd\"))'"
+    assert await sh(script, tmp_path) == Ended(0)
     assert (tmp_path / "log").read_text() == "['0', '1', '2', '3']\n"  # 3 reads the folder
-
-
-async def test_a_command_that_takes_too_long_is_stopped(tmp_path):
-    assert await sh("sleep 600", tmp_path, timeout=0.1) == Ended(None, "timeout")
 
 
 async def test_a_command_that_takes_too_long_can_write_its_last_words(tmp_path):
@@ -156,16 +148,12 @@ async def test_cancelling_kills_all_even_of_a_command_that_has_just_started(tmp_
     assert wait_until_dead(pid)
 
 
-async def test_a_program_that_does_not_exist_is_an_os_error(tmp_path):
+@pytest.mark.parametrize(("program", "folder"), [("no-such-program", "."), ("true", "no-such-folder")])
+async def test_a_program_or_a_folder_that_does_not_exist_is_an_os_error(tmp_path, monkeypatch, program, folder):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as raised:
-        await run_supervised(["no-such-program"], cwd=tmp_path, env={}, timeout=1, log=tmp_path / "log")
-    assert raised.value.filename == "no-such-program"
-
-
-async def test_a_folder_that_does_not_exist_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError) as raised:
-        await run_supervised(["true"], cwd=tmp_path / "none", env={}, timeout=1, log=tmp_path / "log")
-    assert raised.value.filename == tmp_path / "none"
+        await run_supervised([program], cwd=Path(folder), env={}, timeout=1, log=tmp_path / "log")
+    assert str(raised.value.filename).startswith("no-such-")
 
 
 async def test_limits_and_cores_reach_the_program(tmp_path):
