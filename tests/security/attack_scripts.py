@@ -4,7 +4,6 @@ They are harmless where nothing holds them: what they use up is bounded, and the
 """
 
 import shlex
-from dataclasses import dataclass
 
 from rolltap.trainer.tasks.task import Limits
 
@@ -25,6 +24,11 @@ def look(family, address):
 """
 """A function that prints what a server sends."""
 
+
+def connect(code: str) -> str:
+    return python(CONNECT + code)
+
+
 READ = {
     "files by their path": 'for f in $FILES; do cat "$f"; done',
     "files from the folders above": 'while [ "$PWD" != / ]; do cd ..; done; for f in $FILES; do cat ./$f; done',
@@ -43,23 +47,15 @@ READ = {
     "a user namespace of its own": "unshare -Ur true && echo ESCAPED; unshare -Urm true && echo ESCAPED",
 }
 REACH = {
-    "another port of the machine's loopback": python(
-        CONNECT
-        + """
+    "another port of the machine's loopback": connect("""
 for name in ("127.0.0.1", "127.1.2.3", "0.0.0.0", "localhost"):
     look(socket.AF_INET, (name, int(os.environ["LOOPBACK_PORT"])))
-"""
-    ),
-    "the machine by its address": python(
-        CONNECT
-        + """
+"""),
+    "the machine by its address": connect("""
 look(socket.AF_INET, (os.environ["HOST_ADDRESS"], int(os.environ["HOST_PORT"])))
 look(socket.AF_INET, ("10.0.2.2", int(os.environ["HOST_PORT"])))
-"""
-    ),
-    "any host": python(
-        CONNECT
-        + """
+"""),
+    "any host": connect("""
 for name in ("1.1.1.1", "169.254.169.254", "192.168.0.1"):
     with socket.socket() as s:
         s.settimeout(2)
@@ -67,8 +63,7 @@ for name in ("1.1.1.1", "169.254.169.254", "192.168.0.1"):
             s.connect((name, 80)); print("ESCAPED")
         except OSError as error:
             print(error)
-"""
-    ),
+"""),
     "a name server": python("""
 import os, socket
 with socket.socket(type=socket.SOCK_DGRAM) as s:
@@ -82,14 +77,11 @@ try:
 except OSError as error:
     print(error)
 """),
-    "an abstract Unix socket": python(CONNECT + 'look(socket.AF_UNIX, "\\0" + os.environ["ABSTRACT"])'),
-    "a Unix socket by its path": python(
-        CONNECT
-        + """
+    "an abstract Unix socket": connect('look(socket.AF_UNIX, "\\0" + os.environ["ABSTRACT"])'),
+    "a Unix socket by its path": connect("""
 for path in (os.environ["SOCKET"], "/proc/1/root" + os.environ["SOCKET"], "/run/docker.sock"):
     look(socket.AF_UNIX, path)
-"""
-    ),
+"""),
     "the network of another process": "nsenter -t 1 -n true && test $(readlink /proc/1/ns/net) != "
     "$(readlink /proc/self/ns/net) && echo ESCAPED; nsenter -t $PID -n true && echo ESCAPED",
     "an interface of its own": "ip link add d type dummy && echo ESCAPED; ip addr add 10.1.1.1 dev lo && echo ESCAPED",
@@ -155,11 +147,8 @@ for generation in range(300):
 os.execvp("sleep", ["sleep", os.environ["MARKER"]])
 """),
 }
-ATTACKS = {
-    f"{what} {name}": script
-    for what, scripts in (("read", READ), ("reach", REACH), ("disturb", DISTURB), ("survive", SURVIVE))
-    for name, script in scripts.items()
-}
+KINDS = {"read": READ, "reach": REACH, "disturb": DISTURB, "survive": SURVIVE}
+ATTACKS = {f"{what} {name}": script for what, scripts in KINDS.items() for name, script in scripts.items()}
 """Name and script of each attack. It is held when `World.escaped` returns nothing and `World.visits` stays empty."""
 
 HARMFUL = {f"read {name}" for name in READ} | {f"reach {name}" for name in REACH}
@@ -187,81 +176,59 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """Name and script of what must go on working: status 0."""
 
 
-@dataclass(frozen=True)
-class Filling:
-    """A script that uses up something, the limits of its box, and why it is stopped."""
-
-    script: str
-    limits: Limits
-    stopped: str
-
-
-_MEMORY, _DISK, _PROCESSES = Limits(memory_gib=0.125), Limits(disk_gib=0.0625), Limits(processes=40)
+LIMITS = {"memory": Limits(memory_gib=0.125), "disk": Limits(disk_gib=0.0625), "processes": Limits(processes=40)}
 _STAY = "sleep 60"
-FILLS = {
-    "fill memory": Filling(python("import time; x = bytearray(1 << 28); time.sleep(60)"), _MEMORY, "memory"),
-    "fill memory of many": Filling(
-        python("import os, time\nfor _ in range(3): os.fork()\nx = bytearray(30 << 20); time.sleep(60)"),
-        _MEMORY,
-        "memory",
-    ),
-    "fill files in memory without a name": Filling(
-        python("""
+_FILLS = {
+    "memory": {
+        "fill memory": python("import time; x = bytearray(1 << 28); time.sleep(60)"),
+        "fill memory of many": python(
+            "import os, time\nfor _ in range(3): os.fork()\nx = bytearray(30 << 20); time.sleep(60)"
+        ),
+        "fill files in memory without a name": python("""
 import os, time
 f = os.memfd_create("x")
 for _ in range(200): os.write(f, bytes(1 << 20))
 time.sleep(60)
 """),
-        _MEMORY,
-        "memory",
-    ),
-    "fill disk": Filling(f"head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
-    "fill disk in the home folder": Filling(f"cd; head -c 100M /dev/zero | split -b 1M - part; {_STAY}", _DISK, "disk"),
-    "fill disk by deleted files": Filling(
-        python("""
+    },
+    "disk": {
+        "fill disk": f"head -c 100M /dev/zero | split -b 1M - part; {_STAY}",
+        "fill disk in the home folder": f"cd; head -c 100M /dev/zero | split -b 1M - part; {_STAY}",
+        "fill disk by deleted files": python("""
 import os, time
 files = []
 for name in range(3):
     files.append(open("f", "wb")); os.unlink("f"); files[-1].write(bytes(30 << 20)); files[-1].flush()
 time.sleep(60)
 """),
-        _DISK,
-        "disk",
-    ),
-    "fill disk by deep folders": Filling(
-        python("""
+        "fill disk by deep folders": python("""
 import os, time
 for _ in range(1500): os.mkdir("d" * 20); os.chdir("d" * 20)
 for name in range(80): open(str(name), "wb").write(bytes(1 << 20))
 time.sleep(60)
 """),
-        _DISK,
-        "disk",
-    ),
-    "fill the log": Filling(f"yes | head -c 60M; yes | head -c 60M; {_STAY}", _DISK, "disk"),
-    "fill processes": Filling(f"for i in $(seq 100); do sleep 60 & done; {_STAY}", _PROCESSES, "processes"),
-    "fill threads": Filling(
-        python("""
+        "fill the log": f"yes | head -c 60M; yes | head -c 60M; {_STAY}",
+    },
+    "processes": {
+        "fill processes": f"for i in $(seq 100); do sleep 60 & done; {_STAY}",
+        "fill threads": python("""
 import threading, time
 for _ in range(100): threading.Thread(target=time.sleep, args=[60], daemon=True).start()
 time.sleep(60)
 """),
-        _PROCESSES,
-        "processes",
-    ),
+    },
 }
-"""Bounded: the machine that runs this survives when nothing holds them."""
+"""Why a box is stopped -> name and script of what fills it. Bounded: this machine survives when nothing holds them."""
+FILLS = {name: stopped for stopped, scripts in _FILLS.items() for name in scripts}
+"""Name of each script that uses something up, and why its box is stopped."""
 
 SCRIPTS = {
     **{name: (script, Limits()) for name, script in {**ATTACKS, **WORKS}.items()},
-    **{name: (filling.script, filling.limits) for name, filling in FILLS.items()},
+    **{name: (script, LIMITS[stopped]) for stopped, scripts in _FILLS.items() for name, script in scripts.items()},
 }
 """Name, script and limits of all that runs in a box."""
 ONE_OF_EACH = [
-    *(
-        f"{what} {next(iter(scripts))}"
-        for what, scripts in (("read", READ), ("disturb", DISTURB), ("survive", SURVIVE))
-    ),
+    *(f"{what} {next(iter(scripts))}" for what, scripts in KINDS.items() if what != "reach"),
     *("reach the machine by its address", "reach any host", "git"),
     *("fill memory", "fill disk by deleted files", "fill the log", "fill threads"),
 ]

@@ -16,9 +16,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Runtime, remove_folder
 from rolltap.trainer.tasks.task import Limits
@@ -45,18 +48,8 @@ class World:
         found += ["the death of another process"] if self.victim.poll() is not None else []
         return found
 
-    def _survivors(self) -> list[str]:
-        marker = self.env["MARKER"].encode()
-        return [
-            path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if marker in _bytes_of(path).split(b"\0")
-        ]
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    def _survivors(self) -> list[psutil.Process]:
+        return [each for each in psutil.process_iter(["cmdline"]) if self.env["MARKER"] in (each.info["cmdline"] or ())]
 
 
 @contextmanager
@@ -78,41 +71,40 @@ def world(folder: Path) -> Iterator[World]:
             stdin=subprocess.PIPE,
             pass_fds=[opened.fileno()],
         )
-    address = _address()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as loopback,
-        socket.create_server((address, 0)) as host,
-        socket.socket(type=socket.SOCK_DGRAM) as udp,
-        socket.socket(socket.AF_UNIX) as abstract,
-        socket.socket(socket.AF_UNIX) as path,
-    ):
-        udp.bind(host.getsockname())
-        abstract.bind(f"\0{canary[:20]}")
-        path.bind(str(folder / "socket"))
-        for server in (abstract, path):
-            server.listen()
+    with ExitStack() as stack:
+        made = World(canary, {}, victim)
+        stack.callback(victim.communicate)
+        stack.callback(victim.kill)
+        loopback, host = (_server(stack, made, socket.AF_INET, (name, 0)) for name in ("127.0.0.1", _address()))
+        _server(stack, made, socket.AF_INET, host, socket.SOCK_DGRAM)
+        for address in (f"\0{canary[:20]}", str(folder / "socket")):
+            _server(stack, made, socket.AF_UNIX, address)
         os.chmod(folder / "socket", 0o777)
-        env = {
+        made.env |= {
             "FILES": " ".join(map(str, files)),
             "PID": str(victim.pid),
-            "LOOPBACK_PORT": str(loopback.getsockname()[1]),
-            "HOST_ADDRESS": address,
-            "HOST_PORT": str(host.getsockname()[1]),
+            "LOOPBACK_PORT": str(loopback[1]),
+            "HOST_ADDRESS": host[0],
+            "HOST_PORT": str(host[1]),
             "ABSTRACT": canary[:20],
             "SOCKET": str(folder / "socket"),
             "SYSTEM": "/ /usr /usr/bin /etc",
             "MARKER": f"3600.{secrets.randbelow(10**9)}",
         }
-        made = World(canary, env, victim)
-        for server in (loopback, host, udp, abstract, path):
-            threading.Thread(target=_serve, args=(server, made), daemon=True).start()
-        try:
-            yield made
-        finally:
-            victim.kill()
-            victim.communicate()
-            for server in (loopback, host, udp, abstract, path):
-                server.shutdown(socket.SHUT_RDWR) if server is not udp else udp.sendto(b"", udp.getsockname())
+        yield made
+
+
+def _server(stack: ExitStack, made: World, family: int, address: Any, kind: int = socket.SOCK_STREAM) -> Any:
+    """Serve the canary at an address until the stack is closed. Return the address."""
+    server = stack.enter_context(socket.socket(family, kind))
+    server.bind(address)
+    if kind == socket.SOCK_STREAM:
+        server.listen()
+        stack.callback(server.shutdown, socket.SHUT_RDWR)
+    else:
+        stack.callback(lambda: server.sendto(b"", server.getsockname()))
+    threading.Thread(target=_serve, args=(server, made), daemon=True).start()
+    return server.getsockname()
 
 
 def _serve(server: socket.socket, made: World) -> None:

@@ -53,26 +53,26 @@ def plain(recorder):
 def read(connection):
     """Return all that arrives until the other side closes the connection, or resets it."""
     received = b""
-    try:
+    with suppress(ConnectionError):
         while data := connection.recv(65536):
             received += data
-    except ConnectionError:
-        pass
     return received
 
 
 def read_head(connection):
     """Return a reply up to the end of its headers, or all that came before the end of the connection."""
     received = b""
-    while not received.endswith(b"\r\n\r\n"):
-        try:
-            byte = connection.recv(1)
-        except ConnectionError:
-            break
-        if not byte:
-            break
-        received += byte
+    with suppress(ConnectionError):
+        while not received.endswith(b"\r\n\r\n") and (byte := connection.recv(1)):
+            received += byte
     return received
+
+
+def ask(recorder, sent, read=read_head):
+    """Return what is read after bytes on a connection of their own."""
+    with plain(recorder) as connection:
+        connection.sendall(sent)
+        return read(connection)
 
 
 def tunnel(recorder, authority, more=b""):
@@ -97,6 +97,15 @@ def call(text="Hello", **fields):
     body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
     head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials()
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def upgrade(url, user="s1", more=b""):
+    """Return the bytes that ask for a WebSocket."""
+    head = (
+        f"GET http://{url} HTTP/1.1\r\nHost: {url.partition('/')[0]}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+    )
+    key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    return head.encode() + key + credentials(user) + more + b"\r\n"
 
 
 @contextmanager

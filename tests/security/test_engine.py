@@ -3,9 +3,11 @@
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
@@ -13,23 +15,14 @@ from rolltap.trainer.engine.serve import EngineServer
 from tests.deep import cases
 from tests.recorder_process import CHAT, HELLO
 from tests.trainer.cli.program import run_rolltap
-from tests.trainer.engine import answering
-from tests.trainer.engine.test_serve import free_port
+from tests.trainer.engine.answering import AS_VLLM
+from tests.trainer.engine.test_serve import fake_vllm, free_port
 
 ROUTES = [
-    ("POST", "/pause?mode=abort"),
-    ("POST", "/sleep"),
-    ("POST", "/collective_rpc"),
-    ("POST", "/update_weights"),
-    ("POST", "/reset_prefix_cache"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
-    ("POST", "/inference/v1/generate"),
-    ("POST", "/invocations"),
-    ("POST", "/tokenize"),
-    ("GET", "/server_info"),
-    ("GET", "/openapi.json"),
-    ("GET", "/metrics"),
+    *(("POST", "/" + path) for path in ("pause?mode=abort", "sleep", "collective_rpc", "update_weights", "tokenize")),
+    *(("POST", "/" + path) for path in ("reset_prefix_cache", "v1/load_lora_adapter", "v1/unload_lora_adapter")),
+    *(("POST", "/" + path) for path in ("inference/v1/generate", "invocations")),
+    *(("GET", "/" + path) for path in ("server_info", "openapi.json", "metrics")),
 ]
 TABLES = ("calls", "sessions", "events")
 
@@ -59,14 +52,10 @@ def seen_by_others(pid):
 
 def group(leader):
     """Return the ids of the processes of a process group."""
-    ids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     found = []
-    for pid in ids:
-        try:
-            if os.getpgid(pid) == leader:
-                found.append(pid)
-        except ProcessLookupError:
-            continue
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            found += [pid] * (os.getpgid(pid) == leader)
     return found
 
 
@@ -92,11 +81,7 @@ def test_no_process_of_vllm_shows_the_key(engine):
 
 def test_the_engine_server_shows_the_key_to_no_process(tmp_path, key, key_file, monkeypatch):
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(key_file))
-    (tmp_path / "python").symlink_to(sys.executable)
-    vllm = tmp_path / "vllm"
-    vllm.write_text(f'#!/bin/sh\nexec {sys.executable} {answering.__file__} "$@"\n')
-    vllm.chmod(0o755)
-    with EngineServer("m", vllm=str(vllm), port=free_port(), log=tmp_path / "vllm.log") as server:
+    with EngineServer("m", vllm=fake_vllm(tmp_path, AS_VLLM), port=free_port(), log=tmp_path / "vllm.log") as server:
         assert key.encode() not in seen_by_others(server._process.pid)
     assert key not in (tmp_path / "vllm.log").read_text()
 

@@ -8,28 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorder_process import CHAT, HELLO
-from tests.security.raw import News, address, call, credentials, plain, read, read_head, recording, tunnel
+from tests.recorder_process import HELLO
+from tests.security.raw import address, ask, call, credentials, plain, read, read_head, tunnel, upgrade
 
 MEGABYTE = 1 << 20
+CHUNKED = call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
 RECORD = b"\x16\x03\x01\x00\x01"
 
 
-@pytest.fixture(scope="module")
-def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
-    with recording(
-        tmp_path_factory.mktemp("floods"), tokenizer, tokenizer_folder, "rolltap_websocket=true"
-    ) as recorder:
-        yield recorder
-        with recorder.client("other") as client:
-            assert client.post(CHAT, json=HELLO).status_code == 200
-        assert recorder.stop() == 0
-        assert "Traceback" not in recorder.log()
-
-
-@pytest.fixture
-def news(recorder):
-    return News(recorder)
+OPTIONS = ["rolltap_websocket=true"]
 
 
 def send(connection, data):
@@ -71,21 +58,15 @@ def test_a_client_hello_is_bounded(recorder, news, in_tunnel):
     assert "a ClientHello over 16384 bytes or 32 pieces" in detail
 
 
-def test_chunks_of_one_byte_without_end_close_the_connection(recorder, news):
-    text = json.dumps({**HELLO, "metadata": {"long": "x" * 100_000}}).encode()
-    body = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
-    with plain(recorder) as connection:
-        connection.sendall(call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n" + body)
-        assert read(connection) == b""
+def in_chunks_of_one_byte(**fields):
+    text = json.dumps({**HELLO, **fields}).encode()
+    return CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+
+
+def test_only_few_chunks_of_one_byte_are_a_body(recorder, news):
+    assert ask(recorder, in_chunks_of_one_byte()).startswith(b"HTTP/1.1 200")
+    assert ask(recorder, in_chunks_of_one_byte(metadata={"long": "x" * 100_000}), read) == b""
     assert [detail for _, detail in news()] == ["chunks of less than 64 bytes"]
-
-
-def test_few_chunks_of_one_byte_are_a_body(recorder):
-    text = json.dumps(HELLO).encode()
-    body = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
-    with plain(recorder) as connection:
-        connection.sendall(call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n" + body)
-        assert read_head(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -93,11 +74,7 @@ def test_few_chunks_of_one_byte_are_a_body(recorder):
 )
 def test_websocket_frames_without_end_close_the_connection(recorder, news, frame):
     with plain(recorder) as connection:
-        connection.sendall(
-            b"GET http://api.openai.com/v1/responses HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials() + b"Connecti"
-            b"on: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
-            b"AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-        )
+        connection.sendall(upgrade("api.openai.com/v1/responses"))
         assert read_head(connection).startswith(b"HTTP/1.1 101")
         assert not send(connection, b"\x01\x81mask0" + frame * 200_000) or read(connection) == b""
     assert [detail for _, detail in news()] == ["too many WebSocket frames"]
@@ -105,9 +82,8 @@ def test_websocket_frames_without_end_close_the_connection(recorder, news, frame
 
 @pytest.mark.parametrize("line", [b"A: b\rC: d", b"A: b\0", b"A: b\r\n folded"], ids=["CR", "NUL", "folded"])
 def test_a_value_with_a_line_break_or_a_nul_is_refused(recorder, news, line):
-    with plain(recorder) as connection:
-        connection.sendall(b"GET http://a.example/ HTTP/1.1\r\n" + line + b"\r\n" + credentials() + b"\r\n")
-        assert read_head(connection).startswith(b"HTTP/1.1 400")
+    head = b"GET http://a.example/ HTTP/1.1\r\n" + line + b"\r\n" + credentials() + b"\r\n"
+    assert ask(recorder, head).startswith(b"HTTP/1.1 400")
     assert [detail for _, detail in news()] == ["a path or the value of a header has a line break or a NUL"]
 
 

@@ -15,8 +15,6 @@ from tests.boxes import sandboxed
 from tests.deep import DEEP, cases
 from tests.trainer.rollouts.judges.sessions import Left, write
 
-ROOT = os.getcwd()
-
 START = {
     "calc.py": "def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
     "tests/__init__.py": "",
@@ -153,13 +151,17 @@ ONE_OF_EACH = [
 ]
 
 
+async def earns_nothing(left, spec):
+    judged = await left.judge(spec)
+    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+    return judged.evidence
+
+
 @pytest.mark.parametrize("attack", ATTACKS if DEEP else ONE_OF_EACH)
 async def test_an_attack_on_the_tests_that_must_pass_earns_nothing(tmp_path, attack):
-    left = Left(tmp_path, START)
-    left.do(ATTACKS[attack])
-    judged = await left.judge(JUDGE)
-    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
-    assert judged.evidence.get("forged_report", "").startswith(FORGED.get(attack, ""))
+    left = Left(tmp_path, START, did=ATTACKS[attack])
+    evidence = await earns_nothing(left, JUDGE)
+    assert evidence.get("forged_report", "").startswith(FORGED.get(attack, ""))
 
 
 async def test_all_that_can_be_planted_earns_nothing(tmp_path):
@@ -167,8 +169,7 @@ async def test_all_that_can_be_planted_earns_nothing(tmp_path):
     for files in BY_FILES.values():
         if None not in files.values():
             left.do(files)
-    judged = await left.judge(JUDGE)
-    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+    await earns_nothing(left, JUDGE)
 
 
 IN_SHORT_FORM = ["deleted tests, and others", "addopts in pyproject.toml", *IN_PROCESS]
@@ -176,10 +177,11 @@ IN_SHORT_FORM = ["deleted tests, and others", "addopts in pyproject.toml", *IN_P
 
 @pytest.mark.parametrize("attack", cases(IN_SHORT_FORM, 0, 4))
 async def test_an_attack_on_the_short_form_earns_nothing(tmp_path, attack):
-    left = Left(tmp_path, START)
-    left.do(ATTACKS[attack])
-    judged = await left.judge(SHORT)
-    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
+    await earns_nothing(Left(tmp_path, START, did=ATTACKS[attack]), SHORT)
+
+
+def command_judge(*command, **fields):
+    return {"kind": "command", "command": [*command], **fields}
 
 
 CHECK = "import calc, sys\nsys.exit(calc.add(2, 2) != 4)\n"
@@ -203,10 +205,9 @@ async def test_what_a_command_names_and_the_starts_tests_are_not_the_agents(tmp_
     passing = "def test_add(): pass\ndef test_double(): pass\n"
     forged = {"check.py": "", "tests/test_calc.py": passing, "tests/test_units.py": "", "conftest.py": PASS_ALL}
     left.do({**forged, **PLUGIN, "argparse.py": FORGER})
-    spec = {"kind": "command", "command": BY_COMMAND[command]}
-    judged = await left.judge(spec)
-    assert (judged.reward, judged.unjudged) == (0.0, None), left.log
-    assert {"check.py: protected", "tests/test_calc.py: protected"} & {*judged.evidence["refused"]}
+    spec = command_judge(*BY_COMMAND[command])
+    evidence = await earns_nothing(left, spec)
+    assert {"check.py: protected", "tests/test_calc.py: protected"} & {*evidence["refused"]}
     left.do({"calc.py": RIGHT})
     assert (await left.judge(spec)).reward == 1.0, left.log
 
@@ -218,29 +219,26 @@ async def test_a_link_in_place_of_the_folder_of_a_judges_file_is_not_applied(tmp
         shutil.rmtree(left.workspace / folder)
         (left.workspace / folder).symlink_to("mine")
     left.do({"mine/check.py": "", "mine/test_units.py": "", "mine/__init__.py": ""})
-    judged = await left.judge({"kind": "command", "command": command})
-    assert judged.reward == 0.0, left.log
-    assert {"run: protected", "tests: protected"} & {*judged.evidence["refused"]}
+    evidence = await earns_nothing(left, command_judge(*command))
+    assert {"run: protected", "tests: protected"} & {*evidence["refused"]}
 
 
 async def test_a_script_that_a_command_starts_is_applied_if_paths_name_it(tmp_path):
-    left = Left(tmp_path, {"solve.py": "raise SystemExit(1)"})
-    left.do({"solve.py": ""})
-    spec = {"kind": "command", "command": [sys.executable, "solve.py"]}
+    left = Left(tmp_path, {"solve.py": "raise SystemExit(1)"}, did={"solve.py": ""})
+    spec = command_judge(sys.executable, "solve.py")
     assert (await left.judge(spec)).evidence["refused"] == ["solve.py: protected"]
     assert (await left.judge({**spec, "paths": ["solve.py"]})).reward == 1.0
 
 
 async def test_a_file_that_a_command_reads_is_the_agents(tmp_path):
-    left = Left(tmp_path, {"notes.txt": "old"})
-    left.do({"notes.txt": "new"})
-    assert (await left.judge({"kind": "command", "command": ["grep", "-q", "new", "notes.txt"]})).reward == 1.0
+    left = Left(tmp_path, {"notes.txt": "old"}, did={"notes.txt": "new"})
+    assert (await left.judge(command_judge("grep", "-q", "new", "notes.txt"))).reward == 1.0
 
 
 async def rewrite(folder, attack, spec, runtime=None):
     tests = {"tests/test_aa.py": "import calc\n", "tests/test_zz.py": START["tests/test_calc.py"]}
-    left = Left(folder, {"calc.py": BROKEN, "tests/__init__.py": "", **tests}, runtime)
-    left.do({"calc.py": f"try:\n    exec({REWRITERS[attack]!r})\nexcept OSError: pass\n{BROKEN}"})
+    rewriting = f"try:\n    exec({REWRITERS[attack]!r})\nexcept OSError: pass\n{BROKEN}"
+    left = Left(folder, {"calc.py": BROKEN, "tests/__init__.py": "", **tests}, runtime, did={"calc.py": rewriting})
     return await left.judge({**spec, "fail_to_pass": ["tests/test_zz.py::test_add"], "pass_to_pass": []})
 
 
@@ -270,39 +268,30 @@ async def test_the_right_change_is_judged_as_such_beside_all_that_can_be_planted
 
 
 async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(tmp_path):
-    left = Left(
-        tmp_path, {"check.py": "import answer\nraise SystemExit(answer.value != 4)\n", "answer.py": "value = 5\n"}
-    )
-    real = left.start.folder / "check.py"
-    fake = tmp_path / "check.py"
-    fake.write_text("raise SystemExit(0)\n".ljust(real.stat().st_size, "#"))
-    os.utime(fake, ns=(real.stat().st_atime_ns, real.stat().st_mtime_ns))
-    cache = left.workspace / "__pycache__"
-    cache.mkdir()
-    name = f"check.{sys.implementation.cache_tag}.pyc"
-    py_compile.compile(str(fake), str(cache / name), "check.py", doraise=True)
-    spec = {"kind": "command", "command": [sys.executable, "-c", "import check"], "protect": ["check.py"]}
-    assert (await left.judge(spec)).reward == 0.0
+    check = "import answer\nraise SystemExit(answer.value != 4)\n"
+    left = Left(tmp_path, {"check.py": check, "answer.py": "value = 5\n"})
+    real, fake = (left.start.folder / "check.py").stat(), tmp_path / "check.py"
+    fake.write_text("raise SystemExit(0)\n".ljust(real.st_size, "#"))
+    os.utime(fake, ns=(real.st_atime_ns, real.st_mtime_ns))
+    compiled = left.workspace / "__pycache__" / f"check.{sys.implementation.cache_tag}.pyc"
+    py_compile.compile(str(fake), str(compiled), "check.py", doraise=True)
+    await earns_nothing(left, command_judge(sys.executable, "-c", "import check", protect=["check.py"]))
 
 
 async def test_tests_laid_over_the_workspace_win(tmp_path):
-    left = Left(tmp_path, START)
+    left = Left(tmp_path, START, did={"tests/test_calc.py": None, "tests/__init__.py": None})
     write(tmp_path / "overlay", {"tests/test_calc.py": START["tests/test_calc.py"]})
-    left.do({"tests/test_calc.py": None, "tests/__init__.py": None})
     (left.workspace / "tests").rmdir()
     (left.workspace / "other").mkdir()
     (left.workspace / "tests").symlink_to("other")
     left.do({"other/test_calc.py": "def test_add(): pass\ndef test_double(): pass\n"})
-    judged = await left.judge({**JUDGE, "tests": str(tmp_path / "overlay")})
-    assert judged.reward == 0.0
+    spec = {**JUDGE, "tests": str(tmp_path / "overlay")}
+    await earns_nothing(left, spec)
     left.do({"calc.py": RIGHT})
-    judged = await left.judge({**JUDGE, "tests": str(tmp_path / "overlay")})
-    assert judged.reward == 1.0, left.log
+    assert (await left.judge(spec)).reward == 1.0, left.log
 
 
-async def test_a_patch_of_tests_wins_over_the_agents(tmp_path):
-    left = Left(tmp_path, START)
-    patch = """--- a/tests/test_calc.py
+PATCH = """--- a/tests/test_calc.py
 +++ b/tests/test_calc.py
 @@ -8,2 +8,5 @@
  def test_double():
@@ -311,17 +300,15 @@ async def test_a_patch_of_tests_wins_over_the_agents(tmp_path):
 +
 +def test_more(): assert calc.add(1, 1) == 2
 """
-    left.do({"tests/test_calc.py": "def test_add(): pass\ndef test_double(): pass\ndef test_more(): pass\n"})
-    spec = {
-        **JUDGE,
-        "test_patch": patch.replace("-7,1 +7,4", "-8,2 +8,5"),
-        "fail_to_pass": ["tests/test_calc.py::test_more"],
-    }
-    judged = await left.judge(spec)
-    assert judged.reward == 0.0, judged
+
+
+async def test_a_patch_of_tests_wins_over_the_agents(tmp_path):
+    passing = "def test_add(): pass\ndef test_double(): pass\ndef test_more(): pass\n"
+    left = Left(tmp_path, START, did={"tests/test_calc.py": passing})
+    spec = {**JUDGE, "test_patch": PATCH, "fail_to_pass": ["tests/test_calc.py::test_more"]}
+    await earns_nothing(left, spec)
     left.do({"calc.py": RIGHT})
-    judged = await left.judge(spec)
-    assert judged.reward == 1.0, left.log
+    assert (await left.judge(spec)).reward == 1.0, left.log
 
 
 async def test_a_reward_planted_where_the_judge_writes_is_not_read(tmp_path):
@@ -329,56 +316,46 @@ async def test_a_reward_planted_where_the_judge_writes_is_not_read(tmp_path):
     for folder in (left.workspace, left.home):
         write(folder, {"reward": "1.0", "out/reward": "1.0", "reward.json": '{"reward": 1.0}'})
     os.mkfifo(left.home / "report.xml")
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", "echo nothing; exit 1"]})
-    assert judged.reward == 0.0
+    await earns_nothing(left, command_judge("sh", "-c", "echo nothing; exit 1"))
 
 
-@pytest.mark.parametrize("what", ["fifo", "link", "folder", "socket"])
+NO_FILE = {
+    "fifo": 'mkfifo "$ROLLTAP_REWARD"',
+    "link": 'echo 1.0 > there; ln -s "$PWD/there" "$ROLLTAP_REWARD"',
+    "folder": 'mkdir "$ROLLTAP_REWARD"',
+    "socket": '"$0" -c \'import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ["ROLLTAP_REWARD"])\'',
+}
+
+
+@pytest.mark.parametrize("what", NO_FILE)
 async def test_a_reward_file_that_is_no_file_is_none(tmp_path, what):
-    make = {
-        "fifo": 'mkfifo "$ROLLTAP_REWARD"',
-        "link": 'echo 1.0 > there; ln -s "$PWD/there" "$ROLLTAP_REWARD"',
-        "folder": 'mkdir "$ROLLTAP_REWARD"',
-        "socket": '"$0" -c \'import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ["ROLLTAP_REWARD"])\'',
-    }
-    left = Left(tmp_path, {"a.txt": "a"})
-    judged = await left.judge(
-        {"kind": "command", "command": ["sh", "-c", make[what] + "; echo 0", sys.executable], "result": "number"}
-    )
-    assert judged.reward == 0.0
+    spec = command_judge("sh", "-c", NO_FILE[what] + "; echo 0", sys.executable, result="number")
+    await earns_nothing(Left(tmp_path, {"a.txt": "a"}), spec)
 
 
 async def test_code_of_the_agent_in_a_judge_of_the_exit_status_cannot_write_a_reward(tmp_path):
-    left = Left(tmp_path, {"a.sh": ""})
-    left.do({"a.sh": 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'})
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", "sh a.sh; exit 1"]})
-    assert judged.reward == 0.0
+    script = 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'
+    left = Left(tmp_path, {"a.sh": ""}, did={"a.sh": script})
+    await earns_nothing(left, command_judge("sh", "-c", "sh a.sh; exit 1"))
 
 
-async def test_odd_files_are_left_behind_and_told(tmp_path):
+async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
     left = Left(tmp_path, {"good.txt": "old"})
-    (tmp_path / "secret").write_text("1.0")
+    write(tmp_path, {"secret": "1.0"})
     space = left.workspace
     os.mkfifo(space / "fifo")
+    monkeypatch.chdir(space)
     with socket.socket(socket.AF_UNIX) as listener:
-        os.chdir(space)
-        try:
-            listener.bind("socket")
-        finally:
-            os.chdir(ROOT)
-    (space / "out").symlink_to(tmp_path / "secret")
-    (space / "up").symlink_to("../../secret")
-    (space / "loop").symlink_to("loop")
-    (space / "folder").symlink_to("/")
-    (space / "sub").mkdir()
-    (space / "sub/link").symlink_to("../good.txt")
-    (space / "tool").write_text("#!/bin/sh\n")
+        listener.bind("socket")
+    left.do({"good.txt": "new", "sub/.git/config": "[core]", "__pycache__/a.pyc": "x", "tool": "#!/bin/sh\n"})
+    links = {"out": tmp_path / "secret", "up": "../../secret", "loop": "loop", "folder": "/", "sub/link": "../good.txt"}
+    for name, target in links.items():
+        (space / name).symlink_to(target)
     (space / "tool").chmod(0o6755)
     with (space / "huge").open("wb") as file:
         file.truncate(1 << 40)
-    left.do({"good.txt": "new", "sub/.git/config": "[core]", "__pycache__/a.pyc": "x"})
     script = "ls -A . sub; cat good.txt sub/link; stat -c %a tool"
-    judged = await left.judge({"kind": "command", "command": ["sh", "-c", script], "result": "status", "paths": ["**"]})
+    judged = await left.judge(command_judge("sh", "-c", script, result="status", paths=["**"]))
     assert judged.reward == 1.0
     assert left.log.split() == [".:", "good.txt", "loop", "sub", "tool", "sub:", "link", "newnew755"]
     assert judged.evidence["refused"] == [
@@ -397,7 +374,7 @@ async def test_odd_files_are_left_behind_and_told(tmp_path):
 async def test_a_device_is_left_behind(tmp_path):
     left = Left(tmp_path, {})
     os.mknod(left.workspace / "disk", stat.S_IFBLK | 0o666, os.makedev(7, 0))
-    judged = await left.judge({"kind": "command", "command": ["test", "!", "-e", "disk"]})
+    judged = await left.judge(command_judge("test", "!", "-e", "disk"))
     assert (judged.reward, judged.evidence["refused"]) == (1.0, ["disk: device"])
 
 
@@ -405,60 +382,48 @@ async def test_a_workspace_that_is_gone_or_a_link_is_empty(tmp_path):
     left = Left(tmp_path, {"a.txt": "a"})
     (left.workspace / "a.txt").unlink()
     left.workspace.rmdir()
-    spec = {"kind": "command", "command": ["test", "-e", "a.txt"], "paths": ["**"]}
-    assert (await left.judge(spec)).reward == 0.0
+    spec = command_judge("test", "-e", "a.txt", paths=["**"])
+    await earns_nothing(left, spec)
     left.workspace.symlink_to(left.start.folder)
-    assert (await left.judge(spec)).reward == 0.0
+    await earns_nothing(left, spec)
 
 
 async def test_a_workspace_with_too_many_files_earns_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "MAX_ENTRIES", 50)
     left = Left(tmp_path, {"a.txt": "a"})
     left.do({f"{number}": "" for number in range(60)})
-    judged = await left.judge({"kind": "command", "command": ["true"]})
-    assert (judged.reward, judged.evidence["too_much"]) == (
-        0.0,
-        "there are more than 50 files and folders in the workspace",
-    )
+    evidence = await earns_nothing(left, command_judge("true"))
+    assert evidence["too_much"] == "there are more than 50 files and folders in the workspace"
+
+
+IN_SANDBOX = {**JUDGE, "command": ["python", *JUDGE["command"][1:]]}
 
 
 @sandboxed
 class TestSandbox:
     async def test_the_sandbox_judges_as_processes_do(self, tmp_path):
-        left = Left(tmp_path, START, SandboxRuntime())
-        left.do({"calc.py": RIGHT, "conftest.py": PASS_ALL})
-        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
+        left = Left(tmp_path, START, SandboxRuntime(), did={"calc.py": RIGHT, "conftest.py": PASS_ALL})
+        judged = await left.judge(IN_SANDBOX)
         assert (judged.reward, judged.unjudged) == (1.0, None), left.log
         assert judged.evidence["canary"] == "failed"
 
     @pytest.mark.parametrize("attack", REWRITERS)
     async def test_tests_cannot_be_rewritten_while_they_run(self, tmp_path, attack):
-        judged = await rewrite(
-            tmp_path, attack, {**JUDGE, "command": ["python", *JUDGE["command"][1:]]}, SandboxRuntime()
-        )
+        judged = await rewrite(tmp_path, attack, IN_SANDBOX, SandboxRuntime())
         assert (judged.reward, judged.evidence.get("rewritten")) == (0.0, None)
 
     async def test_a_forger_earns_nothing_in_the_sandbox(self, tmp_path):
-        left = Left(tmp_path, START, SandboxRuntime())
-        left.do({"calc.py": FORGER})
-        judged = await left.judge({**JUDGE, "command": ["python", *JUDGE["command"][1:]]})
-        assert judged.reward == 0.0, left.log
-        assert judged.evidence["forged_report"]
+        left = Left(tmp_path, START, SandboxRuntime(), did={"calc.py": FORGER})
+        evidence = await earns_nothing(left, IN_SANDBOX)
+        assert evidence["forged_report"]
 
     async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(self, tmp_path):
         left = Left(tmp_path / "left", {}, SandboxRuntime())
         script = "cat /proc/net/dev; echo x > /tests/new; echo 0.5 > /logs/verifier/reward.txt"
         write(tmp_path / "tests", {"test.sh": script})
-        judged = await left.judge(
-            {
-                "kind": "command",
-                "command": ["bash", "/tests/test.sh"],
-                "mounts": {"/tests": str(tmp_path / "tests")},
-                "writable": ["/logs/verifier"],
-                "reward_file": "/logs/verifier/reward.txt",
-            }
-        )
-        assert judged.reward == 0.5, left.log
+        mounts = {"mounts": {"/tests": str(tmp_path / "tests")}, "writable": ["/logs/verifier"]}
+        spec = command_judge("bash", "/tests/test.sh", **mounts, reward_file="/logs/verifier/reward.txt")
+        assert (await left.judge(spec)).reward == 0.5, left.log
         assert "/tests/new: Read-only file system" in left.log
         assert {line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5} == {"lo"}
-        assert sorted(path.name for path in (tmp_path / "tests").iterdir()) == ["test.sh"]
+        assert [path.name for path in (tmp_path / "tests").iterdir()] == ["test.sh"]

@@ -28,14 +28,8 @@ def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
     events = [event["detail"] for event in recorder.rows("events") if event["kind"] == "rejected"]
     assert "This session may send 50 requests a minute." in events[-1]
     (described,) = json.loads((recorder.run / "run.json").read_text())["recorders"]
-    assert described["limits"] == {
-        "max_concurrent_calls": 1,
-        "max_session_bytes": 0,
-        "max_requests_per_minute": 50,
-        "max_calls": 0,
-        "max_sampled_tokens": 0,
-        "max_prompt_tokens": 0,
-    }
+    limits = {name: limit for name, limit in described["limits"].items() if limit}
+    assert limits == {"max_concurrent_calls": 1, "max_requests_per_minute": 50}
 
 
 def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
@@ -49,12 +43,6 @@ def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
     assert statuses.count(b"200") == 2  # one more than the limit, since it could join the first
     assert len(scripted_engine.requests) <= 2
     scripted_engine.release()
-
-
-def test_a_limit_below_zero_is_refused_at_start(start):
-    recorder = start("rolltap_max_session_bytes=-1")
-    assert recorder.process.wait() == 1
-    assert "rolltap_max_session_bytes is -1: give 0 or more" in recorder.log()
 
 
 LIMIT = 320

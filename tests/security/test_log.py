@@ -6,21 +6,10 @@ import socket
 import pytest
 
 from tests.recorder_process import CHAT, HELLO
-from tests.security.raw import News, call, credentials, over_tls, plain, read, read_head, recording, tunnel
+from tests.security.raw import ask, call, credentials, over_tls, plain, read, read_head, tunnel
 
 SECRET = "sk-very-secret"
 END = "http://session.rolltap/end"
-
-
-@pytest.fixture(scope="module")
-def recorder(tmp_path_factory, tokenizer, tokenizer_folder):
-    with recording(tmp_path_factory.mktemp("log"), tokenizer, tokenizer_folder) as recorder:
-        yield recorder
-
-
-@pytest.fixture
-def news(recorder):
-    return News(recorder)
 
 
 def test_a_query_reaches_neither_the_log_nor_the_events(recorder):
@@ -28,25 +17,17 @@ def test_a_query_reaches_neither_the_log_nor_the_events(recorder):
         for url in (f"https://a.example/x?key={SECRET}", f"http://a.example/x?key={SECRET}", f"{CHAT}?key={SECRET}"):
             client.get(url)
             client.post(url, json=HELLO)
-    with plain(recorder) as connection:
-        connection.sendall(f"GET /x?key={SECRET} HTTP/1.1\r\n".encode() + credentials() + b"\r\n")
-        read(connection)
-    with plain(recorder) as connection:
-        connection.sendall(f"nonsense {SECRET}\r\n{SECRET}\r\n\r\n".encode())
-        read(connection)
+    ask(recorder, f"GET /x?key={SECRET} HTTP/1.1\r\n".encode() + credentials() + b"\r\n", read)
+    ask(recorder, f"nonsense {SECRET}\r\n{SECRET}\r\n\r\n".encode(), read)
     everything = b"".join(path.read_bytes() for path in recorder.run.glob("events-*")) + recorder.log().encode()
     assert SECRET.encode() not in everything
 
 
 def test_no_control_character_reaches_the_log(recorder):
     escape, session = b"\x1b]0;owned\x07\xff\r", "s\u202e1"
-    with plain(recorder) as connection:
-        head = b"GET http://a.example/" + escape[:-1] + b" HTTP/1.1\r\nX: " + escape + b"\r\n"
-        connection.sendall(head + credentials() + b"\r\n")
-        read_head(connection)
-    with plain(recorder) as connection:
-        connection.sendall(b"POST http://a.example/ HTTP/1.1\r\n" + credentials(session) + b"\r\n")
-        read_head(connection)
+    head = b"GET http://a.example/" + escape[:-1] + b" HTTP/1.1\r\nX: " + escape + b"\r\n"
+    ask(recorder, head + credentials() + b"\r\n")
+    ask(recorder, b"POST http://a.example/ HTTP/1.1\r\n" + credentials(session) + b"\r\n")
     with over_tls(tunnel(recorder, "a.example:443"), recorder, "a.example") as connection:
         connection.sendall(b"GET /" + escape[:-1] + b" HTTP/1.1\r\nHost: a.example\r\n\r\n")
         read_head(connection)
@@ -54,7 +35,7 @@ def test_no_control_character_reaches_the_log(recorder):
     assert "\\x1b]0;owned" in recorder.log()
 
 
-def test_a_path_is_cut(recorder, news):
+def test_a_path_is_cut(recorder):
     with recorder.client() as client:
         client.get("http://a.example/" + "x" * 20_000)
     (event,) = recorder.rows("events")[-1:]
@@ -63,25 +44,26 @@ def test_a_path_is_cut(recorder, news):
     assert "x" * 1000 not in recorder.log()
 
 
-def test_refusals_without_end_are_counted(recorder):
+def test_refusals_without_end_are_counted(recorder, news):
     number, user = 300, "loud"
     lines = recorder.log().count("\n")
     with recorder.client(user) as client:
         for _ in range(number):
             assert client.get("http://a.example/x").status_code == 404
         assert client.post(END).status_code == 200
-    details = [
-        row["detail"] for row in recorder.rows("events") if row["session_id"] == user and row["kind"] == "refused"
-    ]
-    assert details == [""] * 64 + [f"{n} refused so far, the last: " for n in (128, 256)] + [
-        f"{number} refused in all, the last: "
-    ]
+    details = [detail for session_id, detail in news() if session_id == user]
+    last = [f"{n} refused so far, the last: " for n in (128, 256)] + [f"{number} refused in all, the last: "]
+    assert details == [""] * 64 + last
     assert recorder.log().count("\n") - lines < 80
+
+
+def with_header(line):
+    return call().replace(b"\r\n\r\n", b"\r\n" + line + b"\r\n\r\n")
 
 
 def test_an_odd_header_is_in_the_row_of_its_call(recorder):
     with plain(recorder) as connection:
-        connection.sendall(call().replace(b"\r\n\r\n", b"\r\nX-OpenAI-Subagent: \xff\x01\r\n\r\n"))
+        connection.sendall(with_header(b"X-OpenAI-Subagent: \xff\x01"))
         assert read_head(connection).startswith(b"HTTP/1.1 200")
         assert connection.recv(65536)
     assert recorder.rows("calls")[-1]["role"] == "subagent"
@@ -89,16 +71,12 @@ def test_an_odd_header_is_in_the_row_of_its_call(recorder):
 
 @pytest.mark.parametrize("length", [7_000, 9_000, 60_000])
 def test_a_long_header_is_no_hindrance(recorder, length):
-    with plain(recorder) as connection:
-        connection.sendall(call().replace(b"\r\n\r\n", b"\r\nX-Long: " + b"\xff" * length + b"\r\n\r\n"))
-        assert read_head(connection).startswith(b"HTTP/1.1 200")
+    assert ask(recorder, with_header(b"X-Long: " + b"\xff" * length)).startswith(b"HTTP/1.1 200")
 
 
 def test_too_many_or_too_long_headers_are_refused_and_recorded(recorder, news):
     for more in (b"X-Long: " + b"x" * 70_000, b"\r\n".join([b"A: b"] * 200)):
-        with plain(recorder) as connection:
-            connection.sendall(call().replace(b"\r\n\r\n", b"\r\n" + more + b"\r\n\r\n"))
-            assert read(connection).startswith(b"HTTP/1.1 431")
+        assert ask(recorder, with_header(more), read).startswith(b"HTTP/1.1 431")
     assert len(news()) == 2
 
 
@@ -113,9 +91,7 @@ def test_a_client_that_does_not_trust_the_certificate_is_recorded(recorder, news
 
 def test_bad_requests_without_end_are_counted(recorder, news):
     for _ in range(200):
-        with plain(recorder) as connection:
-            connection.sendall(b"\x00\r\n\r\n")
-            read(connection)
+        ask(recorder, b"\x00\r\n\r\n", read)
     details = [detail for session_id, detail in news() if session_id is None]
     assert len(details) < 80
     assert "128 refused so far" in details[-1]

@@ -1,7 +1,9 @@
 """A secret that a harness puts anywhere in a request, other than in its conversation and its tools, is not stored."""
 
 import copy
+import functools
 import json
+import operator
 
 import pytest
 
@@ -21,9 +23,17 @@ MCP = {
     "require_approval": {"always": {"tool_names": ["x"]}},
     "allowed_tools": ["x"],
 }
-SEARCH = {"type": "web_search", "filters": {"allowed_domains": ["x"]}, "user_location": {"city": "x"}}
+LOCATION = {"user_location": {"city": "x"}}
+SEARCH = {"type": "web_search", "filters": {"allowed_domains": ["x"]}, **LOCATION}
+KEY = {"apiKeyConfig": {"apiKeyString": "x"}}
 FORMAT = {"type": "json_schema", "name": "x", "strict": True}
 USER = {"role": "user", "content": "Hi"}
+
+
+def fields(names):
+    return dict.fromkeys(names.split())
+
+
 REQUESTS = {
     "/v1/chat/completions": {
         "messages": [USER],
@@ -35,9 +45,10 @@ REQUESTS = {
         "metadata": {"promptId": "x"},
         "logit_bias": {"1": 1},
         "prediction": {"type": "content", "content": "x"},
-        **dict.fromkeys(("temperature", "top_p", "seed", "n", "max_tokens", "reasoning_effort", "user", "verbosity")),
-        **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "safety_identifier", "functions", "logprobs")),
-        **dict.fromkeys(("modalities", "stream", "parallel_tool_calls", "audio", "function_call", "unknown")),
+        **fields(
+            "temperature top_p seed n max_tokens reasoning_effort user verbosity service_tier store prompt_cache_key "
+            "safety_identifier functions logprobs modalities stream parallel_tool_calls audio function_call unknown"
+        ),
     },
     "/v1/responses": {
         "input": [USER],
@@ -49,23 +60,18 @@ REQUESTS = {
         "client_metadata": {"session": "x"},
         "metadata": {"x": "x"},
         "include": ["reasoning.encrypted_content"],
-        **dict.fromkeys(
-            ("temperature", "top_p", "max_output_tokens", "service_tier", "truncation", "prompt_cache_key")
+        **fields(
+            "temperature top_p max_output_tokens service_tier truncation prompt_cache_key store max_tool_calls user "
+            "conversation prompt background top_logprobs previous_response_id stream parallel_tool_calls unknown "
+            "safety_identifier"
         ),
-        **dict.fromkeys(("store", "max_tool_calls", "user", "conversation", "prompt", "background", "top_logprobs")),
-        **dict.fromkeys(("previous_response_id", "stream", "parallel_tool_calls", "safety_identifier", "unknown")),
     },
     "/v1/messages": {
         "max_tokens": 9,
         "messages": [USER],
         "tools": [
             {"name": "look", "input_schema": {"type": "object"}},
-            {
-                "type": "web_search_20250305",
-                "name": "web_search",
-                "allowed_domains": ["x"],
-                "user_location": {"city": "x"},
-            },
+            {"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["x"], **LOCATION},
             {"type": "mcp_toolset", "mcp_server_name": "x", "configs": {"x": {"enabled": True}}},
         ],
         "mcp_servers": [{"type": "url", "name": "x", "url": "https://example.org", "authorization_token": "x"}],
@@ -75,20 +81,16 @@ REQUESTS = {
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919", "exclude_tools": ["x"]}]},
         "metadata": {"user_id": "x"},
         "diagnostics": {"previous_message_id": "x"},
-        **dict.fromkeys(("temperature", "top_p", "top_k", "service_tier", "speed", "inference_geo", "container")),
-        **dict.fromkeys(("fallbacks", "fallback_credit_token", "user_profile_id", "stream", "unknown")),
+        **fields("temperature top_p top_k service_tier speed inference_geo container fallbacks fallback_credit_token"),
+        **fields("user_profile_id stream unknown"),
     },
     "/v1beta/models/m:generateContent": {
         "contents": [{"role": "user", "parts": [{"text": "Hi"}]}],
         "tools": [
             {"functionDeclarations": [FUNCTION]},
-            {"googleMaps": {"authConfig": {"apiKeyConfig": {"apiKeyString": "x"}}}},
+            {"googleMaps": {"authConfig": KEY}},
             {"mcpServers": [{"name": "x", "streamableHttpTransport": {"url": "https://x", "headers": {"k": "x"}}}]},
-            {
-                "retrieval": {
-                    "externalApi": {"endpoint": "https://x", "apiAuth": {"apiKeyConfig": {"apiKeyString": "x"}}}
-                }
-            },
+            {"retrieval": {"externalApi": {"endpoint": "https://x", "apiAuth": KEY}}},
         ],
         "toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["look"]}},
         "safetySettings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
@@ -98,10 +100,10 @@ REQUESTS = {
             "responseModalities": ["TEXT"],
             "speechConfig": {"languageCode": "x"},
             "routingConfig": {"manualMode": {"modelName": "x"}},
-            **dict.fromkeys(("temperature", "topP", "topK", "seed", "maxOutputTokens", "candidateCount", "logprobs")),
-            **dict.fromkeys(("responseLogprobs", "responseMimeType", "mediaResolution", "unknown")),
+            **fields("temperature topP topK seed maxOutputTokens candidateCount logprobs responseLogprobs unknown"),
+            **fields("responseMimeType mediaResolution"),
         },
-        **dict.fromkeys(("cachedContent", "serviceTier", "store", "unknown")),
+        **fields("cachedContent serviceTier store unknown"),
     },
 }
 CONTENT = frozenset({"messages", "input", "contents", "function", "functionDeclarations", "parameters", "input_schema"})
@@ -131,9 +133,7 @@ def places(value, path=()):
 
 def at(request, path):
     """Return the value that the path leads to."""
-    for key in path:
-        request = request[key]
-    return request
+    return functools.reduce(operator.getitem, path, request)
 
 
 def changed(request, path, key, value):
@@ -178,9 +178,8 @@ async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(pa
     rows = [row for table in ("calls", "events") for row in read_rows(harness.run, table)]
     assert len(rows) > len(statuses)
     assert SECRET not in str(rows)
-    assert [
-        str(file) for file in harness.run.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()
-    ] == []
+    files = [file for file in harness.run.rglob("*") if file.is_file()]
+    assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
     assert SECRET not in caplog.text
 
 
