@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rolltap.addons.endpoint.server import Expected
 from tests.recorder_process import HELLO
 from tests.security.raw import address, ask, call, credentials, plain, read, read_head, tunnel, upgrade
 
@@ -92,6 +93,10 @@ def test_the_endpoint_talks_to_nobody_but_the_proxy(recorder):
     assert len(ports) == 1
     with socket.create_connection(("127.0.0.1", *ports), timeout=10) as connection:
         assert read(connection) == b""
+
+
+def test_a_port_that_the_proxy_chooses_is_free():
+    socket.create_server(Expected().choose()).close()
 
 
 def listening_ports(recorder):

@@ -21,10 +21,7 @@ from tests.trainer.cli.program import run_rolltap
     [
         (["inspect", "/nowhere"], "/nowhere is not a run folder"),
         (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
-        (
-            ["record", "--out", "x", "--model", "m", "--harness", "clod"],
-            "no harness is named 'clod': choose",
-        ),
+        (["record", "--out", "x", "--model", "m", "--harness", "clod"], "no harness is named 'clod': choose"),
         (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
         (["env", "--proxy", "http://h:1", "--ca", "none.pem"], "the recorder makes it when it first starts"),
         (
@@ -65,12 +62,11 @@ def test_a_file_that_cannot_be_read_is_a_message_and_status_1(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "completed"), [("rolltap ins", "plain,inspect"), ("rolltap record --eng", "plain,--engine")]
-)
+@pytest.mark.parametrize(("command", "completed"), [("ins", "inspect"), ("record --eng", "--engine")])
 def test_a_shell_completes_commands_and_options(command, completed):
-    words = {"COMP_WORDS": command, "COMP_CWORD": str(command.count(" ")), "_ROLLTAP_COMPLETE": "bash_complete"}
-    assert completed in run_rolltap(env={**os.environ, **words}).stdout.splitlines()
+    words = {"COMP_WORDS": f"rolltap {command}", "COMP_CWORD": str(command.count(" ") + 1)}
+    ended = run_rolltap(env={**os.environ, **words, "_ROLLTAP_COMPLETE": "bash_complete"})
+    assert f"plain,{completed}" in ended.stdout.splitlines()
 
 
 def test_the_package_is_the_command_too():
@@ -121,18 +117,16 @@ import json, sys
 from click.testing import CliRunner
 from rolltap.trainer.cli.main import rolltap
 runner = CliRunner(env={"COLUMNS": "80"})
-paths = [[*filter(None, [name]), option] for name in ("", *rolltap.commands) for option in ("-h", "--help")]
-json.dump([runner.invoke(rolltap, path).output for path in paths], sys.stdout)
+lines = [f"{name} {option}".strip() for name in ("", *rolltap.commands) for option in ("-h", "--help")]
+json.dump({line: runner.invoke(rolltap, line).output for line in lines}, sys.stdout)
 """
 """In a process of its own: a command that was once called by itself keeps that call's name of the help option."""
 
 
 @pytest.fixture(scope="module")
 def helps():
-    """Return the help of each command, by its name and the option that asks for it."""
-    told = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, check=True).stdout
-    asked = [(name, option) for name in ("", *rolltap.commands) for option in ("-h", "--help")]
-    return dict(zip(asked, json.loads(told), strict=True))
+    """Return the help of each command, by what asks for it."""
+    return json.loads(subprocess.run([sys.executable, "-c", HELPS], capture_output=True, check=True).stdout)
 
 
 def examples(command):
@@ -149,17 +143,14 @@ def test_every_command_has_examples_that_it_accepts(name, there):
         rolltap.commands[name].make_context(name, arguments).close()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_examples_are_shown_as_they_are_written_on_a_terminal_of_80_columns(name, helps):
-    epilog = rolltap.commands[name].epilog.removeprefix("\b\n")
-    assert epilog in re.sub(r"^  ", "", helps[name, "-h"], flags=re.MULTILINE)
-    assert [line for line in epilog.splitlines() if len(line) > 78] == []
-
-
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_h_is_help(name, helps):
-    assert helps[name, "-h"].startswith("Usage: rolltap")
-    assert helps[name, "-h"] == helps[name, "--help"]
+def test_h_is_help_and_shows_the_examples_as_they_are_written_on_a_terminal_of_80_columns(name, helps):
+    shown = helps[f"{name} -h".strip()]
+    assert shown.startswith("Usage: rolltap")
+    assert shown == helps[f"{name} --help".strip()]
+    epilog = rolltap.commands[name].epilog.removeprefix("\b\n") if name else ""
+    assert epilog in re.sub(r"^  ", "", shown, flags=re.MULTILINE)
+    assert [line for line in epilog.splitlines() if len(line) > 78] == []
 
 
 def test_h_behind_a_commands_separator_is_the_commands_own(there):

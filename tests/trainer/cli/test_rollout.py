@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -15,29 +16,20 @@ import rolltap
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter, read_rows
-from rolltap.errors import InputError
 from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
-from tests.recorder_process import Recorder
 from tests.trainer.cli.program import ASK, ROLLTAP, run_rolltap
 from tests.trainer.outgoing import METADATA, make_call
 
 
 def running(marker):
     """Return the processes with `marker` on their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if marker in command:
-            found.append(command)
-    return found
+    processes = psutil.process_iter(["cmdline"])
+    return [each for each in processes if marker in " ".join(each.info["cmdline"] or ())]
 
 
 @pytest.fixture
@@ -58,13 +50,16 @@ def preset(tmp_path):
     return preset
 
 
-def test_rollout_records_every_session_and_prints_the_summary_as_json(
-    scripted_engine, tokenizer_folder, tmp_path, tasks, preset
-):
+@pytest.fixture
+def options(scripted_engine, tokenizer_folder, tmp_path):
+    """The options that `rollout` and `record` need. Each call of the model is answered with 0.5."""
     scripted_engine.otherwise = lambda request: Say("0.5")
+    return ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
+
+
+def test_rollout_records_every_session_and_prints_the_summary_as_json(options, tmp_path, tasks, preset):
     harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder, "--json")
-    ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options)
+    ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json")
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert summary["sessions"] == {"failed": 3}
@@ -77,49 +72,35 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(
     assert {session.session_id for session in sessions} == set(RecordedCalls(tmp_path / "run"))
 
 
-def test_a_harness_that_takes_too_long_is_data(scripted_engine, tokenizer_folder, tmp_path, tasks, preset):
-    scripted_engine.otherwise = lambda request: Say("0.5")
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    harness = preset([sys.executable, "-c", ASK.replace("sys.exit(3)", "import time; time.sleep(600)")])
-    assert run_rolltap("rollout", tasks, "--harness", harness, "-n", 1, "--timeout", 8, *options).returncode == 0
-    (session,) = load_sessions(tmp_path / "run").values()
-    assert (session.status, session.exit_status, session.error) == ("timeout", None, "stopped after 8 s")
-    assert session.reward == 0.0
+NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor -- COMMAND"]
 
 
-@pytest.mark.parametrize("answered", [0, 1])
-def test_sessions_without_a_reward_are_counted_and_when_it_is_all_of_them_the_status_is_1(
-    scripted_engine, tokenizer_folder, tmp_path, tasks, preset, answered
+@pytest.mark.parametrize(
+    ("command", "answered", "words"),
+    [
+        ([sys.executable, "-c", ASK], 0, ["answered 500: the script is over"]),
+        ([sys.executable, "-c", ASK], 1, ["answered 500: the script is over"]),
+        (["true"], 0, ["(2 infrastructure)", *NO_CALL]),
+    ],
+)
+def test_sessions_without_a_reward_are_counted_with_what_to_try_and_all_of_them_are_status_1(
+    options, scripted_engine, tasks, preset, command, answered, words
 ):
+    scripted_engine.otherwise = None
     scripted_engine.replies.extend([Say("0.5")] * answered)
-    out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    options = (*out, "--set", "rolltap_patience=0", "-n", 2, "--concurrency", 1)
-    ended = run_rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", ASK]), *options)
+    how = ("--set", "rolltap_patience=0", "-n", 2, "--concurrency", 1, "--retries", 0)
+    ended = run_rolltap("rollout", tasks, "--harness", preset(command), *options, *how)
     assert ended.returncode == (0 if answered else 1)
     assert f"{2 - answered} of 2 sessions have no reward" in ended.stderr
     assert f"  {2 - answered} of them: " in ended.stderr
-    assert "answered 500: the script is over" in ended.stderr
-
-
-def test_sessions_without_a_model_call_are_told_with_what_to_try(
-    scripted_engine, tokenizer_folder, tmp_path, tasks, preset
-):
-    out = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = run_rolltap("rollout", tasks, "--harness", preset(["true"]), *out, "-n", 2, "--retries", 0)
-    assert ended.returncode == 1
-    assert "2 of 2 sessions have no reward (2 infrastructure)" in ended.stderr
-    assert "  2 of them: no model call came: did the program use the proxy?" in ended.stderr
-    assert "rolltap doctor -- COMMAND" in ended.stderr
+    assert [each for each in words if each not in ended.stderr] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_it_leaves_no_process_and_a_readable_run(
-    scripted_engine, tokenizer_folder, tmp_path, tasks, preset, number
-):
+def test_stopping_it_leaves_no_process_and_a_readable_run(options, tmp_path, tasks, preset, number):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
     harness = preset(["sh", "-c", f"sleep 600 & echo {marker} > {tmp_path}/started; wait"])
-    options = ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
     command = [ROLLTAP, "rollout", tasks, "--harness", harness, "-n", "1", *options]
     process = subprocess.Popen(
         command,
@@ -137,11 +118,9 @@ def test_stopping_it_leaves_no_process_and_a_readable_run(
     assert list(read_rows(tmp_path / "run", "calls")) == []
 
 
-def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokenizer_folder, tmp_path):
-    scripted_engine.replies.append(Say("Hi."))
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
+def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     ended = run_rolltap("record", *options, "--", sys.executable, "-c", ASK)
-    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
     (line,) = ended.stderr.splitlines()
@@ -151,16 +130,14 @@ def test_record_runs_a_command_and_ends_with_its_status(scripted_engine, tokeniz
     assert list(RecordedCalls(tmp_path / "run")) == [session.session_id]
 
 
-def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scripted_engine, tokenizer_folder, tmp_path):
+def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(options, tmp_path):
     show = "import os, sys; print(sys.argv[1:], os.environ['WINDOW'], os.environ['KEY'], 'HTTPS_PROXY' in os.environ)"
     (tmp_path / "x.toml").write_text(
         f'name = "x"\nversion = "1"\nprogram = "{sys.executable}"\narguments = ["-c", "{show}", "--always"]\n'
         'headless = ["{instruction}"]\n[env]\nWINDOW = "{max_model_len}"\nKEY = "placeholder"\n'
     )
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = run_rolltap(
-        "record", *options, "--harness", tmp_path / "x.toml", "--", "-p", "go", env={**os.environ, "KEY": "mine"}
-    )
+    options += ["--harness", tmp_path / "x.toml"]
+    ended = run_rolltap("record", *options, "--", "-p", "go", env={**os.environ, "KEY": "mine"})
     assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.harness) == ("completed", "x")
@@ -168,19 +145,14 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(scrip
 
 
 @pytest.mark.parametrize("preset", [True, False])
-def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(
-    preset, scripted_engine, tokenizer_folder, tmp_path
-):
+def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(preset, options, tmp_path):
     program = tmp_path / "program"
     program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n')
     program.chmod(0o755)
     (tmp_path / "x.toml").write_text(f'name = "x"\nversion = "1.2"\nprogram = "{program}"\nheadless = []\n')
-    scripted_engine.replies.append(Say("Hi."))
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = run_rolltap(
-        "record", *options, *(("--harness", tmp_path / "x.toml", "--") if preset else ("--", program)), ASK
-    )
-    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    command = ("--harness", tmp_path / "x.toml", "--", ASK) if preset else ("--", program, ASK)
+    ended = run_rolltap("record", *options, *command)
+    assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     assert ("its preset was tested with 1.2" in " ".join(ended.stderr.split())) == preset
     (session,) = load_sessions(tmp_path / "run").values()
     assert session.harness_version == ("1.2.3" if preset else "")
@@ -190,93 +162,86 @@ def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(
     assert document["agent"]["version"] == ("1.2.3" if preset else "unknown")
 
 
-def test_record_says_that_no_model_call_came(scripted_engine, tokenizer_folder, tmp_path):
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = run_rolltap("record", *options, "--", "true")
-    line, why = ended.stderr.splitlines()
-    assert ": completed, no reward, 0 model calls. See: rolltap inspect " in line
-    assert why.startswith("no model call came: did the program use the proxy?")
-    assert "rolltap doctor -- COMMAND" in why
+GET = "import httpx, ssl; httpx.get('https://api.openai.com/v1/models', verify=ssl.create_default_context())"
+POST = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'model': 'm'})"
 
 
-def test_record_says_that_the_program_does_not_trust_the_certificate(scripted_engine, tokenizer_folder, tmp_path):
-    program = "import httpx, ssl; httpx.get('https://api.openai.com/v1/models', verify=ssl.create_default_context())"
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    distrusting = ("env", "-u", "SSL_CERT_FILE", sys.executable, "-c", program)
-    ended = run_rolltap("record", *options, "--", *distrusting)
-    why = ended.stderr.splitlines()[-1]
-    assert "no model call came: api.openai.com: TLS failed" in why
-    assert "did the program use the proxy" not in why
-    assert why.endswith(DISTRUST)
+@pytest.mark.parametrize(
+    ("command", "words", "end"),
+    [
+        (["true"], [": completed, no reward, 0 model calls. See: rolltap inspect ", *NO_CALL], ""),
+        (
+            ["env", "-u", "SSL_CERT_FILE", sys.executable, "-c", GET],
+            ["no model call came: api.openai.com: TLS failed"],
+            DISTRUST,
+        ),
+        (
+            [sys.executable, "-c", POST],
+            ["0 model calls, requests that look like one and were not answered: 1. See"],
+            "POST api.example.com/v9/messages",
+        ),
+    ],
+    ids=["no call", "distrust", "not answered"],
+)
+def test_record_says_why_no_model_call_was_recorded(options, command, words, end):
+    said = run_rolltap("record", *options, "--", *command).stderr
+    assert [each for each in words if each not in said] == []
+    assert said.rstrip("\n").endswith(end)
+    assert ("did the program use the proxy" in said) == (not end)
 
 
-def test_record_says_that_calls_were_not_answered(scripted_engine, tokenizer_folder, tmp_path):
-    program = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'model': 'm'})"
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
-    ended = run_rolltap("record", *options, "--", sys.executable, "-c", program)
-    line, why = ended.stderr.splitlines()
-    assert "0 model calls, requests that look like one and were not answered: 1. See" in line
-    assert why.endswith("POST api.example.com/v9/messages")
-
-
-def test_a_recorder_that_does_not_start_says_why(tmp_path):
-    ended = run_rolltap("record", "--out", tmp_path / "run", "--model", tmp_path / "none", "--", "true")
-    assert ended.returncode == 1
-    assert "the recorder did not start" in ended.stderr
-    assert "cannot load a tokenizer" in " ".join(ended.stderr.split())
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(scripted_engine, tokenizer_folder, tmp_path):
+def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(options, scripted_engine):
     scripted_engine.root = "org/base-model"
-    options = ("--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder)
     ended = run_rolltap("record", *options, "--", "true")
     assert ended.returncode == 0
     assert f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as scripted), not" in ended.stderr
 
 
-def record(scripted_engine, model, folder, *arguments, program=ASK):
-    """Record a program in the folder `folder / "here"`, and return the end of `rolltap` and the session."""
-    scripted_engine.otherwise = lambda request: Say("Hi.")
-    (folder / "here").mkdir()
-    run = folder / "run"
-    options = ("--out", run, "--engine", scripted_engine.url, "--model", model, *arguments)
-    command = [sys.executable, "-m", "rolltap", "record", *map(str, options), "--", sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder / "here")
-    (session,) = load_sessions(run).values()
-    return ended, session
+@pytest.fixture
+def record(options, tmp_path):
+    """Return a function that records a program in a new folder and returns the end of `rolltap` and the session."""
+
+    def record(*arguments, program=ASK, name="run"):
+        (tmp_path / f"in-{name}").mkdir()
+        run = tmp_path / name
+        options[1] = run
+        command = ("--", sys.executable, "-c", program)
+        ended = run_rolltap("record", *options, *arguments, *command, cwd=tmp_path / f"in-{name}")
+        (session,) = load_sessions(run).values()
+        return ended, session
+
+    return record
 
 
-def test_an_evaluator_gives_the_session_its_reward(scripted_engine, tokenizer_folder, tmp_path):
+def test_an_evaluator_gives_the_session_its_reward(record, tmp_path):
     program = ASK.replace("sys.exit(3)", "open('made', 'w').close()\nsys.exit(3)")
-    how = "--evaluate", "test -e made", "--task", "sort"
-    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=program)
-    assert (ended.returncode, ended.stdout) == (3, "Hi.\n")
+    ended, session = record("--evaluate", "test -e made", "--task", "sort", program=program)
+    assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     assert f"session {session.session_id}: failed, reward 1" in ended.stderr
     assert (session.status, session.reward, session.task_id, session.group_id) == ("failed", 1.0, "sort", "sort")
     assert verify_run(tmp_path / "run", lambda *_: None).verdict == "ok"
 
 
-def test_an_evaluator_without_a_verdict_leaves_the_session_unjudged(scripted_engine, tokenizer_folder, tmp_path):
-    ended, session = record(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "echo score: 0.3")
-    assert (session.status, session.reward) == ("unjudged", None)
-    assert "score: 0.3" in session.error
-    assert session.error in ended.stderr
+TWICE = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
 
 
-def test_a_session_that_the_engine_failed_is_not_judged(scripted_engine, tokenizer_folder, tmp_path):
-    _, session = record(*(scripted_engine, tokenizer_folder, tmp_path, "--evaluate", "touch judged"), program="pass")
-    assert (session.status, session.reward) == ("infrastructure", None)
-    assert "no model call came" in session.error
-    assert not (tmp_path / "here" / "judged").exists()
-
-
-def test_a_budget_that_ended_the_session_is_its_status(scripted_engine, tokenizer_folder, tmp_path):
-    how = ("--set", "rolltap_max_calls=1", "--evaluate", "true")
-    twice = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
-    _, session = record(scripted_engine, tokenizer_folder, tmp_path, *how, program=twice)
-    assert (session.status, session.reward) == ("budget", 1.0)
-    assert "budget" in session.error
+@pytest.mark.parametrize(
+    ("arguments", "program", "status", "reward", "error"),
+    [
+        (["--evaluate", "echo score: 0.3"], ASK, "unjudged", None, "score: 0.3"),
+        (["--evaluate", "touch judged"], "pass", "infrastructure", None, "no model call came"),
+        (["--set", "rolltap_max_calls=1", "--evaluate", "true"], TWICE, "budget", 1.0, "budget"),
+    ],
+    ids=["no verdict", "not judged", "budget"],
+)
+def test_the_status_of_a_recorded_session_says_why_it_has_which_reward(
+    record, tmp_path, arguments, program, status, reward, error
+):
+    ended, session = record(*arguments, program=program)
+    assert (session.status, session.reward) == (status, reward)
+    assert error in session.error
+    assert status != "unjudged" or session.error in ended.stderr
+    assert not (tmp_path / "in-run" / "judged").exists()
 
 
 END = """
@@ -286,17 +251,14 @@ print(answer.status_code)
 """
 
 
-def test_a_program_rewards_itself_only_where_that_is_accepted(scripted_engine, tokenizer_folder, tmp_path):
+def test_a_program_rewards_itself_only_where_that_is_accepted(record, tmp_path):
     program = ASK.replace("sys.exit(3)", END)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "a", program=program)
-    assert (ended.stdout, session.reward, session.status) == ("Hi.\n403\n", None, "completed")
-    accept = ("--set", "rolltap_accept_rewards=true")
-    ended, session = record(scripted_engine, tokenizer_folder, tmp_path / "b", *accept, program=program)
-    assert (ended.stdout, session.reward, session.revision) == ("Hi.\n200\n", 0.75, 1)
+    ended, session = record(program=program)
+    assert (ended.stdout, session.reward, session.status) == ("0.5\n403\n", None, "completed")
+    ended, session = record("--set", "rolltap_accept_rewards=true", program=program, name="accepting")
+    assert (ended.stdout, session.reward, session.revision) == ("0.5\n200\n", 0.75, 1)
     assert (session.task_id, session.status, session.exit_status) == ("own", "completed", 0)
-    assert verify_run(tmp_path / "b" / "run", lambda *_: None).verdict == "ok"
+    assert verify_run(tmp_path / "accepting", lambda *_: None).verdict == "ok"
 
 
 @pytest.fixture
@@ -307,16 +269,9 @@ def secret_file(tmp_path):
     return path
 
 
-@pytest.fixture
-def mitmdump(scripted_engine, tokenizer_folder, tmp_path, secret_file):
-    """Start a recorder with a secret, as another user would."""
-    recorder = Recorder(tmp_path, scripted_engine.url, tokenizer_folder, f"rolltap_secret_file={secret_file}")
-    yield recorder
-    recorder.stop()
-
-
 @pytest.mark.parametrize("form", ["shell", "docker", "json"])
-def test_env_prints_what_a_program_needs_to_be_recorded(scripted_engine, mitmdump, secret_file, tmp_path, form):
+def test_env_prints_what_a_program_needs_to_be_recorded(start, scripted_engine, secret_file, tmp_path, form):
+    mitmdump = start(f"rolltap_secret_file={secret_file}")
     scripted_engine.replies.append(Say("Hi."))
     ca = tmp_path / "conf" / "mitmproxy-ca-cert.pem"
     options = ("--session", "s 1", "--engine", scripted_engine.url, "--ca", ca, "--format", form)
@@ -391,33 +346,26 @@ def test_the_order_of_the_files_does_not_decide(run):
     assert {session.session_id: session.reward for session in run.sessions()} == {"a": 1.0, "b": 0.75}
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
-def test_a_reward_that_is_not_finite_is_refused(run, value):
-    assert reward(run, "a", value).exit_code != 0
-    assert run.sessions()[0].status == "unknown"
-
-
-@pytest.mark.parametrize("part", ["speed", "=1", "speed=fast", "speed=nan"])
-def test_a_part_that_is_no_finite_number_is_refused(run, part):
-    assert reward(run, "a", "1", "--part", part).exit_code != 0
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(["nan"], ["inf"], ["-inf"], ["1e999"]),
+        *(["1", "--part", part] for part in ("speed", "=1", "speed=fast", "speed=nan")),
+    ],
+)
+def test_a_reward_or_a_part_that_is_no_finite_number_is_refused(run, values):
+    assert reward(run, "a", *values).exit_code != 0
     assert run.sessions()[0].status == "unknown"
 
 
 def test_a_unique_prefix_of_an_id_is_accepted_and_the_row_is_json_when_asked(run):
     with RunWriter(run.path, "never") as writer:
-        for session_id in ("long-1", "long-2"):
+        for session_id in ("long-1", "long-2", "other"):
             writer.add_call(make_call(session_id, 1, [1, 2], [3, 4]))
     refused = reward(run, "long", "1")
     assert re.search(r"2 sessions of .* begin with 'long'", str(refused.exception))
-    with RunWriter(run.path, "never") as writer:
-        writer.add_call(make_call("other", 1, [1, 2], [3, 4]))
     given = json.loads(reward(run, "oth", "0.5", "--part", "speed=1", "--json").output)
     assert (given["session_id"], given["reward"], given["parts"]) == ("other", 0.5, {"speed": 1.0})
-
-
-def test_an_unknown_session_is_refused(run):
-    with pytest.raises(InputError, match="has no session 'c'"):
-        run.reward("c", 1.0)
 
 
 def test_the_addons_path_is_a_script_that_mitmdump_can_load():

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from datasets import load_dataset, load_from_disk
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.tables import TABLES, RunWriter, run_files
 from rolltap.trainer.cli.runs import export_command, traces_command
 from rolltap.trainer.runs.views.report import summarize
@@ -33,34 +32,38 @@ def traces(*arguments):
     return CliRunner().invoke(traces_command, [*map(str, arguments)], catch_exceptions=False)
 
 
+def ledger_of(run, folder, *options):
+    """Return the traces that a command prints and the ledger that it writes."""
+    ended = traces(run, "--json", "--ledger", folder / "ledger.json", *options)
+    assert ended.exit_code == 0
+    return json_lines(ended.stdout), json.loads((folder / "ledger.json").read_text())
+
+
 def test_json_prints_one_object_a_trace_and_nothing_else_on_stdout(run):
-    ended = traces(run, "--json")
-    main, *others = sorted(json_lines(ended.stdout), key=lambda trace: trace["prompt_ids"])
-    assert (ended.exit_code, len(others)) == (0, 3)
-    assert main["session_id"] == "s"
-    assert main["call_ids"] == ["s-0", "s-1"]
+    main, *others = sorted(json_lines(traces(run, "--json").stdout), key=lambda trace: trace["prompt_ids"])
+    assert len(others) == 3
+    expected = {
+        "session_id": "s",
+        "call_ids": ["s-0", "s-1"],
+        "completion_mask": [1, 1, 0, 1, 1],
+        "logprobs": [-1.0, -1.015625, 0.0, -2.0, -2.015625],
+        **{"reward": 0.25, "task_id": "task", "harness": "pi", "role": "agent"},
+    }
+    assert {name: main[name] for name in expected} == expected
     assert main["prompt_ids"] + main["completion_ids"] == [1, 2, 3, 4, 5, 6, 7]
-    assert main["completion_mask"] == [1, 1, 0, 1, 1]
-    assert main["logprobs"] == [-1.0, -1.015625, 0.0, -2.0, -2.015625]
     assert main["weight_versions"][0] == {"version": "1", "start": 0, "end": 2}
     assert [span["start"] for span in main["continuity"]] == [0, 3]
-    assert (main["reward"], main["task_id"], main["harness"], main["role"]) == (0.25, "task", "pi", "agent")
+    # those of sessions without a reward are there, too
+    assert {trace["session_id"]: trace["reward"] for trace in others} == {"s": 0.25, "t": None, "u": None}
 
 
 def test_log_probabilities_are_printed_as_they_were_recorded(tmp_path):
-    write_metadata(tmp_path, {})
     told = [-0.1, -1e-7, -12.34567, -0.3]
     call = make_call("s", 0, [1], [2, 3, 4, 5])
     call.logprobs = told
-    with RunWriter(tmp_path) as writer:
-        writer.add_call(call)
+    factories.write_run(tmp_path, call)
     [trace] = json_lines(traces(tmp_path, "--json").stdout)
     assert trace["logprobs"] == told
-
-
-def test_traces_of_sessions_without_a_reward_are_there_with_null(run):
-    rewards = {trace["session_id"]: trace["reward"] for trace in json_lines(traces(run, "--json").stdout)}
-    assert rewards == {"s": 0.25, "t": None, "u": None}
 
 
 def test_the_ledger_alone_is_a_file_of_json(run, tmp_path):
@@ -80,11 +83,9 @@ def test_the_ledger_can_go_to_a_pipe(run, tmp_path):
 
 
 def test_dataset_lines_and_ledger_of_one_command_agree(run, tmp_path):
-    ended = traces(run, "--out", tmp_path / "out", "--json", "--ledger", tmp_path / "ledger.json")
-    printed = json_lines(ended.stdout)
+    printed, ledger = ledger_of(run, tmp_path, "--out", tmp_path / "out")
     assert list(load_from_disk(tmp_path / "out")) == printed
-    trained = json.loads((tmp_path / "ledger.json").read_text())["trained"]
-    assert trained == sum(sum(trace["completion_mask"]) for trace in printed if trace["reward"] is not None)
+    assert ledger["trained"] == sum(sum(trace["completion_mask"]) for trace in printed if trace["reward"] is not None)
 
 
 def test_the_summary_for_people_is_on_stderr(run, tmp_path):
@@ -94,30 +95,28 @@ def test_the_summary_for_people_is_on_stderr(run, tmp_path):
     assert ended.stdout == ""
 
 
-def test_the_strategy_decides_how_calls_become_traces(run):
-    merged = json_lines(traces(run, "--json", "--strategy", "prefix_merging").stdout)
-    single = json_lines(traces(run, "--json", "--strategy", "per_request").stdout)
-    assert sorted(len(trace["call_ids"]) for trace in merged) == [1, 1, 1, 2]
-    assert [len(trace["call_ids"]) for trace in single] == [1] * 5
+MERGED = [[1, 2, 3, 4, 5, 6, 7], [20, 21, 22, 23, 24], [40, 41, 42], [50, 51, 52, 53]]
+REST = {"aborted": 1, "auxiliary": 1, "no_reward": 5}
+BOTH_ROLES = [MERGED[0], [30, 31], *MERGED[2:]]
 
 
-def test_roles_select_calls_and_the_ledger_names_the_others(run, tmp_path):
-    ended = traces(run, "--json", "--roles", "subagent", "--ledger", tmp_path / "ledger.json")
-    assert [trace["prompt_ids"] for trace in json_lines(ended.stdout)] == [[20, 21]]
-    ledger = json.loads((tmp_path / "ledger.json").read_text())
-    assert ledger == {"sampled": 14, "trained": 3, "left_out": {"aborted": 1, "auxiliary": 1, "agent": 9}}
-
-
-def test_side_questions_are_trained_when_they_are_asked_for(run):
-    traced = json_lines(traces(run, "--json", "--roles", "agent, auxiliary").stdout)
-    assert sorted(trace["role"] for trace in traced) == ["agent", "agent", "agent", "auxiliary"]
-
-
-def test_long_traces_are_cut_at_their_end_and_the_ledger_says_how_much(run, tmp_path):
-    ended = traces(run, "--json", "--max-tokens", 4, "--ledger", tmp_path / "ledger.json")
-    tokens = sorted(trace["prompt_ids"] + trace["completion_ids"] for trace in json_lines(ended.stdout))
-    assert tokens == [[1, 2, 3, 4], [20, 21, 22, 23], [40, 41, 42], [50, 51, 52, 53]]
-    assert json.loads((tmp_path / "ledger.json").read_text())["left_out"]["over_length"] == 3
+@pytest.mark.parametrize(
+    ("option", "value", "tokens", "left_out"),
+    [
+        ("--strategy", "prefix_merging", MERGED, REST),
+        ("--strategy", "per_request", [MERGED[0][:4], *MERGED], REST),
+        ("--roles", "subagent", MERGED[1:2], {"aborted": 1, "auxiliary": 1, "agent": 9}),
+        ("--roles", "agent, auxiliary", BOTH_ROLES, {"aborted": 1, "subagent": 3, "no_reward": 5}),
+        ("--max-tokens", 4, [tokens[:4] for tokens in MERGED], {**REST, "over_length": 3}),
+    ],
+)
+def test_an_option_decides_which_calls_become_traces_and_the_ledger_has_the_rest(
+    run, tmp_path, option, value, tokens, left_out
+):
+    found, ledger = ledger_of(run, tmp_path, option, value)
+    assert sorted(trace["prompt_ids"] + trace["completion_ids"] for trace in found) == tokens
+    assert ledger["left_out"] == left_out
+    assert ledger["sampled"] == 14 == ledger["trained"] + sum(left_out.values())
 
 
 def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
@@ -132,34 +131,25 @@ def test_the_strategy_tree_names_the_trace_that_begins_alike(run):
     assert (second["shared_trace_id"], second["shared_tokens"]) == (first["trace_id"], 3)
 
 
-def test_without_an_output_the_message_names_the_options(run):
-    ended = traces(run)
-    assert ended.exit_code == 2
-    assert "say where the traces go: --out DIR, --json, or --ledger FILE" in ended.stderr
-
-
-@pytest.mark.parametrize("roles", ["agent,boss", ""])
-def test_an_unknown_role_is_named_with_the_valid_ones(run, roles):
-    ended = traces(run, "--json", "--roles", roles)
-    assert ended.exit_code == 2
-    assert f"'{roles.removeprefix('agent,')}': choose among agent, subagent, compaction, auxiliary" in ended.stderr
-
-
-def test_a_ledger_that_cannot_be_written_is_an_error_of_the_user(run, tmp_path):
-    ended = traces(run, "--ledger", tmp_path / "missing" / "ledger.json")
-    assert ended.exit_code == 1
-    assert "Could not open file" in ended.stderr
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ([], 2, "say where the traces go: --out DIR, --json, or --ledger FILE"),
+        (["--json", "--roles", "agent,boss"], 2, "'boss': choose among agent, subagent, compaction, auxiliary"),
+        (["--json", "--roles", ""], 2, "'': choose among agent, subagent, compaction, auxiliary"),
+        (["--ledger", "missing/ledger.json"], 1, "Could not open file"),
+    ],
+)
+def test_wrong_options_of_traces_are_a_message(run, options, status, message):
+    ended = traces(run, *options)
+    assert ended.exit_code == status
+    assert message in ended.stderr
 
 
 @pytest.fixture
 def long_run(tmp_path):
-    """Write a run of three sessions whose JSON takes one megabyte in all."""
-    write_metadata(tmp_path / "run", {})
-    writer = RunWriter(tmp_path / "run")
-    for i in range(3):
-        writer.add_call(make_call(f"s{i}", 0, [1] * 100_000, [2]))
-    writer.close()
-    return tmp_path / "run"
+    """A run of three sessions whose JSON takes one megabyte in all."""
+    return factories.write_run(tmp_path / "run", *(make_call(f"s{i}", 0, [1] * 100_000, [2]) for i in range(3)))
 
 
 def test_a_full_disk_is_a_message_and_leaves_no_files(long_run, tmp_path):
@@ -214,9 +204,8 @@ def export(*arguments):
 
 def test_parquet_is_written_and_counted(run, tmp_path):
     ended = export(run, "--to", "parquet", "--out", tmp_path / "out")
-    assert ended.exit_code == 0
+    assert (ended.exit_code, ended.stdout) == (0, "")
     assert f"14 records in {tmp_path / 'out'}" in ended.stderr
-    assert ended.stdout == ""
     calls = load_dataset(str(tmp_path / "out"), "calls", split="train", cache_dir=str(tmp_path / "cache"))
     assert calls.num_rows == 7
 
@@ -255,7 +244,9 @@ def test_inspect_shows_rewards_and_the_ledger(tmp_path):
     calls = [factories.make_call(0, [1], [2, 3], session_id=f"s{i}", version="4") for i in range(3)]
     rows = [factories.make_session(f"s{i}", reward=reward, policy_version="4") for i, reward in enumerate(rewards)]
     factories.write_run(tmp_path, *calls, *rows)
-    summary = json.loads(run_rolltap("inspect", tmp_path, "--json").stdout)
+    told = run_rolltap("inspect", tmp_path, "--json")
+    summary = json.loads(told.stdout)
+    assert told.stderr == ""  # a sound run is not warned of
     assert summary["ledger"] == {"sampled": 6, "trained": 4, "left_out": {"no_reward": 2}}
     assert summary["steps"] == [{"policy_version": "4", "sessions": 3, "mean_reward": 0.5, "best_reward": 1.0}]
     table = run_rolltap("inspect", tmp_path).stdout
@@ -279,28 +270,13 @@ def changed_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("inspect", "{run}"),
-        ("inspect", "{run}", "{session}"),
-        ("traces", "{run}", "--out", "{run}-traces"),
-        ("traces", "{run}", "--json"),
-    ],
+    "arguments", ["inspect {run}", "inspect {run} {session}", "traces {run} --out {run}-traces", "traces {run} --json"]
 )
 def test_a_changed_row_is_told_with_what_to_do(changed_run, arguments):
     run, session = changed_run
-    ended = run_rolltap(*(argument.format(run=run, session=session) for argument in arguments))
+    ended = run_rolltap(*arguments.format(run=run, session=session).split())
     assert ended.returncode == 0
     assert CHANGED in ended.stderr
     assert "rolltap verify" in ended.stderr
-
-
-def test_a_sound_run_is_not_warned_of(tmp_path):
-    write_run(tmp_path / "run")
-    assert run_rolltap("inspect", tmp_path / "run").stderr == ""
-
-
-def test_the_summary_and_the_session_mark_it(changed_run):
-    run, session = changed_run
-    assert CHANGED in run_rolltap("inspect", run).stdout
-    assert CHANGED in " ".join(run_rolltap("inspect", run, session).stdout.split())
+    if arguments.startswith("inspect"):
+        assert CHANGED in " ".join(ended.stdout.split())

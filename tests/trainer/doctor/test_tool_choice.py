@@ -15,59 +15,40 @@ def tool(name, required=(), **properties):
     return {"name": name, "parameters": {"type": "object", "properties": properties, "required": list(required)}}
 
 
+def parse(text):
+    """Return the tools of `name parameter! parameter:type, ...`. `!` is required, a type with `|` an enum."""
+    tools = []
+    for name, *parameters in map(str.split, text.split(",")):
+        found = {}
+        for each in parameters:
+            key, _, kind = each.replace("!", "").partition(":")
+            found[key] = {"enum": kind.split("|")} if "|" in kind else {"type": kind or "string"}
+        required = [each.partition("!")[0] for each in parameters if "!" in each]
+        tools.append(tool(name, required, **found))
+    return tools
+
+
 PROGRAMS = {
-    "claude-code": [
-        tool("Agent", ["description", "prompt"], description=TEXT, prompt=TEXT),
-        tool("Bash", ["command"], command=TEXT, timeout={"type": "number"}, run_in_background={"type": "boolean"}),
-        tool("Edit", ["file_path", "old_string", "new_string"], file_path=TEXT, old_string=TEXT, new_string=TEXT),
-        tool("Read", ["file_path"], file_path=TEXT),
-        tool("Skill", ["skill"], skill=TEXT),
-        tool("Write", ["file_path", "content"], file_path=TEXT, content=TEXT),
-    ],
-    "codex": [
-        tool("exec_command", ["cmd"], cmd=TEXT, workdir=TEXT),
-        tool("write_stdin", ["session_id"], session_id={"type": "number"}, chars=TEXT),
-        tool("request_user_input", ["questions"], questions={"type": "array"}),
-    ],
-    "gemini-cli": [
-        tool("list_directory", ["dir_path"], dir_path=TEXT),
-        tool("run_shell_command", ["command"], command=TEXT, is_background={"type": "boolean"}),
-        tool("write_file", ["file_path", "content"], file_path=TEXT, content=TEXT),
-    ],
-    "mini-swe-agent": [tool("bash", ["command"], command=TEXT)],
-    "opencode": [
-        tool("invalid", ["tool", "error"], tool=TEXT, error=TEXT),
-        tool("bash", ["command", "description"], command=TEXT, description=TEXT),
-        tool("task", ["prompt"], prompt=TEXT),
-    ],
-    "pi": [tool("read", ["path"], path=TEXT), tool("bash", ["command"], command=TEXT)],
-    "qwen-code": [
-        tool("edit", ["file_path"], file_path=TEXT),
-        tool("run_shell_command", ["command", "is_background"], command=TEXT, is_background={"type": "boolean"}),
-    ],
-    "openhands": [
-        tool("file_editor", ["command", "path"], command={"enum": ["view", "create"]}, path=TEXT),
-        tool("terminal", ["command", "security_risk"], command=TEXT, security_risk={"enum": ["LOW", "HIGH"]}),
-        tool("finish", ["message"], message=TEXT),
-    ],
-    "cline": [
-        tool("read_files", ["paths"], paths={"type": "array", "items": TEXT}),
-        tool("run_commands", ["commands"], commands={"type": "array", "items": TEXT}),
-    ],
-    "copilot": [
-        tool("bash", ["command", "description"], command=TEXT, description=TEXT, mode={"enum": ["sync"]}),
-        tool("write_bash", ["shellId", "input"], shellId=TEXT, input=TEXT),
-        tool("stop_bash", ["shellId"], shellId=TEXT),
-    ],
-    "goose": [tool("developer__text_editor", ["path"], path=TEXT), tool("developer__shell", ["command"], command=TEXT)],
-    "one with a terminal": [tool("run_in_terminal", ["command"], command=TEXT)],
-    "an old codex": [tool("shell", ["command"], command={"type": "array", "items": TEXT})],
-    "a script": [tool("send_mail", ["to"], to=TEXT), tool("weather", ["city"], city=TEXT)],
-    "handoffs": [tool("transfer_to_clerk"), tool("multiply", ["a", "b"], a={"type": "integer"}, b={"type": "integer"})],
-    "unknown verbs": [tool("frobnicate", ["x"], x=TEXT), tool("getRow", ["x"], x=TEXT)],
-    "an MCP server": [tool("mcp__fs__list_directory", ["path"], path=TEXT)],
-    "a web tool": [tool("web_search", ["query"], query=TEXT)],
-    "no schema": [{"name": "get_time"}],
+    "claude-code": "Agent description! prompt!, Bash command! timeout:number run_in_background:boolean, "
+    "Edit file_path! old_string! new_string!, Read file_path!, Skill skill!, Write file_path! content!",
+    "codex": "exec_command cmd! workdir, write_stdin session_id!:number chars, request_user_input questions!:array",
+    "gemini-cli": "list_directory dir_path!, run_shell_command command! is_background:boolean, "
+    "write_file file_path! content!",
+    "mini-swe-agent": "bash command!",
+    "opencode": "invalid tool! error!, bash command! description!, task prompt!",
+    "pi": "read path!, bash command!",
+    "qwen-code": "edit file_path!, run_shell_command command! is_background!:boolean",
+    "openhands": "file_editor command!:view|create path!, terminal command! security_risk!:LOW|HIGH, finish message!",
+    "cline": "read_files paths!:array, run_commands commands!:array",
+    "copilot": "bash command! description! mode:sync|async, write_bash shellId! input!, stop_bash shellId!",
+    "goose": "developer__text_editor path!, developer__shell command!",
+    "one with a terminal": "run_in_terminal command!",
+    "an old codex": "shell command!:array",
+    "a script": "send_mail to!, weather city!",
+    "handoffs": "transfer_to_clerk, multiply a!:integer b!:integer",
+    "unknown verbs": "frobnicate x!, getRow x!",
+    "an MCP server": "mcp__fs__list_directory path!",
+    "a web tool": "web_search query!",
 }
 CALLS = {
     "claude-code": ("Bash", {"command": ECHO}),
@@ -88,13 +69,12 @@ CALLS = {
     "unknown verbs": ("getRow", {"x": "hello"}),
     "an MCP server": ("mcp__fs__list_directory", {"path": "."}),
     "a web tool": ("web_search", {"query": "hello"}),
-    "no schema": ("get_time", {}),
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_gets_a_call_that_does_no_harm(program):
-    assert harmless_call(PROGRAMS[program]) == CALLS[program]
+    assert harmless_call(parse(PROGRAMS[program])) == CALLS[program]
 
 
 ACTS = """
@@ -127,14 +107,15 @@ def test_a_tool_that_ends_something_else_than_the_session_is_not_called(name):
 
 @pytest.mark.parametrize("name", ["finish", "submit", "attempt_completion", "complete_task", "final_answer"])
 def test_a_program_is_ended_with_the_tool_that_it_has_for_that(name):
-    assert ending_call([tool("bash", ["command"], command=TEXT), tool(name, ["text"], text=TEXT)]) == (
-        name,
-        {"text": "hello"},
-    )
+    assert ending_call(parse(f"bash command!, {name} text!")) == (name, {"text": "hello"})
+
+
+def test_a_tool_without_a_schema_is_called():
+    assert harmless_call([{"name": "get_time"}]) == ("get_time", {})
 
 
 def test_a_program_without_such_tools_gets_no_call():
-    assert ending_call(PROGRAMS["pi"]) is shell_call([tool("read", ["path"], path=TEXT)], "true") is None
+    assert ending_call(parse(PROGRAMS["pi"])) is shell_call([tool("read", ["path"], path=TEXT)], "true") is None
     assert harmless_call([]) is None
 
 

@@ -74,6 +74,9 @@ def serving(server: AnyServer) -> Iterator[AnyServer]:
             thread.join()
 
 
+AS_VLLM = f'exec {sys.executable} {__file__} "$@"'
+"""A shell script that is this program, in place of vLLM."""
+
 if __name__ == "__main__":
     server = Answering(int(sys.argv[sys.argv.index("--port") + 1]))
     server.digest = os.environ.get("ROLLTAP_ENGINE_KEY_SHA256")
