@@ -54,12 +54,6 @@ class TestRun:
         assert run.ledger() == run.summary().ledger == run.traces().batch().ledger
         assert run.ledger().left_out == {"aborted": 1, "auxiliary": 1, "no_reward": 5}
 
-    def test_a_session_and_a_call_are_found_by_unique_prefixes(self, run):
-        assert run.inspect_session("s").session_id == "s"
-        assert run.inspect_call("s", "s-1").call.call_id == "s-1"
-        with pytest.raises(InputError, match="begin with 's-'"):
-            run.inspect_call("s", "s-")
-
     @pytest.mark.parametrize("view", [rolltap.Run.summary, lambda run: run.inspect_session("s"), rolltap.Run.ledger])
     def test_rich_prints_what_a_person_looks_at(self, run, view):
         Console(file=(printed := io.StringIO()), width=100).print(view(run))
@@ -167,7 +161,3 @@ class TestRunTraces:
     def test_arguments_that_do_not_exist_are_refused_before_anything_is_read(self, run, arguments, message):
         with pytest.raises(InputError, match=message):
             run.traces(**arguments)
-
-    def test_a_trace_as_json_has_the_log_probabilities_that_were_recorded(self, run):
-        trace = next(iter(run.traces()))
-        assert json.loads(json.dumps(trace.to_json()))["logprobs"] == trace.logprobs
