@@ -102,7 +102,7 @@ class TestFilter:
             ({"suspicious": True}, ["t"]),
             ({"suspicious": False}, ["s", "u", "v"]),
             ({"suspicions": ["web_search", "git_history"]}, ["t"]),
-            ({"sessions": ["v", "s"]}, ["s", "v"]),
+            ({"session_ids": ["v", "s"]}, ["s", "v"]),
             ({"harnesses": ["h"], "max_reward": 0.5}, ["t"]),
         ],
         ids=str,
