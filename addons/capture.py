@@ -113,18 +113,16 @@ class Capture:
                 self._redirect(flow, None)
             return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)
-        if route is None or self._is_of_host(route, flow.request):
+        if route is None:
             return
+        chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
+        if route.prefix in UNSPECIFIC_PREFIXES and not chosen and self._is_named(flow.request.host, flow.request.port):
+            return  # a path of a host of the user's that may be no model API
         if route.service == "websocket" and not ctx.options.rolltap_websocket:
             # 426 makes Codex fall back immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
             return
         self._redirect(flow, route)
-
-    def _is_of_host(self, route: Route, request: http.Request) -> bool:
-        """Return True for a request to a host of the user's that may be no model API, and has a path of its own."""
-        chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
-        return route.prefix in UNSPECIFIC_PREFIXES and not chosen and self._is_named(request.host, request.port)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:
         assert self.endpoint is not None

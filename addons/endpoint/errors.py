@@ -107,7 +107,9 @@ class Refusals:
 
     def record(self, event: Event) -> None:
         """Write or count one refusal."""
-        event = _printable(event)
+        session_id = None if event.session_id is None else printable(event.session_id)
+        texts: dict[str, Any] = {name: printable(getattr(event, name)) for name in ("host", "method", "path", "detail")}
+        event = replace(event, session_id=session_id, **texts)
         key = event.session_id, event.kind
         tally = self._tallies.setdefault(key, _Tally())
         self._tallies.move_to_end(key)
@@ -155,9 +157,3 @@ class Refusals:
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
         self._write(event)
         return allowed
-
-
-def _printable(event: Event) -> Event:
-    session_id = None if event.session_id is None else printable(event.session_id)
-    texts: dict[str, Any] = {name: printable(getattr(event, name)) for name in ("host", "method", "path", "detail")}
-    return replace(event, session_id=session_id, **texts)

@@ -254,9 +254,10 @@ class RecoveredSession:
 
     def _restore(self, recorded: RecordedCall, reply: Message, rule: EchoRule | None) -> Turn:
         """Let later calls continue a completed one."""
-        row, model_call = recorded.row, recorded.model_call(rule)
-        ids = row["prompt_tail_ids"], row["completion_ids"]
-        return self.conversations.restore(row["call_id"], row["parent_id"], *ids, model_call, reply, row["kind"])
+        row, request = recorded.row, recorded.model_call(rule)
+        return self.conversations.restore(
+            row["call_id"], row["parent_id"], row["prompt_tail_ids"], row["completion_ids"], request, reply, row["kind"]
+        )
 
     def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> FinishedCall | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
@@ -264,7 +265,10 @@ class RecoveredSession:
         prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
         reply = Reply.of_message(message, row["finish_reason"])
         if stop_texts := sampling.get("stop"):
-            reply.stop = self._stop_text(turn, prompt_ids, recorded.tools, stop_texts)
+            # the recorded reply was cut before the stop text
+            uncut_reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), recorded.tools)
+            cut_at_stop(uncut_reply, stop_texts, partial=False)
+            reply.stop = uncut_reply.stop
             own_end = turn.completion_ids[-1:].tolist() in [[i] for i in self._recovery.rendering.stop_token_ids()]
             if reply.stop is None and row["finish_reason"] == "stop" and not own_end:
                 return None
@@ -275,12 +279,6 @@ class RecoveredSession:
             usage=Usage(len(prompt_ids), len(turn.completion_ids), row["cached_tokens"] or 0),
             delivered=delivered,
         )
-
-    def _stop_text(self, turn: Turn, prompt_ids: list[int], tools: list[Tool], stop_texts: list[str]) -> str | None:
-        """Return the stop text in the sampled tokens, or None. The recorded reply was cut before it."""
-        reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), tools)
-        cut_at_stop(reply, stop_texts, partial=False)
-        return reply.stop
 
 
 def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:

@@ -43,7 +43,8 @@ class EnginePool:
     def of(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
         """Return the engine of a session: among those that are up and not in `avoid`, or among all if none is."""
         engines = self._up(avoid) or self._up() or self._engines
-        return max(engines, key=lambda engine: _weight(engine.url, session_id))
+        keys = {f"{engine.url} {session_id}".encode(): engine for engine in engines}
+        return keys[max(keys, key=lambda key: hashlib.blake2b(key, digest_size=8).digest())]
 
     async def ready(self, session_id: str) -> tuple[Engine, int]:
         """Return the engine of a session and its context window in tokens. Raises `EngineError`.
@@ -123,7 +124,3 @@ async def require_model(urls: Sequence[str], key: str | None, own: OwnModel) -> 
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
     return [engine.lookup.warning for engine in engines if engine.lookup.warning]
-
-
-def _weight(url: str, session_id: str) -> bytes:
-    return hashlib.blake2b(f"{url} {session_id}".encode(), digest_size=8).digest()

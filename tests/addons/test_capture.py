@@ -292,11 +292,6 @@ class TestRun:
         assert (recorder["engines"], recorder["sampling"]) == (["http://127.0.0.1:1"], NEUTRAL_SAMPLING)
         assert recorder["versions"]["pyarrow"] == pyarrow.__version__
 
-    def test_events_are_written_to_it(self, capture):
-        capture.record(Event(kind="refused", session_id="s1", host="evil.com", method="GET", path="/"))
-        (event,) = read_rows(capture.endpoint.writer.run, "events")
-        assert (event["kind"], event["session_id"], event["host"]) == ("refused", "s1", "evil.com")
-
     def test_a_run_that_cannot_be_written_to_is_logged(self, capture, tmp_path, caplog):
         run = capture.endpoint.writer.run
         (run / RUN_FILE).unlink()

@@ -156,16 +156,12 @@ class TestFault:
 
 
 class TestStop:
-    async def test_a_stop_text_ends_the_reply_and_is_no_part_of_it(self, harness, scripted_engine):
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_stop_text_ends_the_reply_and_is_no_part_of_it(self, harness, scripted_engine, stream):
         scripted_engine.replies.append(Say("one two STOP"))
-        _, reply = await harness.ask(user(), stop=["STOP"])
-        assert said(reply) == "one two "
+        _, reply = await harness.send({"messages": [user()], "stream": stream, "stop": ["STOP"]})
+        assert (content(reply) if stream else said(json.loads(reply))) == "one two "
         assert scripted_engine.requests[0]["sampling_params"]["stop"] == ["STOP"]
-
-    async def test_no_part_of_a_stop_text_is_streamed(self, harness, scripted_engine):
-        scripted_engine.replies.append(Say("one two STOP"))
-        _, events = await harness.send({"messages": [user()], "stream": True, "stop": "STOP"})
-        assert content(events) == "one two "
 
 
 class TestSchema:
