@@ -27,7 +27,7 @@ import transformers.trainer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
-from rolltap.trainer.engine import engines, publish
+from rolltap.trainer.engine import engines, weights
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import attempt, loop, online, report
@@ -126,9 +126,8 @@ SHORT = {
 def make_points(points: Points) -> None:
     """Let the loop and the libraries below it pass points."""
     points.around(attempt, "write_atomically", lambda path, _: f"writing {path.name}")
-    for way in (publish, publish):
-        points.around(way, "save", lambda *_: "the policy is saved")
-        points.around(way, "write_policy")
+    points.around(weights, "save", lambda *_: "the policy is saved")
+    points.around(weights, "write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
     points.around(online, "load_batch")
     points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
