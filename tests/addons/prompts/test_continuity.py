@@ -15,6 +15,7 @@ from tests.deep import examples
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
 THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
 
 
 class Session:
@@ -175,15 +176,12 @@ class TestKind:
         prompt = session.prompt([user("Hi"), reply, user("Go on")])
         assert (prompt.kind, prompt.reason) == ("rendered", "its tools are not those of any earlier call")
 
-    def test_a_call_that_the_renderer_cannot_continue_is_rendered_with_the_reason(self, session):
-        reply = session.ask([user("Hi")], "Hello.<|im_end|>And more")
-        prompt = session.prompt([user("Hi"), reply, user("Go on")])
-        assert (prompt.kind, prompt.reason) == ("rendered", "the renderer cannot continue call 0")
-
-    def test_the_reason_names_the_last_of_several_calls(self, session):
-        messages = session.talk("One.")
+    @pytest.mark.parametrize("number", [0, 1])
+    def test_the_newest_call_that_the_renderer_cannot_continue_is_the_reason(self, session, number):
+        messages = session.talk(*["One."] * number)
         messages += [session.ask(messages, "Two.<|im_end|>And more"), user("Go on")]
-        assert session.prompt(messages).reason == "the renderer cannot continue call 1"
+        prompt = session.prompt(messages)
+        assert (prompt.kind, prompt.reason) == ("rendered", f"the renderer cannot continue call {number}")
 
 
 class TestEchoRule:
@@ -229,26 +227,17 @@ class TestChangedEchoes:
 
     LITELLM = "[System: Empty message content sanitised to satisfy protocol]"
 
-    @pytest.mark.parametrize(
-        ("completion", "echo"),
-        [
-            (THINKING, changed(content="<think>\nI look.\n</think>\n\nSo:")),
-            (THINKING, changed(content="<think>I look.</think>So:\n")),
-            (THINKING.replace("So:", ""), changed(content="<think>\nI look.\n</think>")),
-            (THINKING.replace("So:", ""), lambda reply: {**reply, "content": TestChangedEchoes.LITELLM}),
-            (THINKING, changed(content="So:\n")),
-            ("Done.\n", changed(content="Done.")),
-            (THINKING.replace("So:", " "), changed(content="")),
-        ],
-        ids=[
-            "thoughts",
-            "thoughts and a newline",
-            "only thoughts",
-            "LiteLLM",
-            "newline more",
-            "newline less",
-            "blanks",
-        ],
+    @named(
+        "completion, echo",
+        {
+            "thoughts": (THINKING, changed(content="<think>\nI look.\n</think>\n\nSo:")),
+            "thoughts and a newline": (THINKING, changed(content="<think>I look.</think>So:\n")),
+            "only thoughts": (THINKING.replace("So:", ""), changed(content="<think>\nI look.\n</think>")),
+            "LiteLLM": (THINKING.replace("So:", ""), changed(content=LITELLM)),
+            "newline more": (THINKING, changed(content="So:\n")),
+            "newline less": ("Done.\n", changed(content="Done.")),
+            "blanks": (THINKING.replace("So:", " "), changed(content="")),
+        },
     )
     def test_an_echo_with_a_known_change_is_continued(self, session, completion, echo):
         reply = session.ask([user("Hi")], completion + "<|im_end|>")
@@ -269,20 +258,11 @@ class TestChangedEchoes:
         prompt = session.prompt([user("Hi"), {**reply, "content": content}, result(reply)])
         assert (prompt.kind, prompt.parent) == ("rendered", None)
 
-    @pytest.mark.parametrize("thought", ["One", "Two"])
-    def test_shown_thoughts_decide_between_equal_replies(self, session, thought):
-        for sampled in ("One", "Two"):
-            session.ask([user("Hi")], f"<think>\n{sampled}\n</think>\n\nHello.<|im_end|>")
-        echo = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nHello."}
-        prompt = session.prompt([user("Hi"), echo, user("Go on")])
-        assert prompt.parent.call_id == str(["One", "Two"].index(thought))
-
     def test_replies_that_differ_by_a_newline_stay_apart(self, session):
         replies = [{"role": "assistant", "content": text} for text in ("Hello.", "Hello.\n")]
         for number, reply in enumerate(replies):
-            session.conversations.add(
-                str(number), session.prompt([user("Hi")]), session.encode("Hello.<|im_end|>"), reply
-            )
+            prompt = session.prompt([user("Hi")])
+            session.conversations.add(str(number), prompt, session.encode("Hello.<|im_end|>"), reply)
         for number, reply in enumerate(replies):
             assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
 
@@ -292,19 +272,23 @@ class TestEqualReplies:
 
     @pytest.fixture
     def replies(self, session):
-        return [
-            session.ask([user("Hi")], f"<think>\n{thought}\n</think>\n\nHello.<|im_end|>") for thought in ("One", "Two")
-        ]
+        thoughts = [f"<think>\n{thought}\n</think>\n\n" for thought in ("One", "Two")]
+        return [session.ask([user("Hi")], f"{thought}Hello.<|im_end|>") for thought in thoughts]
 
-    def test_their_reasoning_selects_the_call(self, session, replies):
+    @pytest.mark.parametrize("shown", [False, True], ids=["sent back", "shown in the text"])
+    def test_their_reasoning_selects_the_call(self, session, replies, shown):
         for number, reply in enumerate(replies):
+            if shown:
+                content = f"<think>\n{reply['reasoning_content']}\n</think>\n\nHello."
+                reply = {"role": "assistant", "content": content}
             prompt = session.prompt([user("Hi"), reply, user("Go on")])
             assert (prompt.kind, prompt.parent.call_id) == ("bridged", str(number))
             assert prompt.ids[: prompt.prefix_length] == session.token_ids(number)
 
+    @pytest.mark.parametrize("context", [[], [CONTEXT, user("And?")]], ids=["at the end", "before context"])
     @pytest.mark.parametrize("reasoning", ["", "Three"], ids=["none", "of neither"])
-    def test_without_matching_reasoning_they_are_ambiguous(self, session, replies, reasoning):
-        prompt = session.prompt([user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on")])
+    def test_without_matching_reasoning_they_are_ambiguous(self, session, replies, reasoning, context):
+        prompt = session.prompt([user("Hi"), {**replies[0], "reasoning_content": reasoning}, user("Go on"), *context])
         assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
 
     def test_calls_with_equal_tokens_are_not_ambiguous(self, session):
@@ -418,7 +402,6 @@ class TestMemory:
         assert len(pickle.dumps(session.conversations.history._next)) < 2_000
 
 
-CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
 EXAMPLES = [user("What is 1 + 1?"), {"role": "assistant", "content": "2"}]
 
 
@@ -452,15 +435,11 @@ class TestContextMessages:
         prompt = session.prompt([user("Hi"), reply, result(reply), invented, answer])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
 
-    def test_a_request_that_is_repeated_continues_the_same_call(self, session):
+    def test_a_request_that_is_repeated_or_whose_reply_is_dropped_continues_the_same_call(self, session):
         messages = [*session.talk("Hello."), CONTEXT, user("And?")]
         for completion in ("One.<|im_end|>", "Two.<|im_end|>"):
             session.ask(messages, completion)
         assert session.calls[1][0].ids == session.calls[2][0].ids
-
-    def test_a_program_that_drops_a_reply_and_goes_on_branches(self, session):
-        messages = [*session.talk("Hello."), CONTEXT, user("And?")]
-        session.ask(messages, "Well.<|im_end|>")
         prompt = session.prompt([*messages, user("Again.")])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
 
@@ -499,11 +478,7 @@ class TestContextMessages:
             "and nothing after it": lambda m: [*m[:3], user("Remember."), other(m[3]), m[4]],
             "a message less": lambda m: [*m[:2], *m[3:]],
             "a turn less": lambda m: [*m[:2], m[5], m[6]],
-            "a tool call of another call": lambda m: [
-                *m,
-                {**other(m[3]), "tool_calls": [], "call_id": "1"},
-                user("And?"),
-            ],
+            "a tool call of another call": lambda m: [*m, changed(tool_calls=[], call_id="1")(m[3]), user("And?")],
             "a reply once more": lambda m: [*m, {**m[5], "content": "Third.\n"}, user("And?")],
         },
     )
@@ -547,12 +522,6 @@ class TestContextMessages:
         assert [call.kind for call, _ in session.calls] == ["root", "rendered", "rendered"]
         assert len({call.reason for call, _ in session.calls[1:]}) == 1
 
-    def test_a_call_with_ambiguous_replies_is_not_continued(self, session):
-        for thought in ("One", "Two"):
-            reply = session.ask([user("Hi")], f"<think>\n{thought}\n</think>\n\nHello.<|im_end|>")
-        prompt = session.prompt([user("Hi"), {**reply, "reasoning_content": ""}, user("Go on"), CONTEXT, user("And?")])
-        assert (prompt.kind, prompt.reason) == ("rendered", "2 earlier calls fit equally well up to message 2")
-
 
 class TestExamples:
     def test_a_first_call_with_examples_is_a_root(self, session):
@@ -567,21 +536,19 @@ class TestExamples:
         session.ask([*EXAMPLES, user("What is 2 + 2?")], "4<|im_end|>")
         assert session.prompt([*examples, user("What is 3 + 3?")]).kind == "root"
 
-    @pytest.mark.parametrize("change", [same, other], ids=["verbatim", "with the id of its tool call"])
-    def test_a_reply_in_another_conversation_is_no_example(self, session, change):
-        reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
-        prompt = session.prompt([user("One"), user("Two"), change(reply), result(reply)])
-        assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")
-
-    @pytest.mark.parametrize(
-        "content",
-        ["Hello.\n", "<think>I greet.</think>Hello.", "Changed."],
-        ids=["a newline more", "thoughts in front", "changed at its place"],
+    @named(
+        "completion, before, echo",
+        {
+            "verbatim": (THINKING, [user("One"), user("Two")], same),
+            "with the id of its tool call": (THINKING, [user("One"), user("Two")], other),
+            "a newline more": ("Hello.", [user("Ho")], changed(content="Hello.\n")),
+            "thoughts in front": ("Hello.", [user("Ho")], changed(content="<think>I greet.</think>Hello.")),
+            "changed at its place": ("Hello.", [user("Hi")], other),
+        },
     )
-    def test_a_changed_reply_is_known_as_that_of_its_call(self, session, content):
-        session.ask([user("Hi")], "Hello.<|im_end|>")
-        first = user("Hi" if content == "Changed." else "Ho")
-        prompt = session.prompt([first, {"role": "assistant", "content": content}, user("Go on")])
+    def test_a_reply_in_another_conversation_is_no_example(self, session, completion, before, echo):
+        reply, answer = session.talk(completion)[1:]
+        prompt = session.prompt([*before, echo(reply), answer])
         assert (prompt.kind, prompt.sampled_by) == ("rendered", "0")
 
     def test_where_nothing_can_be_read_an_assistant_message_may_be_a_reply(self, session):

@@ -27,17 +27,16 @@ def stream(rendering, token_ids, cuts):
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts), reply
 
 
-@st.composite
-def completions(draw, encode):
-    """Draw token ids of markup, text and parts of characters."""
-    pieces = draw(st.lists(st.sampled_from([*TAGS, *PLAIN]) | st.integers(0, 399), max_size=25))
+def ids_of(pieces, encode):
+    """Return the token ids of texts and ids."""
     return [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
 
 
 @given(st.data())
 @examples(300)
 def test_the_sent_text_is_the_text_of_the_reply(rendering, encode, data):
-    token_ids = data.draw(completions(encode))
+    pieces = st.sampled_from([*TAGS, *PLAIN]) | st.integers(0, 399)
+    token_ids = ids_of(data.draw(st.lists(pieces, max_size=25)), encode)
     reasoning, content, reply = stream(rendering, token_ids, range(len(token_ids) + 1))
     assert (reasoning, content) == (reply.reasoning, reply.content)
 
@@ -90,41 +89,36 @@ class TestFeed:
         assert [deltas.feed(reply)[1] for reply in grown] == ["Hi", "", " there", ""]
 
 
-class TestFinish:
-    def test_held_back_text_is_sent_at_the_end(self):
-        deltas = TextDeltas()
-        deltas.feed(Reply(content="a <"))
-        assert deltas.finish(Reply(content="a <")) == ("", " <")
-
-    def test_a_reply_whose_last_parse_differs_is_set_to_the_sent_text(self):
-        deltas = TextDeltas()
-        deltas.feed(Reply(content="I think"))
-        reply = Reply(reasoning="I think", content="Hi")
-        assert deltas.finish(reply) == ("", "")
-        assert (reply.reasoning, reply.content) == ("", "I think")
-
-    def test_reasoning_that_was_sent_stays(self):
-        deltas = TextDeltas()
-        deltas.feed(Reply(reasoning="I think"))
-        reply = Reply(reasoning="Something else")
-        assert deltas.finish(reply) == ("", "")
-        assert reply.reasoning == "I think"
+@pytest.mark.parametrize(
+    ("fed", "last", "rest", "whole"),
+    [
+        (Reply(content="a <"), Reply(content="a <"), ("", " <"), ("", "a <")),
+        (Reply(content="I think"), Reply(reasoning="I think", content="Hi"), ("", ""), ("", "I think")),
+        (Reply(reasoning="I think"), Reply(reasoning="Something else"), ("", ""), ("I think", "")),
+    ],
+    ids=["held back", "content", "reasoning"],
+)
+def test_at_the_end_the_rest_is_sent_and_what_was_sent_stays_though_the_last_parse_differs(fed, last, rest, whole):
+    deltas = TextDeltas()
+    deltas.feed(fed)
+    assert deltas.finish(last) == rest
+    assert (last.reasoning, last.content) == whole
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "cut", "stop"),
+    ("reply", "stops", "cut"),
     [
-        ("one STOP two", ["STOP"], "one ", "STOP"),
-        ("one END two STOP", ["STOP", "END"], "one ", "END"),
-        ("one", ["STOP"], "one", None),
-        ("STOP", ["STOP"], "", "STOP"),
-        ("one STO", ["STOP"], "one STO", None),
+        (Reply("one STOP two"), ["STOP"], Reply("one ", stop="STOP")),
+        (Reply("one END two STOP"), ["STOP", "END"], Reply("one ", stop="END")),
+        (Reply("one"), ["STOP"], Reply("one")),
+        (Reply("STOP"), ["STOP"], Reply("", stop="STOP")),
+        (Reply("one STO"), ["STOP"], Reply("one STO")),
+        (Reply("text", "I think STOP"), ["STOP"], Reply("", "I think ", stop="STOP")),
     ],
 )
-def test_a_reply_ends_before_the_first_stop_text(text, stops, cut, stop):
-    reply = Reply(text)
+def test_a_reply_ends_before_the_first_stop_text(reply, stops, cut):
     cut_at_stop(reply, stops, partial=False)
-    assert (reply.content, reply.stop) == (cut, stop)
+    assert reply == cut
 
 
 @pytest.mark.parametrize(
@@ -134,12 +128,6 @@ def test_the_end_that_may_begin_a_stop_text_is_held_back(text, sent):
     reply = Reply(text)
     cut_at_stop(reply, ["STOP", "x"], partial=True)
     assert reply.content == sent
-
-
-def test_a_stop_text_in_the_reasoning_removes_the_content():
-    reply = Reply("text", "I think STOP")
-    cut_at_stop(reply, ["STOP"], partial=False)
-    assert (reply.reasoning, reply.content, reply.stop) == ("I think ", "", "STOP")
 
 
 TOKENS = {
@@ -199,16 +187,6 @@ def sampled(rendering, reasoning, content, calls):
     return ids[next(n for n, token_id in enumerate(ids) if prompt_ids[n : n + 1] != [token_id]) :]
 
 
-def sent_by_whole_parses(rendering, ids):
-    """Return the reply whose text is sent when the completion is parsed as a whole after each token."""
-    deltas = TextDeltas()
-    for cut in range(len(ids)):
-        deltas.feed(rendering.parse([], ids[:cut], [], partial=True))
-    reply = rendering.parse([], ids, [])
-    deltas.finish(reply)
-    return reply
-
-
 def cuts_of(data, ids):
     return sorted(data.draw(st.sets(st.integers(0, len(ids))))) if data.draw(st.booleans()) else range(len(ids) + 1)
 
@@ -218,11 +196,10 @@ def cuts_of(data, ids):
 def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, content, calls, hurry):
     ids = sampled(family, reasoning, content, calls)
     whole = family.parse([], ids, [])
-    each = sent_by_whole_parses(family, ids)
+    *_, each = stream(family, ids, range(len(ids)))
     reasoning, content, reply = grow(family, ids, cuts_of(data, ids), hurry=hurry)
-    assert [(call.name, call.arguments) for call in reply.tool_calls] == [
-        (call.name, call.arguments) for call in whole.tool_calls
-    ]
+    made = [[(call.name, call.arguments) for call in parsed.tool_calls] for parsed in (reply, whole)]
+    assert made[0] == made[1]
     if (each.reasoning, each.content) == (whole.reasoning, whole.content):  # some grammars contradict themselves
         assert (reasoning, content) == (whole.reasoning, whole.content)
 
@@ -231,9 +208,7 @@ def test_a_message_is_sent_as_it_is_parsed_as_a_whole(family, data, reasoning, c
 @examples(100)
 def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply(family, data, hurry):
     markup = st.sampled_from([*ADDED, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "</thi"])
-    pieces = data.draw(st.lists(markup | texts | st.integers(0, 399), max_size=25))
-    encode = family._tokenizer.encode
-    ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+    ids = ids_of(data.draw(st.lists(markup | texts | st.integers(0, 399), max_size=25)), family._tokenizer.encode)
     reasoning, content, reply = grow(family, ids, cuts_of(data, ids), hurry=hurry)
     assert (reasoning, content) == (reply.reasoning, reply.content)
 
@@ -314,9 +289,7 @@ def test_plain_text_is_sent_as_it_arrives(rendering, encode, text):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])
 def test_a_tool_call_that_repeats_the_text_before_it_is_not_sent(rendering, encode, chunk):
     text = '{"name": "look"'
-    ids = encode(
-        f'{text}<tool_call>{text}, "arguments": {{}}}}</tool_call><tool_call>{text}, "arguments": {{}}}}</tool_call>'
-    )
+    ids = encode(text + f'<tool_call>{text}, "arguments": {{}}}}</tool_call>' * 2)
     _, content, reply = grow(rendering, ids, range(0, len(ids), chunk))
     assert content == text
     assert len(reply.tool_calls) == 2

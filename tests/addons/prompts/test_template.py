@@ -143,14 +143,14 @@ LOOK = message_tool_call("c1", "look", {"at": "é"})
 RESULT = {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"}
 INVENTED = [assistant_message("", "", [LOOK]), RESULT]
 TAILS = {
-    "an answer": [USER, assistant_message("Hi.", "", []), USER],
+    "an answer": [USER, assistant("Hi."), USER],
     "a call and its result": [USER, *INVENTED],
     "a call after a result": [RESULT, *INVENTED],
     "a call immediately": [*INVENTED, USER],
     "reasoning": [USER, assistant_message("Hi.", "I greet.", []), USER],
-    "several": [USER, *INVENTED, assistant_message("So.", "", [LOOK]), RESULT, assistant_message("Hi.", "", []), USER],
-    "a system message": [{"role": "system", "content": "It is late."}, assistant_message("Yes.", "", []), USER],
-    "the end": [USER, assistant_message("Hi.", "", [])],
+    "several": [USER, *INVENTED, assistant_message("So.", "", [LOOK]), RESULT, assistant("Hi."), USER],
+    "a system message": [{"role": "system", "content": "It is late."}, assistant("Yes."), USER],
+    "the end": [USER, assistant("Hi.")],
 }
 
 
@@ -225,29 +225,26 @@ class TestTokensOfTurns:
         return ids
 
     def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
-        tail = [USER, assistant_message("x", "", []), RESULT]
+        tail = [USER, assistant("x"), RESULT]
         assert tokens_of_turns(self.AFTER, True, tail, self.render(), *self.HOW) == [*b"uAxEtG"]
         assert tokens_of_turns([*b"E", *self.AFTER], False, tail, self.render(), *self.HOW) == [*b"EuAxEtG"]
 
     @pytest.mark.parametrize(
-        "changed",
-        [lambda text: text.replace("uG", "vG"), lambda text: text.replace("7E", "7") if "x" in text else text],
-        ids=["other tokens after a turn", "a turn whose end depends on later ones"],
+        ("changed", "tokens"),
+        [
+            (lambda text: text.replace("uG", "vG"), None),
+            (lambda text: text.replace("7E", "7") if "x" in text else text, None),
+            (lambda text: text.replace("Aa8", "A?a8") if "x" in text else text, [*b"AxEuG"]),
+        ],
+        ids=["other tokens after a turn", "a turn whose end depends on later ones", "another text before the turn"],
     )
-    def test_there_are_none_when_the_placeholder_is_treated_otherwise(self, changed):
-        tail = [assistant_message("x", "", []), USER]
-        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), *self.HOW) is None
+    def test_there_are_none_when_the_placeholder_is_ended_otherwise(self, changed, tokens):
+        tail = [assistant("x"), USER]
+        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), *self.HOW) == tokens
 
-    def test_there_are_none_when_the_placeholder_is_not_found(self):
-        assert tokens_of_turns(self.AFTER, True, [USER], lambda messages: [], *self.HOW) is None
-
-    def test_what_is_written_before_the_placeholder_may_differ(self):
-        render = self.render(lambda text: text.replace("Aa8", "A?a8") if "x" in text else text)
-        tail = [assistant_message("x", "", []), USER]
-        assert tokens_of_turns(self.AFTER, True, tail, render, *self.HOW) == [*b"AxEuG"]
-
-    def test_there_are_none_for_messages_that_the_template_refuses(self):
+    def test_there_are_none_without_a_placeholder_or_for_messages_that_the_template_refuses(self):
         def refuse(messages):
             raise ValueError("no")
 
-        assert tokens_of_turns(self.AFTER, True, [USER], refuse, *self.HOW) is None
+        for render in (refuse, lambda messages: []):
+            assert tokens_of_turns(self.AFTER, True, [USER], render, *self.HOW) is None

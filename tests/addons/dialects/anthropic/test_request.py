@@ -74,6 +74,16 @@ def decode_assistant(*content):
     return message
 
 
+def decode_result(*content):
+    """Decode a tool result and return its text."""
+    (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": [*content]}])
+    return message["content"]
+
+
+def reference(name):
+    return {"type": "tool_reference", "tool_name": name}
+
+
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
         assert decode() == ModelCall(
@@ -131,16 +141,15 @@ class TestDecode:
 
     def test_a_deferred_tool_is_not_shown_until_a_reference_loads_it(self):
         assert decode(tools=[LATER, LOOK]).tools == decode(tools=[LOOK]).tools == [SHOWN_LOOK]
-        reference = [{"type": "tool_reference", "tool_name": "later"}]
-        result = {"type": "tool_result", "tool_use_id": "t1", "content": reference}
-        (message,) = decode_content("user", [result])
         shown = {"type": "function", "function": {"name": "later", "parameters": {"type": "object"}}}
-        assert json.loads(message["content"]) == shown
+        assert json.loads(decode_result(reference("later"))) == shown
 
-    def test_a_reference_to_an_unknown_tool_keeps_its_name(self):
-        reference = [{"type": "tool_reference", "tool_name": "gone"}]
-        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": reference}])
-        assert message["content"] == '{"name": "gone"}'
+    def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
+        first, second = map(json.loads, decode_result(reference("later"), reference("later")).split("\n"))
+        assert (first["function"]["name"], second) == ("later", {"name": "later"})
+
+    def test_the_blocks_of_a_tool_result_are_lines_and_a_reference_to_an_unknown_tool_is_its_name(self):
+        assert decode_result({"type": "text", "text": "a.py"}, reference("gone")) == 'a.py\n{"name": "gone"}'
 
     def test_tool_results_come_before_the_text_of_their_message(self):
         result = {"type": "tool_result", "tool_use_id": "t1"}
@@ -170,33 +179,11 @@ class TestDecode:
         ours = {"call_id": "c7"} if data == sign("c7") else {}
         assert message == {"role": "assistant", "content": "", **ours}
 
-    def test_the_blocks_of_a_tool_result_are_lines(self):
-        parts = [{"type": "text", "text": "a.py"}, {"type": "tool_reference", "tool_name": "gone"}]
-        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": parts}])
-        assert message["content"] == 'a.py\n{"name": "gone"}'
-
     def test_blocks_of_hosted_tools_are_json_text(self):
         use = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "é"}}
         result = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []}
         message = decode_assistant(use, {**result, "cache_control": {"type": "ephemeral"}})
         assert message["content"] == json.dumps(use, ensure_ascii=False) + json.dumps(result)
-
-    def test_a_tool_is_defined_by_the_first_reference_and_named_by_later_ones(self):
-        reference = {"type": "tool_reference", "tool_name": "later"}
-        (message,) = decode_content("user", [{"type": "tool_result", "tool_use_id": "t1", "content": [reference] * 2}])
-        first, second = map(json.loads, message["content"].split("\n"))
-        assert (first["function"]["name"], second) == ("later", {"name": "later"})
-
-    @pytest.mark.parametrize(
-        "wish", [{"output_config": {"effort": "low", "format": "F"}}, {"output_format": "F"}], ids=["config", "format"]
-    )
-    def test_a_json_schema_is_taken_under_both_names(self, wish):
-        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
-        form = {"type": "json_schema", "schema": schema}
-        wish = json.loads(json.dumps(wish).replace('"F"', json.dumps(form)))
-        call = decode(**wish)
-        assert call.schema == schema
-        assert "schema" not in str(call.requested_sampling).replace("json_schema", "")
 
     def test_counting_needs_no_max_tokens_and_takes_any_last_message(self):
         target = "/v1/messages/count_tokens?beta=true"
@@ -215,6 +202,9 @@ class TestDecode:
 
 
 USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+ASKED = {"tool_choice": {"type": "auto"}, "temperature": 0.0}
+LOW = {"effort": "low", "format": {"type": "json_schema"}}
 REFUSED = [
     ({"max_tokens": None}, "max_tokens: "),
     ({"max_tokens": 0}, "max_tokens: "),
@@ -253,6 +243,10 @@ REFUSED = [
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
     ({"output_config": {"effort": "low"}}, "schema", None),
+    ({"output_config": {"effort": "low", "format": FORMAT}}, "schema", FORMAT["schema"]),
+    ({"output_config": {"effort": "low", "format": FORMAT}}, "requested_sampling", ASKED | {"output_config": LOW}),
+    ({"output_format": FORMAT}, "schema", FORMAT["schema"]),
+    ({"output_format": FORMAT}, "requested_sampling", ASKED | {"output_format": {"type": "json_schema"}}),
     ({"thinking": None}, "reasoning", "hidden"),
     ({"thinking": {"type": "disabled"}}, "reasoning", "hidden"),
     ({"thinking": "enabled"}, "reasoning", "hidden"),

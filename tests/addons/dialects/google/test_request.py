@@ -96,9 +96,7 @@ def decode_contents(*contents):
     return decode(contents=list(contents)).messages[1:]
 
 
-def decode_response(response):
-    part = {"functionResponse": {"name": "look", "response": response}}
-    return decode_contents({"parts": [part]})[0]["content"]
+OLD, NEW = {"id": "old", "name": "look"}, {"id": "new", "name": "look"}
 
 
 def called(*calls):
@@ -129,23 +127,27 @@ class TestDecode:
         assert google.decode(body, target) == decode(target) == CALL
 
     @pytest.mark.parametrize(
-        "instruction",
-        ["One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]}, {"parts": {"text": "One.\n\nTwo."}}],
+        ("instruction", "text"),
+        [
+            *((said, ["One.\n\nTwo."]) for said in ("One.\n\nTwo.", {"parts": [{"text": "One."}, {"text": "Two."}]})),
+            ({"parts": {"text": "One."}}, ["One."]),
+            *((said, []) for said in (None, "", {}, {"parts": []}, {"parts": [{"text": ""}]})),
+        ],
     )
-    def test_the_parts_of_the_system_instruction_are_separate_texts(self, instruction):
-        assert decode(systemInstruction=instruction).messages[0] == {"role": "system", "content": "One.\n\nTwo."}
+    def test_the_parts_of_the_system_instruction_are_separate_texts_and_an_empty_one_is_none(self, instruction, text):
+        messages = decode(systemInstruction=instruction).messages
+        assert [message["content"] for message in messages if message["role"] == "system"] == text
 
-    @pytest.mark.parametrize("instruction", [None, "", {}, {"parts": []}, {"parts": [{"text": ""}]}])
-    def test_an_empty_system_instruction_is_none(self, instruction):
-        assert decode(systemInstruction=instruction).messages[0]["role"] == "user"
-
-    def test_a_signature_that_was_not_issued_here_is_ignored(self):
-        part = {"text": "Hi.", "thoughtSignature": "c29tZXRoaW5nIGVsc2U="}
-        assert decode_contents({"role": "model", "parts": [part]}) == [{"role": "assistant", "content": "Hi."}]
-
-    def test_a_part_may_hold_a_signature_alone(self):
-        message = {"role": "assistant", "content": "", "call_id": "call-7"}
-        assert decode_contents({"role": "model", "parts": [{"thoughtSignature": sign("call-7")}]}) == [message]
+    @pytest.mark.parametrize(
+        ("part", "message"),
+        [
+            ({"text": "Hi.", "thoughtSignature": "c29tZXRoaW5nIGVsc2U="}, {"content": "Hi."}),
+            ({"thoughtSignature": sign("call-7")}, {"content": "", "call_id": "call-7"}),
+        ],
+        ids=["not issued here", "alone"],
+    )
+    def test_a_signature_may_be_anothers_and_a_part_of_its_own(self, part, message):
+        assert decode_contents({"role": "model", "parts": [part]}) == [{"role": "assistant", **message}]
 
     def test_consecutive_user_contents_are_separate_messages_and_those_of_the_model_one(self):
         roles = [None, "user", "model", "model", "function"]
@@ -178,21 +180,24 @@ class TestDecode:
         (model,) = decode_contents({"role": "model", "parts": parts})
         assert model["tool_calls"][0]["id"] == tool_call_id("call-7", 0)
 
-    def test_an_unanswered_call_is_not_answered_by_a_response_to_a_later_turn(self):
-        messages = decode_contents(
-            called({"id": "old", "name": "look"}),
-            {"parts": [{"text": "Never mind."}]},
-            called({"id": "new", "name": "look"}),
-            answered({"name": "look"}),
-        )
-        assert messages[-1]["tool_call_id"] == "new"
-
-    def test_a_response_is_matched_by_its_id_first(self):
-        messages = decode_contents(
-            called({"id": "c1", "name": "look"}, {"id": "c2", "name": "look"}),
-            answered({"id": "c2", "name": "look"}, {"name": "look"}, {"id": "c9", "name": "look"}),
-        )
-        assert [m["tool_call_id"] for m in messages[1:]] == ["c2", "c1", "c9"]
+    @pytest.mark.parametrize(
+        ("contents", "ids"),
+        [
+            ((called(OLD), {"parts": [{"text": "Never mind."}]}, called(NEW), answered({"name": "look"})), ["new"]),
+            (
+                (
+                    called(OLD, NEW),
+                    answered({"id": "new", "name": "look"}, {"name": "look"}, {"id": "c9", "name": "go"}),
+                ),
+                ["new", "old", "c9"],
+            ),
+        ],
+        ids=["a call of an earlier turn that was never answered", "answers with ids first"],
+    )
+    def test_a_response_is_matched_by_its_id_and_else_by_the_turn_before_it(self, contents, ids):
+        messages = decode_contents(*contents)
+        assert [m["tool_call_id"] for m in messages if m["role"] == "tool"] == ids
+        assert messages[-1]["name"] == ("go" if ids[-1] == "c9" else "look")
 
     @pytest.mark.parametrize(
         ("response", "text"),
@@ -206,11 +211,7 @@ class TestDecode:
         ],
     )
     def test_the_model_sees_a_lone_text_or_json(self, response, text):
-        assert decode_response(response) == text
-
-    def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
-        messages = decode_contents(called({"id": "c1", "name": "look"}), answered({"id": "c9", "name": "go"}))
-        assert messages[-1]["name"] == "go"
+        assert decode_contents(answered({"name": "look", "response": response}))[0]["content"] == text
 
     def test_the_parameters_of_a_function_may_be_in_the_style_of_openapi(self):
         parameters = {"type": "OBJECT", "properties": {"at": {"type": "STRING", "nullable": True}}}
