@@ -1,5 +1,3 @@
-"""Split, filter and merge of runs."""
-
 import os
 import tempfile
 from collections import Counter
@@ -223,10 +221,8 @@ class TestMerge:
             f"2 sessions in {tmp_path / 'new'}",
         ]
         saved = RecordedCalls(tmp_path / "new")
-        assert {name: [call.call_id for call in calls] for name, calls in saved.items()} == {
-            "s": ["b"],
-            "t": ["a", "b"],
-        }
+        names = {name: [call.call_id for call in calls] for name, calls in saved.items()}
+        assert names == {"s": ["b"], "t": ["a", "b"]}
         assert saved["s"][0].violation == "parent a is not in the run"
         found = verify_run(tmp_path / "new", ignore)
         assert found.sound
@@ -317,9 +313,8 @@ def test_the_commands_split_filter_and_merge(tmp_path):
         assert result.exit_code == 0
         return result.stdout
 
-    assert output("split", run, "--by", "harness", "--out", parts) == (
-        f"1 sessions in {parts / 'h'}\n1 sessions in {parts / 'x'}\n"
-    )
+    split = output("split", run, "--by", "harness", "--out", parts)
+    assert split == f"1 sessions in {parts / 'h'}\n1 sessions in {parts / 'x'}\n"
     assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 sessions in {best}\n"
     assert output("merge", best, parts / "x", "--out", merged) == f"2 sessions in {merged}\n"
     assert session_ids(merged) == ["s", "t"]

@@ -6,16 +6,14 @@ import zlib
 from pathlib import Path
 
 SECRET = b"THE-ANSWER-OF-LATER"
-_SETTINGS = ["-c", "user.name=dev", "-c", "user.email=dev@example.org", "-c", "protocol.file.allow=always"]
 
 
 def git(folder: Path, *arguments: str) -> str:
     """Run git as its user does, with the settings of nobody."""
     environment = {"PATH": os.environ["PATH"], "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/"}
-    command = ["git", *_SETTINGS, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    settings = ["-c", "user.name=dev", "-c", "user.email=dev@example.org", "-c", "protocol.file.allow=always"]
+    command = ["git", *settings, *arguments]
+    return subprocess.check_output(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True).strip()
 
 
 def commit(folder: Path, name: str, text: str, message: str = "change") -> str:

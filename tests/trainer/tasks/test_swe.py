@@ -43,8 +43,10 @@ def write(folder, *rows):
     return path
 
 
-def load(folder, *rows, local=True):
-    return load_tasks(write(folder, *rows), repositories=folder / "repositories" if local else None)
+def load(folder, *rows, local=True, path=None, **options):
+    """Load the tasks of rows, or of `path` in the folder."""
+    path = folder / path if path else write(folder, *rows)
+    return load_tasks(path, repositories=folder / "repositories" if local else None, **options)
 
 
 def test_a_row_becomes_a_task_that_pytest_judges(tmp_path, row):
@@ -99,22 +101,22 @@ def test_the_rows_of_every_dataset_format_are_the_same(tmp_path, row):
     dataset.to_parquet(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet")
     expected = load(tmp_path, *rows)
     for name in ("one", "split", "splits/dev", "rows.parquet", "hub"):
-        tasks = load_tasks(tmp_path / name, repositories=tmp_path / "repositories")
+        tasks = load(tmp_path, path=name)
         for task, other in zip(tasks, expected, strict=True):
             assert task == other.model_copy(update={"source": task.source}), name
         assert "row 1 (owner__name-2)" in tasks[1].source
     with pytest.raises(InputError, match="splits has the splits test, dev: give the folder of one"):
-        load_tasks(tmp_path / "splits", repositories=tmp_path / "repositories")
+        load(tmp_path, path="splits")
     dataset.to_parquet(tmp_path / "hub" / "data" / "dev-00000-of-00001.parquet")
     with pytest.raises(InputError, match="hub has the splits dev, test: give one Parquet file"):
-        load_tasks(tmp_path / "hub", repositories=tmp_path / "repositories")
+        load(tmp_path, path="hub")
 
 
 def test_lists_of_names_may_be_lists(tmp_path, row):
     lists = {key: json.loads(row[key]) for key in ("FAIL_TO_PASS", "PASS_TO_PASS")}
     assert load(tmp_path, {**row, **lists}) == load(tmp_path, row)
     Dataset.from_list([{**row, **lists}]).to_parquet(tmp_path / "lists.parquet")
-    (task,) = load_tasks(tmp_path / "lists.parquet", repositories=tmp_path / "repositories")
+    (task,) = load(tmp_path, path="lists.parquet")
     assert task.effective_judge == load(tmp_path, row)[0].effective_judge
 
 
@@ -163,8 +165,7 @@ def test_the_test_command_of_a_row_is_used(tmp_path, row, config, begin):
 )
 def test_what_a_row_asks_for_and_cannot_have_is_named(tmp_path, row, change, message):
     refused = []
-    path = write(tmp_path, {**row, "instance_id": "good"}, {**row, **change})
-    load_tasks(path, repositories=tmp_path / "repositories", refused=refused)
+    load(tmp_path, {**row, "instance_id": "good"}, {**row, **change}, refused=refused)
     assert re.search(rf"rows\.jsonl, line 2.*{message}", *refused)
 
 
@@ -194,17 +195,21 @@ def test_without_an_image_or_a_test_file_it_is_refused(tmp_path, row):
         load(tmp_path, {**row, **DJANGO, "image": "x", "test_patch": ""}, local=False)
 
 
-def test_refused_rows_cost_only_themselves_and_are_counted(tmp_path, row, caplog):
+def test_refused_rows_cost_only_themselves_and_are_counted_or_listed(tmp_path, row, caplog):
     others = [{**row, "instance_id": f"o-{n}", "FAIL_TO_PASS": f'["test_{n}"]'} for n in range(3)]
-    tasks = load(tmp_path, *others[:2], {**row, "repo": "name"}, row, others[2])
-    assert [task.id for task in tasks] == ["owner__name-1"]
+    rows = [*others[:2], {**row, "repo": "name"}, row, others[2], {"instance_id": 1}]
+    assert [task.id for task in load(tmp_path, *rows)] == ["owner__name-1"]
     (line,) = caplog.messages
-    assert re.search(r"rows\.jsonl: 4 of 5 tasks are refused: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+    assert re.search(r"rows\.jsonl: 5 of 6 tasks are refused: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+    refused = []
+    load(tmp_path, *rows, refused=refused)
+    assert [re.search(r", line (\d)", line)[1] for line in refused] == ["1", "2", "3", "5", "6"]
 
 
 def test_only_refused_rows_are_an_error(tmp_path, row):
-    with pytest.raises(InputError, match=r"has no tasks: 2 of 2 tasks are refused: 2 x .*line 1.*'FAIL_TO_PASS' is"):
-        load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2)
+    for options in ({}, {"refused": []}):
+        with pytest.raises(InputError, match=r"has no tasks: 2 of 2 .* refused: 2 x .*line 1.*'FAIL_TO_PASS' is"):
+            load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2, **options)
     with pytest.raises(InputError, match=r"line 1 \(owner__name-1\): the row has no image \(keys .*owner__name"):
         load(tmp_path, row, local=False)
     with pytest.raises(InputError, match=r"the folder of repositories .*none is not a folder"):
@@ -212,13 +217,3 @@ def test_only_refused_rows_are_an_error(tmp_path, row):
     del row["test_patch"]
     with pytest.raises(InputError, match=r"line 1: 'test_patch' is missing"):
         load(tmp_path, row)
-
-
-def test_a_bad_row_costs_that_row_only_when_asked(tmp_path, row):
-    path = write(tmp_path, {**row, "FAIL_TO_PASS": "[]"}, {"instance_id": 1}, row)
-    refused = []
-    (task,) = load_tasks(path, repositories=tmp_path / "repositories", refused=refused)
-    assert task.id == "owner__name-1"
-    assert [line.partition(", ")[2].partition(":")[0] for line in refused] == ["line 1", "line 2"]
-    with pytest.raises(InputError, match=r"has no tasks: .*line 1: 'FAIL_TO_PASS' is"):
-        load_tasks(write(tmp_path, {**row, "FAIL_TO_PASS": "[]"}), repositories=tmp_path / "repositories", refused=[])

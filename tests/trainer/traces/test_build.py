@@ -44,25 +44,17 @@ def shown(traces):
 
 
 @pytest.mark.parametrize("case", MERGE_CASES, ids=[case["name"] for case in MERGE_CASES])
-class TestMergeCases:
-    @pytest.fixture
-    def calls(self, case):
-        calls = [
-            make_call(number, call["prompt_ids"], call["completion_ids"]) for number, call in enumerate(case["calls"])
-        ]
+@pytest.mark.parametrize("strategy", ["prefix_merging", "tree"])
+def test_paths_are_the_traces_of_the_case(case, strategy):
+    calls = []
+    for number, call in enumerate(case["calls"]):
         # `make_call` has its own log-probabilities, which identify tokens; the case only says whether there are any
-        return [
-            call if recorded["logprobs"] else replace(call, logprobs=[])
-            for call, recorded in zip(calls, case["calls"], strict=True)
-        ]
-
-    @pytest.mark.parametrize("strategy", ["prefix_merging", "tree"])
-    def test_paths_are_the_traces_of_the_case(self, case, calls, strategy):
-        for seed in range(5):
-            random.Random(seed).shuffle(calls)
-            traces, ledger = build_traces(calls, strategy)
-            assert shown(traces) == case["traces"]
-            assert ledger.left_out == case["left_out"]
+        fields = {} if call["logprobs"] else {"logprobs": []}
+        calls.append(make_call(number, call["prompt_ids"], call["completion_ids"], **fields))
+    for seed in range(5):
+        random.Random(seed).shuffle(calls)
+        traces, ledger = build_traces(calls, strategy)
+        assert (shown(traces), ledger.left_out) == (case["traces"], case["left_out"])
 
 
 class TestLeftOut:
@@ -101,9 +93,7 @@ class TestLeftOut:
         root = make_call(0, [1], [7, 8], status="aborted", logprobs=[math.nan, -1.0])
         child = follow(1, root, [2], [9])
         [trace], ledger = build_traces([root, child], "prefix_merging")
-        assert trace.call_ids == ["0", "1"]
-        assert trace.prompt_ids == [1]
-        assert trace.completion_ids == [7, 8, 2, 9]
+        assert (trace.call_ids, trace.prompt_ids, trace.completion_ids) == (["0", "1"], [1], [7, 8, 2, 9])
         assert trace.completion_mask == [0, 0, 0, 1]
         assert trace.logprobs == [0.0, 0.0, 0.0, *child.logprobs]
         assert trace.weight_versions == [VersionSpan(version="1", start=3, end=4)]
@@ -119,7 +109,7 @@ class TestLeftOut:
 
 def test_ids_with_slashes_give_no_two_traces_the_same_id():
     ids = [("a/b", "c"), ("a", "b/c"), ("a", "b%2Fc")]
-    calls = [replace(make_call(0, [1], [2]), session_id=session_id, call_id=call_id) for session_id, call_id in ids]
+    calls = [make_call(0, [1], [2], session_id=session_id, call_id=call_id) for session_id, call_id in ids]
     traces = [trace for call in calls for trace in build_traces([call], "per_request")[0]]
     assert len({trace.trace_id for trace in traces}) == 3
 

@@ -1,5 +1,5 @@
 import json
-import random
+from itertools import permutations
 
 import pytest
 
@@ -40,19 +40,13 @@ class TestRebuildTurns:
         assert turns[2].reply == said("three")
         assert [turn.tools for turn in turns] == [[BASH]] * 3  # the parent's, where the row has none
 
-    def test_the_order_of_the_calls_does_not_matter(self):
-        calls = chain()
-        for seed in range(5):
-            random.Random(seed).shuffle(calls)
+    def test_neither_the_order_of_the_calls_nor_another_branch_matters(self):
+        expected = [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
+        for calls in permutations([*chain(), asked(3, HELLO, parent="0")]):
             turns = rebuild_conversations(calls)
-            assert [turn.call for turn in turns] == calls
-            last = next(turn for turn in turns if turn.call.call_id == "2")
-            assert last.messages() == [HELLO, said("one"), MORE, said("two"), HELLO, MORE]
-
-    def test_branches_do_not_see_each_other(self):
-        root, left = chain()[:2]
-        turns = rebuild_conversations([root, left, asked(3, HELLO, parent="0")])
-        assert turns[2].messages() == [HELLO, said("one"), HELLO]
+            assert [turn.call for turn in turns] == list(calls)
+            messages = {turn.call.call_id: turn.messages() for turn in turns}
+            assert (messages["2"], messages["3"]) == (expected, [HELLO, said("one"), HELLO])
 
     def test_a_call_that_continues_a_missing_call_says_so(self):
         turns = rebuild_conversations(chain()[1:])

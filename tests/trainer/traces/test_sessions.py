@@ -1,5 +1,3 @@
-"""Recorded sessions as labelled traces: their ledgers, and the rewards that a recipe's rules give them."""
-
 import json
 from collections import Counter
 from typing import get_args
@@ -64,7 +62,6 @@ def test_a_batch_has_the_continued_prompts_of_each_harness_whether_rewarded_or_n
         (make_session(status="infrastructure"), "infrastructure"),
         (make_session(status="infrastructure", reward=1.0), "infrastructure"),
     ],
-    ids=["unrewarded", "a fault", "a fault, whatever its row says"],
 )
 def test_without_a_reward_no_token_is_trained_and_those_left_out_before_keep_their_reason(session, reason):
     whole = traced(session, CALL, FAILED)

@@ -20,15 +20,6 @@ def linked(calls):
 
 
 class TestParents:
-    def test_a_recorded_parent_decides_between_identical_candidates_and_else_the_first_is_the_parent(self):
-        twins = [make_call(number, [1, 2], [7]) for number in range(3)]
-        for parent_id, expected in (("1", "1"), (None, "0"), ("unknown", "0")):
-            assert linked([*twins, follow(3, twins[0], [9], [20], parent_id=parent_id)])[0]["3"] == expected
-
-    def test_of_calls_that_started_together_the_shorter_prompt_is_first(self):
-        child, root = make_call(0, [1, 7], [8]), make_call(1, [1], [7], started_at=START)
-        assert linked([child, root])[0] == {"0": "1", "1": None}
-
     @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
     def test_thousands_of_turns_and_of_siblings_are_linked(self, recorded):
         calls = [make_call(0, [1], [2])]

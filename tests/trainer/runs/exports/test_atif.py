@@ -10,9 +10,9 @@ from tests.trainer.runs.exports.atif_schema import Trajectory
 from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
 
 
-def written(made):
+def written(made, model="tiny"):
     """Return the session's trajectory as it is written to a file."""
-    return json.loads(dump_json(trajectory(made.recorded(), "tiny")))
+    return json.loads(dump_json(trajectory(made.recorded(), model)))
 
 
 def shown(document):
@@ -176,8 +176,9 @@ class TestTrajectory:
 
 
 class TestExport:
-    def test_each_session_with_calls_has_a_file(self, tmp_path, caplog):
-        run = write(tmp_path / "run", recording.turns_with_tools(), Recording("empty"))
+    def test_each_session_with_calls_has_a_file_without_a_path_of_this_machine(self, tmp_path, caplog):
+        model = {"model": "/home/me/models/qwen3-4b"}  # has the name of its folder
+        run = write(tmp_path / "run", recording.turns_with_tools(), Recording("empty"), **model)
         (out := tmp_path / "out").mkdir()
         done = []
         with caplog.at_level(logging.WARNING):
@@ -185,15 +186,7 @@ class TestExport:
         assert done == [(1, 2), (2, 2)]
         assert "1 sessions are left out: they have no calls" in caplog.text
         (file,) = out.iterdir()
-        assert json.loads(file.read_text()) == written(recording.turns_with_tools())
-
-    def test_a_model_in_a_local_folder_has_the_name_of_the_folder(self, tmp_path):
-        run = write(tmp_path / "run", recording.turns_with_tools(), model="/home/me/models/qwen3-4b")
-        (out := tmp_path / "out").mkdir()
-        export(run, out, lambda *_: None)
-        [file] = out.iterdir()
-        assert json.loads(file.read_text())["agent"]["model_name"] == "qwen3-4b"
-        assert "/home/me" not in file.read_text()
+        assert json.loads(file.read_text()) == written(recording.turns_with_tools(), "qwen3-4b")
 
 
 def test_harbors_own_validator_accepts_the_trajectories():

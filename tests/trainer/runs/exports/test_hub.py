@@ -1,5 +1,3 @@
-"""`rolltap export --to hub` against a Hub on loopback."""
-
 import os
 import subprocess
 import sys
@@ -19,8 +17,6 @@ from tests.trainer.outgoing import write_run
 from tests.trainer.runs.exports.hub import loopback_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # raised by huggingface_hub itself
-
-ROLLTAP = Path(sys.executable).with_name("rolltap")
 
 
 @pytest.fixture
@@ -50,17 +46,14 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def push(run):
-    def push(*arguments):
-        command = [str(run), "--to", "hub", *arguments]
-        return CliRunner().invoke(export_command, command, catch_exceptions=False)
-
-    return push
+    command = [str(run), "--to", "hub"]
+    return lambda *options: CliRunner().invoke(export_command, [*command, *options], catch_exceptions=False)
 
 
-def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config(hub, run, tmp_path):
+def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config_and_no_secret(hub, run, tmp_path):
     (tmp_path / "tmp").mkdir()
     ended = subprocess.run(
-        [ROLLTAP, "export", run, "--to", "hub", "--repo", "org/rollouts"],
+        [Path(sys.executable).with_name("rolltap"), "export", run, "--to", "hub", "--repo", "org/rollouts"],
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         capture_output=True,
         text=True,
@@ -71,24 +64,15 @@ def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config(hub,
     assert list((tmp_path / "tmp").iterdir()) == []
     assert hub.visible == {"org/rollouts": True}
     files = hub.files["org/rollouts"]
-    configs = ["calls", "events", "sessions", "traces"]
-    assert sorted(files) == [
-        ".gitattributes",
-        "README.md",
-        *(f"{config}/train-00000-of-00001.parquet" for config in configs),
-    ]
+    parquet = [f"{config}/train-00000-of-00001.parquet" for config in ("calls", "events", "sessions", "traces")]
+    assert sorted(files) == [".gitattributes", "README.md", *parquet]
     assert 'load_dataset("org/rollouts", "traces", split="train")' in files["README.md"].decode()
     for path, contents in files.items():
         (tmp_path / "clone" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "clone" / path).write_bytes(contents)
     traces = load_dataset(str(tmp_path / "clone"), "traces", split="train", cache_dir=str(tmp_path / "cache"))
     assert traces.num_rows == 4
-
-
-def test_no_secret_and_no_path_of_this_machine_is_pushed(hub, push, tmp_path):
-    push("--repo", "org/rollouts")
-    files = hub.files["org/rollouts"]
-    rows = [pq.read_table(BytesIO(data)).to_pylist() for path, data in files.items() if path.endswith(".parquet")]
+    rows = [pq.read_table(BytesIO(files[path])).to_pylist() for path in parquet]
     pushed = f"{files['README.md'].decode()} {rows}"
     assert "the engine at http://ENGINE failed" in pushed
     for private in (hub.token, str(tmp_path), "/home/someone", "gpu-7.internal"):

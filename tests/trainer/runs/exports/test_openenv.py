@@ -14,27 +14,6 @@ def sampled(trace):
     return {turn["node_id"]: turn["loss_mask"][len(turn["prompt_token_ids"]) :] for turn in trace["turns"]}
 
 
-@pytest.fixture
-def rows(monkeypatch):
-    """Return a function from a trace to TRL's training rows."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
-
-    def rows(trace):
-        turns = [
-            TurnRecord(
-                turn["prompt_token_ids"],
-                turn["completion_token_ids"],
-                turn["per_token_logps"],
-                turn["loss_mask"][len(turn["prompt_token_ids"]) :],
-            )
-            for turn in trace["turns"]
-        ]
-        return _chain_to_sequences(turns, "rollout", 0)[0]
-
-    return rows
-
-
 class TestTrainingTrace:
     @pytest.mark.parametrize("case", CASES)
     def test_it_follows_the_contract_and_trains_what_the_ledger_says(self, case):
@@ -108,14 +87,15 @@ def exported(tmp_path):
 
 
 class TestExport:
-    def test_each_session_has_a_trace_and_a_line_with_its_reward(self, exported, tmp_path):
-        lines = {
-            line["session_id"]: line for line in exported(Recording("a", reward=0.5), recording.turns_with_tools())
-        }
-        assert {name: line["reward"] for name, line in lines.items()} == {"a": 0.5, "s": 1.0}
-        traces = {name: json.loads((tmp_path / "out" / line["file"]).read_text()) for name, line in lines.items()}
-        expected = training_trace(recording.turns_with_tools().recorded())
-        assert traces == {"a": {"schema_version": 1, "turns": []}, "s": expected}
+    def test_each_session_has_a_trace_and_a_line_with_its_reward_if_it_has_a_row(self, exported, tmp_path):
+        without_row = Recording("u")
+        without_row.ask(user("Go."))
+        without_row.session = None
+        lines = exported(Recording("a", reward=0.5), recording.turns_with_tools(), without_row)
+        assert {line["session_id"]: line["reward"] for line in lines} == {"a": 0.5, "s": 1.0, "u": None}
+        traces = {line["session_id"]: json.loads((tmp_path / "out" / line["file"]).read_text()) for line in lines}
+        s, u = (training_trace(made.recorded()) for made in (recording.turns_with_tools(), without_row))
+        assert traces == {"a": {"schema_version": 1, "turns": []}, "s": s, "u": u}
 
     @pytest.mark.parametrize(
         ("case", "refused"),
@@ -137,23 +117,24 @@ class TestExport:
         exported(Recording("../../a b"))
         assert [path.name for path in (tmp_path / "out" / "traces").iterdir()] == ["%2E.%2F..%2Fa%20b.json"]
 
-    def test_a_session_without_a_row_is_exported(self, exported):
-        made = recording.turns_with_tools()
-        made.session = None
-        [line] = exported(made)
-        assert line["reward"] is None
-
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rows_that_trl_makes_are_the_traces_of_prefix_merging(rows, case):
+def test_the_rows_that_trl_makes_are_the_traces_of_prefix_merging(case, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
     recorded = case().recorded()
+    trace = training_trace(recorded)
+    names = ("prompt_token_ids", "completion_token_ids", "per_token_logps")
+    turns = [TurnRecord(*(turn[name] for name in names), sampled(trace)[turn["node_id"]]) for turn in trace["turns"]]
     traces, _ = build_traces(recorded.calls, "prefix_merging")
     ours = []
     for trace in traces:
         before = len(trace.prompt_ids)
         masks = [0] * before + trace.completion_mask, [0.0] * before + trace.logprobs
         ours.append((trace.prompt_ids + trace.completion_ids, *masks))
-    theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows(training_trace(recorded))]
+    rows = _chain_to_sequences(turns, "rollout", 0)[0]
+    theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows]
     assert sorted(theirs) == sorted(ours)
 
 

@@ -1,5 +1,3 @@
-"""Datasets of a run: Parquet, traces for `load_from_disk`, their cards, and the buffer that both are written from."""
-
 import json
 import os
 import re
@@ -23,13 +21,13 @@ from tests.factories import START, add_rows, make_session
 from tests.trainer.outgoing import code_blocks, facts, write_run
 
 
-def exported(folder, run=None, **options):
+def exported(folder, run=None):
     """Export a run, by default that of `write_run`, to `folder/out`. Return a function that loads a config."""
     if run is None:
         write_run(run := folder / "run")
     (folder / "out").mkdir()
     told = []
-    counted = export(run, folder / "out", lambda *progress: told.append(progress), **options)
+    counted = export(run, folder / "out", lambda *progress: told.append(progress))
     assert told == [("sessions", done, count_sessions(run)) for done in range(1, count_sessions(run) + 1)]
     assert counted == sum(pq.read_metadata(path).num_rows for path in (folder / "out").rglob("*.parquet"))
     return lambda config: load_dataset(
@@ -98,7 +96,7 @@ class TestParquet:
         rows = exported(tmp_path, run)("sessions")
         assert {session["session_id"]: session["reward"] for session in rows} == {"s": 0.25, "t": 1.0}
 
-    def test_every_file_carries_the_viewers_types(self, folder, load):
+    def test_every_file_carries_the_viewers_types_and_pages(self, folder, load):
         [path] = (folder / "out" / "calls").iterdir()
         features = Features.from_arrow_schema(pq.read_schema(path))
         embedded = json.loads(pq.read_schema(path).metadata[b"huggingface"])["info"]["features"]
@@ -106,6 +104,10 @@ class TestParquet:
         assert features["started_at"] == Value("timestamp[us, tz=UTC]")
         assert features["completion_ids"] == List(Value("int32"))
         assert features["logprobs"] == List(Value("float32"))
+        # the Hub stores only what changed, and the viewer finds a page
+        metadata = pq.read_metadata(path)
+        assert b"content_defined_chunking" in metadata.metadata
+        assert metadata.row_group(0).column(0).has_offset_index
 
     def test_a_table_without_rows_is_no_config_as_datasets_cannot_open_it(self, run, tmp_path):
         for path in (*run.glob("events-*"), *run.glob("sessions-*")):
@@ -146,12 +148,6 @@ class TestParquet:
         assert facts(card)["ran in"] == "sandbox (1)"
         assert "gpu-7" not in card.read_text()
 
-    def test_the_hub_stores_only_what_changed_and_the_viewer_finds_a_page(self, folder, load):
-        [path] = (folder / "out" / "traces").iterdir()
-        metadata = pq.read_metadata(path)
-        assert b"content_defined_chunking" in metadata.metadata
-        assert metadata.row_group(0).column(0).has_offset_index
-
 
 class TestSavedTraces:
     def test_the_dataset_opens_from_disk_with_the_columns_that_trl_expects(self, saved):
@@ -189,10 +185,12 @@ class TestSavedTraces:
         Dataset.from_list(list(load_from_disk(saved))).save_to_disk(tmp_path)
         names = {path.name for path in tmp_path.iterdir()}
         assert {path.name for path in saved.iterdir()} == names | {"README.md"}
-        ours, theirs = (json.loads((folder / "state.json").read_text()) for folder in (saved, tmp_path))
-        assert ours | {"_fingerprint": ""} == theirs | {"_fingerprint": ""}
-        ours, theirs = (json.loads((folder / "dataset_info.json").read_text()) for folder in (saved, tmp_path))
-        assert ours.keys() == theirs.keys()
+        states, infos = (
+            [json.loads((folder / name).read_text()) for folder in (saved, tmp_path)]
+            for name in ("state.json", "dataset_info.json")
+        )
+        assert states[0] == states[1] | {"_fingerprint": states[0]["_fingerprint"]}
+        assert infos[0].keys() == infos[1].keys()
 
     def test_a_run_without_calls_is_a_dataset_without_rows(self, run, tmp_path):
         for path in run.glob("*.arrow"):
@@ -240,10 +238,6 @@ class TestCard:
         exec(load.replace("path/to/this/folder", str(saved)) + sft, names)
         rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
         assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
-
-    def test_it_names_the_repository_to_load_from(self, tmp_path):
-        exported(tmp_path, where="org/name")
-        assert 'load_dataset("org/name", "traces", split="train")' in (tmp_path / "out" / "README.md").read_text()
 
     def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(self, tmp_path):
         for model, cell in (("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):

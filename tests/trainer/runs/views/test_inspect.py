@@ -1,5 +1,3 @@
-"""`rolltap inspect` on a small run of two sessions: one that branches, and one without a row of its own."""
-
 import io
 import json
 import re
@@ -95,10 +93,6 @@ class TestRun:
         assert f"s{MOST_SESSIONS}" not in text
         assert f"the first {MOST_SESSIONS} of {MOST_SESSIONS + 1}; --json has all" in text
         assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
-
-    def test_an_empty_run_is_shown(self, tmp_path):
-        write_run(tmp_path)
-        Console(file=io.StringIO()).print(summarize(tmp_path))
 
 
 class TestSession:
@@ -203,12 +197,11 @@ class TestCall:
         assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
 
     def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
-        view = json.loads(printed(small_run, "first", "a1", "--json"))
+        view, other = (json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4"))
         call = view["call"]
         assert (call["messages"][0]["role"], call["reply"]["content"]) == ("user", "I look\nat it.")
         assert (call["tools"][0]["function"]["name"], call["prompt_ids"]) == ("bash", [40, 41, 42])
-        assert view["difference"] is None
-        assert json.loads(printed(small_run, "first", "b4", "--json"))["difference"]["position"] == 4
+        assert (view["difference"], other["difference"]["position"]) == (None, 4)
 
     def test_as_json_a_non_finite_log_probability_is_its_name(self, tmp_path):
         write_run(tmp_path, make_call("a", completion_ids=[2, 3], logprobs=[float("nan"), float("-inf")]))
@@ -235,8 +228,9 @@ class TestIds:
         with pytest.raises(InputError, match=message):
             find_id(prefix, ids, "call", "session s")
 
-    def test_in_a_run_without_sessions_no_similar_ids_are_named(self, tmp_path):
+    def test_in_a_run_without_sessions_nothing_is_shown_and_no_similar_ids_are_named(self, tmp_path):
         write_run(tmp_path)
+        assert printed(tmp_path)
         with pytest.raises(InputError, match=r"has no session 'a'$"):
             view_session(tmp_path, "a")
 

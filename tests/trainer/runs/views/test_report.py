@@ -1,5 +1,3 @@
-"""A run in numbers, and its rewards as a picture."""
-
 from datetime import timedelta
 from io import StringIO
 
@@ -34,7 +32,6 @@ def session(number, version, reward, status="completed", **fields):
             [("9", 2, 0.5, 0.5)],
         ),
     ],
-    ids=["order", "attempts", "fault"],
 )
 def test_rewards_are_counted_by_the_weights_of_a_step(sessions, steps):
     assert reward_steps(sessions) == [VersionRewards(*step) for step in steps]
