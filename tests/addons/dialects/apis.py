@@ -37,6 +37,14 @@ class Api:
     """The fields that forbid tool calls."""
     tools: list[list[dict[str, Any]]]
     """Lists of one tool whose name is `LONG`."""
+    stop: Any
+    """A function of texts. It returns the fields that ask to stop at them."""
+    schema: Any
+    """A function of a JSON schema. It returns the fields that ask for a reply of it."""
+    echoing: Any
+    """A function of a reply. It returns the fields of a request in which a program sends it back."""
+    assembled: Any
+    """A function of a stream. It returns the whole reply to which its events add up."""
     count_target: str = ""
     stream_target: str = ""
 
@@ -49,35 +57,9 @@ class Api:
         call.include_usage, call.reasoning = True, "shown"
         return ReplyContext("c9", 5, self.stream_target or self.target, call, prompt_tokens=USAGE.prompt)
 
-    def schema(self, schema):
-        """Return the fields that ask for a reply of this JSON schema."""
-        form = {"type": "json_schema", "schema": schema}
-        match self.dialect.NAME:
-            case "openai-chat":
-                return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-            case "openai-responses":
-                return {"text": {"format": form}}
-            case "anthropic-messages":
-                return {"output_config": {"format": form}}
-        return {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}}
-
-    def stop(self, texts):
-        """Return the fields that ask to stop at these texts."""
-        key = {"openai-chat": "stop", "anthropic-messages": "stop_sequences"}.get(self.dialect.NAME)
-        return {key: texts} if key else {"generationConfig": {"stopSequences": texts}}
-
     def echo(self, whole):
         """Return the message that a reply decodes to when a program sends it back."""
-        match self.dialect.NAME:
-            case "openai-chat":
-                body = {"messages": [USER, whole["choices"][0]["message"]]}
-            case "openai-responses":
-                body = {"input": [USER, *whole["output"]], "tools": self.request["tools"]}
-            case "anthropic-messages":
-                body = {"max_tokens": 1, "messages": [USER, {"role": "assistant", "content": whole["content"]}, USER]}
-            case _:
-                body = {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]}
-        return self.decode(body).messages[1]
+        return self.decode(self.echoing(whole)).messages[1]
 
     def issues(self, reply):
         """Return True when a reply has an opaque field that names its call."""
@@ -111,11 +93,6 @@ def events_of(stream):
         values.append(data if data == "data: [DONE]" else parse(data.removeprefix("data: ")))
         assert kind in ("", f"event: {kind and values[-1]['type']}")
     return values
-
-
-def assembled(api, stream):
-    """Return the whole reply to which the events of a stream add up."""
-    return _ASSEMBLERS[api.dialect.NAME](stream)
 
 
 def _chat(stream):
@@ -197,12 +174,6 @@ def _gemini(stream):
     return {**chunks[-1], "candidates": [candidate]}
 
 
-_ASSEMBLERS = {
-    "openai-chat": _chat,
-    "openai-responses": _responses,
-    "anthropic-messages": _messages,
-    "google-generate-content": _gemini,
-}
 _TOOL = {"name": LONG, "parameters": {}}
 _FUNCTION = {"type": "function", "name": LONG}
 CHAT = Api(
@@ -219,6 +190,10 @@ CHAT = Api(
     },
     forbidding={"tool_choice": "none"},
     tools=[[{"type": "function", "function": _TOOL}], [{"type": "custom", "custom": _TOOL}]],
+    stop=lambda texts: {"stop": texts},
+    schema=lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    echoing=lambda whole: {"messages": [USER, whole["choices"][0]["message"]]},
+    assembled=_chat,
 )
 RESPONSES = Api(
     openai_responses,
@@ -234,8 +209,18 @@ RESPONSES = Api(
     },
     forbidding={"tool_choice": "none"},
     tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
+    stop=None,
+    schema=lambda schema: {"text": {"format": {"type": "json_schema", "schema": schema}}},
+    echoing=lambda whole: {"input": [USER, *whole["output"]], "tools": of_responses.REQUEST["tools"]},
+    assembled=_responses,
     count_target="/v1/responses/input_tokens",
 )
+
+
+def _turn(content, answer):
+    return {"max_tokens": 1, "messages": [USER, {"role": "assistant", "content": content}, answer]}
+
+
 _USES = [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS]
 _RESULTS = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED]
 MESSAGES = Api(
@@ -243,12 +228,13 @@ MESSAGES = Api(
     "/v1/messages",
     of_messages.REQUEST,
     of_messages.bodies,
-    talk={
-        "max_tokens": 1,
-        "messages": [USER, {"role": "assistant", "content": _USES}, {"role": "user", "content": _RESULTS}],
-    },
+    talk=_turn(_USES, {"role": "user", "content": _RESULTS}),
     forbidding={"tool_choice": {"type": "none"}},
     tools=[[_TOOL]],
+    stop=lambda texts: {"stop_sequences": texts},
+    schema=lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    echoing=lambda whole: _turn(whole["content"], USER),
+    assembled=_messages,
     count_target="/v1/messages/count_tokens",
 )
 _ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]
@@ -266,6 +252,10 @@ GEMINI = Api(
     },
     forbidding={"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
     tools=[[{"functionDeclarations": [_TOOL]}]],
+    stop=lambda texts: {"generationConfig": {"stopSequences": texts}},
+    schema=lambda schema: {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}},
+    echoing=lambda whole: {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]},
+    assembled=_gemini,
     count_target="/v1beta/models/gemini-x:countTokens",
     stream_target="/v1beta/models/gemini-x:streamGenerateContent?alt=sse",
 )

@@ -21,7 +21,6 @@ from tests.addons.dialects.apis import (
     MESSAGES,
     REFUSED,
     USAGE,
-    assembled,
     every_api,
     parse,
     streamed,
@@ -168,18 +167,11 @@ def same(one, other):
 def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply, piece, keep_alive):
     context = api.context()
     whole = parse(api.dialect.encode_reply(context, reply, USAGE))
-    assert same(assembled(api, streamed(api, context, reply, piece, keep_alive)), whole)
+    assert same(api.assembled(streamed(api, context, reply, piece, keep_alive)), whole)
     issued = reply.to_message() | ({"call_id": "c9"} if api.issues(reply) else {})
     for call in issued.get("tool_calls", ()):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
     assert same(api.echo(whole), issued)
-
-
-@every_api
-def test_a_failed_stream_ends_with_the_error(api):
-    encoder = api.dialect.stream_encoder(api.context())
-    encoder.start()
-    assert b"Down." in encoder.error(DialectError("Down.", status=503))
 
 
 @every_api

@@ -18,8 +18,10 @@ USER = {"role": "user", "content": "Hello"}
 
 
 class TestChoice:
-    def test_auto_finds_the_renderer_that_agrees_with_the_template(self, rendering):
-        assert rendering.name == "qwen3"
+    def test_auto_finds_the_renderer_that_agrees_with_the_template_and_one_can_be_named(
+        self, rendering, tokenizer_folder
+    ):
+        assert rendering.name == Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
     def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path, save_tokenizer):
         template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -30,9 +32,6 @@ class TestChoice:
         ids = rendering.render([USER], [])
         assert tokenizer.decode(ids) == "user: Hello\nassistant:"
         assert rendering.continued(ids, tokenizer.encode(" Hi"), [USER], []) is None
-
-    def test_a_renderer_can_be_named(self, tokenizer_folder):
-        assert Rendering(str(tokenizer_folder), "qwen3").name == "qwen3"
 
     @pytest.mark.parametrize("renderer", ["qwen4", "gpt-oss"], ids=["unknown", "of another family"])
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer):
@@ -233,9 +232,8 @@ class TestParse:
 
 
 def test_parses_take_their_share_of_the_time():
-    now = 0.0
+    now = spent = 0.0
     budget = ParseBudget(0.1, clock=lambda: now)
-    spent = 0.0
     while now < 100:
         if budget.allows():
             spent += 0.01

@@ -1,6 +1,8 @@
 import asyncio
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import ANY, Mock
 
 import pytest
 from hypothesis import given
@@ -15,21 +17,12 @@ from tests.deep import examples
 LONG = "A system prompt that many sessions share. " * 20
 
 
-class Counting:
-    def __init__(self):
-        self.texts = []
-
-    def encode(self, text, add_special_tokens):
-        self.texts.append(text)
-        return [len(text)]
-
-
 @pytest.mark.parametrize("text", ["assistant\n", LONG])
 def test_a_text_is_tokenised_once(text):
-    inner = Counting()
-    tokenizer = CachingTokenizer(inner)
+    encode = Mock(return_value=[len(text)])
+    tokenizer = CachingTokenizer(SimpleNamespace(encode=encode))
     assert tokenizer.encode(text) == tokenizer.encode(text) == [len(text)]
-    assert inner.texts == [text]
+    encode.assert_called_once_with(text, add_special_tokens=ANY)
     tokenizer.encode(text).append(5)  # a copy
     assert tokenizer.encode(text) == [len(text)]
 
@@ -89,20 +82,13 @@ async def test_other_work_goes_on_while_a_long_text_is_encoded_and_decoded(token
     assert while_decoding > 400
 
 
-class EveryCharacter:
-    """Encodes each character to its code."""
-
-    def encode(self, text, add_special_tokens):
-        return list(text.encode())
-
-
 @pytest.mark.parametrize(
     ("texts", "length", "least", "most"),
     [(120, 800_000, 32 * 2**20, 1.1 * 64 * 2**20), (1, 8_000_000, 0, 1_000_000)],
     ids=["many texts", "a text that would fill it"],
 )
 def test_the_cache_of_long_texts_is_bounded_in_bytes(texts, length, least, most):
-    caching = CachingTokenizer(EveryCharacter())
+    caching = CachingTokenizer(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
     tracemalloc.start()
     for n in range(texts):
         caching.encode(f"{n}" + " " * length)

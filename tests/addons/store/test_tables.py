@@ -46,12 +46,18 @@ def make_call(number):
     return factories.make_call(number, [1, 2], [3, number])
 
 
-def write_calls(run, numbers):
-    """Commit calls, leave their file as a killed writer does, and return its path."""
-    writer = RunWriter(run)
-    known = set(run.glob("calls-*.arrow"))
+def writing(run, sync, *numbers):
+    """Return an open writer that has committed calls."""
+    writer = RunWriter(run, sync)
     for number in numbers:
         writer.add_call(make_call(number))
+    return writer
+
+
+def write_calls(run, numbers):
+    """Commit calls, leave their file as a killed writer does, and return its path."""
+    known = set(run.glob("calls-*.arrow"))
+    writing(run, "session", *numbers)
     [path] = set(run.glob("calls-*.arrow")) - known
     return path
 
@@ -66,11 +72,10 @@ def call_ids(run):
 
 class TestRunWriter:
     def test_a_commit_can_be_read_while_the_writer_goes_on(self, run):
-        writer = RunWriter(run)
-        for number in range(3):
-            writer.add_call(make_call(number))
-            assert call_ids(run) == [str(k) for k in range(number + 1)]
-        writer.close()
+        with RunWriter(run) as writer:
+            for number in range(3):
+                writer.add_call(make_call(number))
+                assert call_ids(run) == [str(k) for k in range(number + 1)]
 
     def test_each_table_has_its_rows(self, run):
         event = Event(kind="refused", host="example.com", method="GET", path="/")
@@ -143,9 +148,7 @@ def fail_to_add(writer, disk, number):
 
 class TestFailedCommit:
     def test_the_next_commit_goes_to_another_file_and_both_files_are_synced(self, run, disk):
-        writer = RunWriter(run)
-        for number in (0, 1):
-            writer.add_call(make_call(number))
+        writer = writing(run, "session", 0, 1)
         fail_to_add(writer, disk, 2)
         writer.add_call(make_call(3))
         assert call_ids(run) == ["0", "1", "3"]
@@ -170,16 +173,13 @@ class TestFailedCommit:
 
 class TestSync:
     def test_with_never_nothing_is_synced(self, run, disk):
-        writer = RunWriter(run, "never")
-        writer.add_call(make_call(0))
-        writer.add_session(SESSION)
-        writer.end_session()
-        writer.close()
+        with writing(run, "never", 0) as writer:
+            writer.add_session(SESSION)
+            writer.end_session()
         assert disk.synced == []
 
     def test_with_session_the_files_are_synced_when_a_session_ends(self, run, disk):
-        writer = RunWriter(run, "session")
-        writer.add_call(make_call(0))
+        writer = writing(run, "session", 0)
         writer.add_event(Event(kind="refused"))
         assert disk.synced == []
         writer.end_session()
@@ -191,14 +191,13 @@ class TestSync:
         assert disk.synced == ["calls", "events", "sessions", "calls"]
 
     def test_synced_commits_are_not_synced_again(self, run, disk):
-        with RunWriter(run, "call") as writer:
-            writer.add_call(make_call(0))
+        with writing(run, "call", 0) as writer:
             for _ in range(3):
                 writer.sync()
         assert disk.synced == ["calls"]
 
     def test_a_sync_during_another_one_waits_and_needs_no_fdatasync_of_its_own(self, run, disk):
-        writer = RunWriter(run, "call")
+        writer = writing(run, "call", 0)
         other = threading.Thread(target=writer.sync)
 
         def busy():
@@ -207,7 +206,6 @@ class TestSync:
             other.join(timeout=0.1)
             assert other.is_alive()
 
-        writer.add_call(make_call(0))
         disk.before = busy
         writer.sync()
         other.join()
@@ -215,13 +213,12 @@ class TestSync:
         writer.close()
 
     def test_a_commit_during_a_sync_needs_another_sync(self, run, disk):
-        writer = RunWriter(run, "call")
+        writer = writing(run, "call", 0)
 
         def busy():
             disk.before = lambda: None
             writer.add_call(make_call(1))
 
-        writer.add_call(make_call(0))
         disk.before = busy
         writer.sync()
         writer.sync()
@@ -229,9 +226,7 @@ class TestSync:
         writer.close()
 
     def test_after_a_failed_sync_nothing_more_is_recorded_and_earlier_commits_can_be_read(self, run, disk):
-        writer = RunWriter(run, "call")
-        for number in range(2):
-            writer.add_call(make_call(number))
+        writer = writing(run, "call", 0, 1)
         disk.error = OSError(errno.EIO, "Input/output error")
         with pytest.raises(OSError, match=r"may not be on the disk \(.*Input/output error\): stop the recorder"):
             writer.sync()
@@ -266,9 +261,7 @@ class TestEndSession:
             real(path)
 
         monkeypatch.setattr(tables, "compact", compact)
-        with RunWriter(run) as writer:
-            writer.add_call(make_call(0))
-            writer.add_call(make_call(1))
+        with writing(run, "session", 0, 1) as writer:
             writer.end_session()
             assert call_ids(run) == ["0", "1", "2"]
 
@@ -279,10 +272,7 @@ class TestEndSession:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        writer = RunWriter(run, "never")
-        for number in range(2):
-            writer.add_call(make_call(number))
-        writer.end_session()
+        writing(run, "never", 0, 1).end_session()
         assert "was not compacted and stays readable as it is: [Errno 28] No space left on device" in caplog.text
         assert call_ids(run) == ["0", "1"]
 

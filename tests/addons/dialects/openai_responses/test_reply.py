@@ -5,7 +5,7 @@ from hypothesis import given
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, ServedModel, sign
-from tests.addons.dialects.apis import RESPONSES, USAGE, assembled, streamed
+from tests.addons.dialects.apis import RESPONSES, USAGE, streamed
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
 from tests.addons.dialects.test_contract import REPLIES
 from tests.deep import examples
@@ -30,7 +30,7 @@ def test_the_reply_is_one_item_that_holds_the_summary(reply):
     whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
     (item,) = whole["output"]
     assert item["type"] == "compaction"
-    assert assembled(RESPONSES, streamed(RESPONSES, context, reply)) == whole
+    assert RESPONSES.assembled(streamed(RESPONSES, context, reply)) == whole
     (message,) = decode_items(item)
     assert message["role"] == "user"
     assert message["content"].endswith(reply.content)
