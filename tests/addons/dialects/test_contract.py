@@ -20,6 +20,7 @@ from tests.addons.dialects.apis import (
     MEANS,
     MESSAGES,
     REFUSED,
+    RESPONSES,
     USAGE,
     every_api,
     parse,
@@ -83,6 +84,20 @@ def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
     text = json.dumps(api.request).replace("u00e9", cut)
     messages = api.dialect.decode(text.encode(), api.target).messages
     assert messages == json.loads(json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd"))
+
+
+@pytest.mark.parametrize(("api", "key"), [(CHAT, "messages"), (RESPONSES, "input")], ids=["chat", "responses"])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("Hi", "Hi"), (None, ""), ([], ""), ([{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab")],
+)
+def test_content_is_text_however_it_is_written(api, key, content, text):
+    assert api.decode({key: [{"role": "assistant", "content": content}]}).messages[0]["content"] == text
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=["chat", "responses"])
+def test_no_new_text_is_no_event(api):
+    assert api.dialect.stream_encoder(api.context()).delta("", "") == b""
 
 
 @every_api

@@ -34,10 +34,6 @@ def test_a_freeform_tool_is_called_with_its_text():
     assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}
 
 
-def test_no_new_text_is_no_event():
-    assert openai_chat.StreamEncoder(reply_context()).delta("", "") == b""
-
-
 def test_usage_is_sent_only_when_asked_for():
     assert b"usage" in streamed(CHAT, reply_context(include_usage=True), Reply("Hi"))
     assert b"usage" not in streamed(CHAT, reply_context(), Reply("Hi"))

@@ -68,18 +68,6 @@ class TestDecode:
         )
 
     @pytest.mark.parametrize(
-        ("content", "text"),
-        [
-            ("Hi", "Hi"),
-            (None, ""),
-            ([], ""),
-            ([{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
-        ],
-    )
-    def test_content_is_text_however_it_is_written(self, content, text):
-        assert decode_message(role="assistant", content=content)["content"] == text
-
-    @pytest.mark.parametrize(
         ("written", "parsed"),
         [
             ('{"a": [true, 1.5]}', {"a": [True, 1.5]}),

@@ -73,14 +73,8 @@ def test_references_and_items_next_to_each_other_are_one_message():
 
 def test_a_previous_response_is_its_conversation_without_the_instructions():
     call = decode(MORE, previous_response_id="resp_c2", instructions="Be kind.")
-    assert [message["role"] for message in call.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "user",
-    ]
+    roles = [message["role"] for message in call.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant", "user"]
     assert [call.messages[0]["content"], call.messages[-2]["content"]] == ["Be kind.", "Hi."]
     assert call.messages[2]["tool_calls"][0]["function"]["arguments"] == {"at": 1}
     assert [message.get("call_id") for message in call.messages] == [None, None, "c1", None, "c2", None]
@@ -112,6 +106,8 @@ def test_a_conversation_comes_before_the_input_which_is_added_to_it():
         ({"previous_response_id": "resp_gone"}, 400, "Previous response with id 'resp_gone' not found."),
         ({"previous_response_id": "my secret"}, 400, "a text of 9 characters not found"),
         ({"previous_response_id": 5}, 400, "'previous_response_id' must be a string"),
+        ({"previous_response_id": "resp_c1", "prompt": True}, 400, "'prompt' is not supported"),
+        ({"previous_response_id": "resp_c1", "background": True}, 400, "'background' is not supported"),
         ({"conversation": "conv_2"}, 404, "Conversation with id 'conv_2' not found."),
         ({"conversation": {"id": "conv_gone"}}, 404, "Conversation with id 'conv_gone' not found."),
         ({"conversation": {"name": "x"}}, 400, "'conversation.id' must be a string"),
@@ -128,12 +124,6 @@ def test_an_id_that_stands_for_nothing_is_refused_in_the_words_of_the_api(fields
         decode(USER, **fields)
     assert refusal.value.status == status
     assert said in str(refusal.value)
-
-
-@pytest.mark.parametrize("field", ["prompt", "background"])
-def test_what_is_not_served_is_refused_beside_an_id_too(field):
-    with pytest.raises(DialectError, match=f"'{field}' is not supported"):
-        decode(USER, previous_response_id="resp_c1", **{field: True})
 
 
 IDS = st.sampled_from(["rs_c1_0", "fc_c1_1", "msg_c2_1", "resp_c1", "resp_lost", "resp_gone", "conv_1", "conv_gone"])

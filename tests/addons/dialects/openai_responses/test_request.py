@@ -122,19 +122,6 @@ class TestDecode:
     def test_a_string_is_the_users_message(self):
         assert decode(instructions=None, input="Hi").messages == [{"role": "user", "content": "Hi"}]
 
-    @pytest.mark.parametrize(
-        ("content", "text"),
-        [
-            ("Hi", "Hi"),
-            (None, ""),
-            ([], ""),
-            ([{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}], "ab"),
-            ([{"type": "text", "text": "a"}], "a"),
-        ],
-    )
-    def test_content_is_text_however_it_is_written(self, content, text):
-        assert decode_items({"role": "assistant", "content": content})[0]["content"] == text
-
     def test_a_users_message_ends_the_assistants_turn(self):
         said = {"role": "assistant", "content": "a"}
         messages = decode_items(said, {"role": "user", "content": "b"}, said)

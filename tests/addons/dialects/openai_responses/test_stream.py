@@ -29,10 +29,6 @@ def test_reasoning_that_comes_after_content_is_not_sent():
     assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
 
-def test_no_new_text_is_no_event():
-    assert openai_responses.stream_encoder(RESPONSES.context()).delta("", "") == b""
-
-
 def test_a_truncated_reply_is_incomplete():
     *_, last = events_of(streamed(RESPONSES, RESPONSES.context(), Reply("Hal", finish_reason="length")))
     assert last["type"] == "response.incomplete"
