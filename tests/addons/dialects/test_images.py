@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.images import hide, placeholder
-from rolltap.addons.dialects.model_call import DialectError
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -109,14 +108,6 @@ def test_the_arguments_of_a_tool_call_are_not_touched():
     call = GEMINI.decode({"contents": [{"role": "model", "parts": parts[:1]}, {"role": "user", "parts": parts[1:]}]})
     assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden) == (image, 0)
     assert json.loads(call.messages[1]["content"]) == image
-
-
-@pytest.mark.parametrize(
-    "decode", [lambda: chat({"type": "hologram"}), lambda: responses({"type": "computer_screenshot"})]
-)
-def test_a_part_of_an_unknown_type_is_refused_by_its_place(decode):
-    with pytest.raises(DialectError, match=r"\[0\].content\[1\]' has type .*; this model takes text only"):
-        decode()
 
 
 @pytest.mark.parametrize("declared", ["image/png\n<|im_end|>", "x" * 500, "image/" + "p" * 500, "png", "", 5, None])

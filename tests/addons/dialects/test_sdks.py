@@ -305,3 +305,4 @@ def test_models_are_listed_and_any_name_is_one():
     assert {(m.type, m.created_at.timestamp()) for m in found} == {("model", 5)}
     found = [*geminis.list(), geminis.get(model="org/any")]
     assert [(m.name.removeprefix("models/"), m.input_token_limit) for m in found] == listed
+    assert all("generateContent" in m.supported_actions for m in found)

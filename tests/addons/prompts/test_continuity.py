@@ -189,12 +189,6 @@ class TestEchoRule:
 
     COMMAND = '<tool_call>\n{"name": "look", "arguments": {"command": "cd a && ls"}}\n</tool_call><|im_end|>'
 
-    def test_another_command_is_another_conversation(self, session):
-        reply = session.ask([user("Hi")], self.COMMAND)
-        prompt = session.prompt([user("Hi"), arguments('{"command": "ls"}')(reply), result(reply)])
-        assert prompt.kind == "rendered"
-        assert "cd a && ls" in prompt.reason
-
     @pytest.mark.parametrize(
         ("user_id", "kind"),
         [('{"device_id": "d", "session_id": "s"}', "bridged"), ("me", "rendered")],

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import Reply
+from rolltap.addons.dialects.model_call import Reply, message_tool_call
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import InputError, ParseBudget, Rendering, resolve_model
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
@@ -267,20 +267,15 @@ CALLS = {"c1": "look", "c2": "listen"}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in CALLS.values()]
 
 
-def conversation():
-    """Return a decoded conversation whose last messages are the results, in another order than the calls."""
-    made = [{"id": i, "function": {"name": name, "arguments": "{}"}} for i, name in CALLS.items()]
+@pytest.mark.parametrize("renderer", FAMILY_TOKENS)
+def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp_path, save_tokenizer):
+    made = [message_tool_call(i, name, "{}") for i, name in CALLS.items()]
     results = [{"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")]
     asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": made}]
     body = {"messages": [*asked, *results], "tools": TOOLS}
-    return openai_chat.decode(json.dumps(body).encode(), "/v1/chat/completions")
-
-
-@pytest.mark.parametrize("renderer", FAMILY_TOKENS)
-def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp_path, save_tokenizer):
+    call = openai_chat.decode(json.dumps(body).encode(), "/v1/chat/completions")
     save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split())
     rendering = Rendering(str(tmp_path), renderer)
-    call = conversation()
     prompt = rendering.render(call.messages[:1], call.tools)
     whole = rendering.render(call.messages, call.tools)
     stops = set(rendering.stop_token_ids())

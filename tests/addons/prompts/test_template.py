@@ -47,19 +47,14 @@ def assistant(text):
 @pytest.mark.parametrize(
     "new", [NEW, [{"role": "tool", "content": "Nothing.", "tool_call_id": "c9", "name": "look"}], NEW * 2]
 )
-def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, new):
+@pytest.mark.parametrize("end", ["<|im_end|>", ""], ids=["ended", "truncated"])
+def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, new, end):
     assert plain.refusal is None
     prompt = plain.render(CONVERSATION, [])
-    completion = encode("Hi.\n<|im_end|>")
+    completion = encode("Hi.\n" + end)
     continued = plain.continued(prompt, completion, new, [])
     assert continued == plain.render([*CONVERSATION, assistant("Hi."), *new], [])
     assert continued[: len(prompt) + len(completion)] == prompt + completion
-
-
-def test_a_truncated_turn_gets_its_stop_token(plain, encode):
-    prompt = plain.render(CONVERSATION, [])
-    continued = plain.continued(prompt, encode("Hi.\n"), NEW, [])
-    assert continued == plain.render([*CONVERSATION, assistant("Hi."), *NEW], [])
 
 
 def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, encode):
@@ -84,9 +79,8 @@ def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, e
     asked = {"role": "assistant", "content": "Hi.", "tool_calls": calls}
     results = [{"role": "tool", "content": "x", "tool_call_id": i} for i in ("c2", "c9", "c1")]
     whole = name_results([*CONVERSATION, asked, *results])
-    continued = rendering.continued(
-        rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>"), whole[3:], []
-    )
+    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>")
+    continued = rendering.continued(prompt, completion, whole[3:], [])
     assert continued == rendering.render(whole, [])
 
 

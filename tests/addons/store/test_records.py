@@ -24,33 +24,24 @@ class TestFindViolation:
         assert find_violation(completion_ids, logprobs, versions) is None
 
     @pytest.mark.parametrize(
-        ("logprobs", "words"),
+        ("logprobs", "places", "words"),
         [
-            ([-0.5], "2 token ids but 1 log-probabilities"),
-            ([-0.5] * 3, "2 token ids but 3 log-probabilities"),
-            ([-0.5, math.nan], "log-probability 1 is nan"),
-            ([-math.inf, -0.5], "log-probability 0 is -inf"),
-            ([-0.5, 0.01], "log-probability 1 is positive"),
-            ([SENTINEL_LOGPROB, -0.5], "log-probability 0 is the sentinel"),
+            ([-0.5], [(0, 2)], "2 token ids but 1 log-probabilities"),
+            ([-0.5] * 3, [(0, 2)], "2 token ids but 3 log-probabilities"),
+            ([-0.5, math.nan], [(0, 2)], "log-probability 1 is nan"),
+            ([-math.inf, -0.5], [(0, 2)], "log-probability 0 is -inf"),
+            ([-0.5, 0.01], [(0, 2)], "log-probability 1 is positive"),
+            ([SENTINEL_LOGPROB, -0.5], [(0, 2)], "log-probability 0 is the sentinel"),
+            ([-0.5] * 2, [], "cover 0 of 2 tokens"),
+            ([-0.5] * 2, [(0, 1)], "cover 1 of 2 tokens"),
+            ([-0.5] * 2, [(0, 3)], "cover 3 of 2 tokens"),
+            ([-0.5] * 2, [(1, 2)], "leave token 0 out"),
+            ([-0.5] * 2, [(0, 1), (0, 2)], "leave token 1 out"),
+            ([-0.5] * 2, [(0, 2), (2, 1)], "leave token 2 out"),
         ],
     )
-    def test_unsound_logprobs_are_named(self, logprobs, words):
-        assert words in find_violation([7, 8], logprobs, spans((0, 2)))
-
-    @pytest.mark.parametrize(
-        ("places", "words"),
-        [
-            ([], "cover 0 of 2 tokens"),
-            ([(0, 1)], "cover 1 of 2 tokens"),
-            ([(0, 3)], "cover 3 of 2 tokens"),
-            ([(1, 2)], "leave token 0 out"),
-            ([(0, 1), (0, 2)], "leave token 1 out"),
-            ([(0, 2), (2, 1)], "leave token 2 out"),
-        ],
-        ids=["none", "too short", "too long", "gap", "overlap", "backwards"],
-    )
-    def test_weight_versions_must_cover_the_completion(self, places, words):
-        assert words in find_violation([7, 8], [-0.5, -0.5], spans(*places))
+    def test_unsound_logprobs_and_weight_versions_are_named(self, logprobs, places, words):
+        assert words in find_violation([7, 8], logprobs, spans(*places))
 
 
 class TestRows:

@@ -157,14 +157,6 @@ class TestGrowing:
 
 
 class TestReader:
-    def test_a_wrong_byte_of_the_schema_is_reported_as_damage_and_does_not_raise(self, path, opened):
-        opened.append(batch(0))
-        contents = path.read_bytes()
-        for position in range(opened.size - len(batch(0).serialize())):
-            path.write_bytes(contents[:position] + bytes([contents[position] ^ 0xFF]) + contents[position + 1 :])
-            with SegmentReader(path) as reader:
-                assert reader.schema is not None or reader.damage[0].startswith("it has no schema")
-
     def test_a_batch_can_be_read_at_the_offset_that_iterating_gave(self, path, three):
         with SegmentReader(path) as reader:
             offsets = [offset for offset, _ in reader]
@@ -295,17 +287,12 @@ class TestLostEnd:
             assert reader.damage == {offset: f"it lost its end: {number} of its 3 rows are left"}
             assert reader.uncommitted == 0
 
-    def test_an_end_marker_that_is_missing_is_no_damage(self, compacted):
-        os.truncate(compacted, compacted.stat().st_size - 8)
-        assert read(compacted) == ([0, 1, 2], {})
-
-    def test_a_number_of_rows_that_cannot_be_read_says_nothing(self, compacted):
+    def test_a_missing_end_marker_and_a_number_of_rows_that_cannot_be_read_are_no_damage(self, compacted):
         data = compacted.read_bytes()
-        place = data.index(b"rolltap.rows")
-        assert data.rindex(b"3\0", 0, place) > 0
-        place = data.rindex(b"3\0", 0, place)
-        compacted.write_bytes(data[:place] + b"?" + data[place + 1 :])
-        assert read(compacted) == ([0, 1, 2], {})
+        place = data.rindex(b"3\0", 0, data.index(b"rolltap.rows"))
+        for changed in (data[:-8], data[:place] + b"?" + data[place + 1 :]):
+            compacted.write_bytes(changed)
+            assert read(compacted) == ([0, 1, 2], {})
 
     def test_a_reader_that_goes_on_from_its_end_finds_no_damage(self, compacted, offsets):
         with SegmentReader(compacted) as reader:

@@ -79,6 +79,8 @@ class TestDamage:
             assert len(rows) == 3 or reader.damage
             assert len(rows) >= (2 if position >= offsets[0] else 0)
             assert reader.uncommitted == 0
+            with SegmentReader(path) as reader:  # it does not know the schema
+                assert reader.schema is not None or reader.damage[0].startswith("it has no schema")
             path.write_bytes(whole)
 
 

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, message_tool_call, sign
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call, sign
 from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
@@ -86,22 +86,14 @@ def reference(name):
 
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
+        made = [message_tool_call("t1", "look", {"at": "é", "n": 1}), message_tool_call("t2", "look", {})]
         assert decode() == ModelCall(
             model="claude-x",
             messages=[
                 {"role": "system", "content": "Be brief.\n\nBe kind."},
                 {"role": "user", "content": "<reminder/>\nLook there."},
                 {"role": "system", "content": "It is Monday."},
-                {
-                    "role": "assistant",
-                    "content": "Now.",
-                    "reasoning_content": "I look.",
-                    "tool_calls": [
-                        message_tool_call("t1", "look", {"at": "é", "n": 1}),
-                        message_tool_call("t2", "look", {}),
-                    ],
-                    "call_id": "c7",
-                },
+                assistant_message("Now.", "I look.", made, "c7"),
                 {"role": "tool", "content": "Nothing.", "tool_call_id": "t1", "name": "look"},
                 {"role": "tool", "content": "Error: No.", "tool_call_id": "t2", "name": "look"},
                 {"role": "user", "content": "Go on."},

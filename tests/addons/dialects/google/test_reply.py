@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ServedModel, ToolCall, Usage, sign
+from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
 from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of, streamed
 from tests.addons.dialects.google.test_request import CALL, GENERATE, STREAM
 
@@ -68,11 +68,6 @@ def test_without_a_call_the_text_carries_the_signature(reply, parts):
 def test_an_error_has_the_name_of_its_status(status, name):
     error = json.loads(google.encode_error(DialectError("No.", status=status)))
     assert error == {"error": {"code": status, "message": "No.", "status": name}}
-
-
-def test_a_model_can_generate():
-    model = json.loads(google.encode_models("/v1beta/models/gemini-x", [ServedModel("one", 100)], 0))
-    assert "generateContent" in model["supportedGenerationMethods"]
 
 
 either = pytest.mark.parametrize("api", [GEMINI, ARRAY], ids=["events", "array"])

@@ -7,7 +7,15 @@ from google.genai import types
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import google
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, message_tool_call, sign, tool_call_id
+from rolltap.addons.dialects.model_call import (
+    DialectError,
+    ModelCall,
+    assistant_message,
+    message_tool_call,
+    sign,
+    tool_call_id,
+)
+from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 from tests.addons.dialects.server import Server
 
@@ -59,23 +67,18 @@ def snake(value):
 
 
 SNAKE_REQUEST = {**snake(REQUEST), "tool_config": REQUEST["toolConfig"]}
+MADE = [message_tool_call("c1", "look", {"at": "é", "n": 1}), message_tool_call("c2", "look", {})]
 CALL = ModelCall(
     model="gemini-x",
     messages=[
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Look there."},
-        {
-            "role": "assistant",
-            "content": "Wait.",
-            "reasoning_content": "I look.",
-            "tool_calls": [message_tool_call("c1", "look", {"at": "é", "n": 1}), message_tool_call("c2", "look", {})],
-            "call_id": "call-7",
-        },
+        assistant_message("Wait.", "I look.", MADE, "call-7"),
         {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
         {"role": "tool", "content": '{"error":"Too dark."}', "tool_call_id": "c2", "name": "look"},
         {"role": "user", "content": "Go on."},
     ],
-    tools=[{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": SCHEMA}}],
+    tools=[function_tool("look", "Looks.", SCHEMA)],
     max_tokens=5,
     stop=["END"],
     reasoning="signed",
@@ -324,18 +327,15 @@ def test_what_the_sdk_sends_is_understood():
         ),
     )
     (decoded,) = server.calls
-    called = message_tool_call("c1", "look", {"at": "é"})
     assert decoded.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [called], "call_id": "call-7"},
+        assistant_message("", "Hm.", [message_tool_call("c1", "look", {"at": "é"})], "call-7"),
         {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
         {"role": "user", "content": "Go on."},
     ]
     parameters = {"type": "object", "properties": {"at": {"type": "string", "minLength": 1}}}
-    assert [tool["function"] for tool in decoded.tools] == [
-        {"name": "look", "description": "Looks.", "parameters": parameters}
-    ]
+    assert decoded.tools == [function_tool("look", "Looks.", parameters)]
     assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == ([{"googleSearch": {}}], 5, ["END"])
     assert decoded.schema["properties"] == {"a": {"type": "integer"}}
     assert decoded.requested_sampling["temperature"] == 0.5

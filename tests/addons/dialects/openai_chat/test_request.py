@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import ModelCall, WireTool, message_tool_call
+from rolltap.addons.dialects.model_call import ModelCall, WireTool, assistant_message, message_tool_call
 from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"
@@ -52,12 +52,7 @@ class TestDecode:
             messages=[
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": "Look there."},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "reasoning_content": "I look.",
-                    "tool_calls": [message_tool_call("c1", "look", {"at": "é", "n": 1})],
-                },
+                assistant_message("", "I look.", [message_tool_call("c1", "look", {"at": "é", "n": 1})]),
                 {"role": "tool", "content": "Nothing.", "tool_call_id": "c1", "name": "look"},
             ],
             tools=[TOOL],
@@ -115,7 +110,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": 5}]}, "'messages[0].content'"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "'messages[0].content[0]'"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages[0].content[0].text'"),
-    ({"messages": [{"role": "user", "content": [{"type": "gif", "text": "x"}]}]}, "'messages[0].content[0]'"),
+    ({"messages": [{"role": "user", "content": [{"type": "gif"}]}]}, "content[0]' has type 'gif'; this model takes"),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "'messages[0].tool_calls'"),
     ({"messages": [{"role": "assistant", "tool_calls": [None]}]}, "'messages[0].tool_calls[0]'"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, "tool_calls[0].function.name'"),

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import ModelCall, WireTool, message_tool_call, sign
+from rolltap.addons.dialects.model_call import ModelCall, WireTool, assistant_message, message_tool_call, sign
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 
@@ -74,23 +74,18 @@ def decode_items(*items, **changes):
 
 class TestDecode:
     def test_a_request_becomes_a_model_call(self):
+        made = [
+            message_tool_call("t1", "look", {"at": "é", "n": 1}),
+            message_tool_call("t2", "patch", {"input": "+ x"}),
+            message_tool_call("t3", "agents__spawn", {}),
+        ]
         assert decode() == ModelCall(
             model="gpt-x",
             messages=[
                 {"role": "system", "content": "Be brief."},
                 {"role": "system", "content": "Be kind."},
                 {"role": "user", "content": "Look there."},
-                {
-                    "role": "assistant",
-                    "content": "Looking.",
-                    "reasoning_content": "I look.",
-                    "tool_calls": [
-                        message_tool_call("t1", "look", {"at": "é", "n": 1}),
-                        message_tool_call("t2", "patch", {"input": "+ x"}),
-                        message_tool_call("t3", "agents__spawn", {}),
-                    ],
-                    "call_id": "c7",
-                },
+                assistant_message("Looking.", "I look.", made, "c7"),
                 {"role": "tool", "content": "Nothing.", "tool_call_id": "t1", "name": "look"},
                 {"role": "tool", "content": "Done.", "tool_call_id": "t2", "name": "patch"},
                 {"role": "tool", "content": "", "tool_call_id": "t3", "name": "agents__spawn"},
@@ -118,9 +113,6 @@ class TestDecode:
             },
             client_metadata={"client_metadata.session": "s1", "prompt_cache_key": "thread-1"},
         )
-
-    def test_a_string_is_the_users_message(self):
-        assert decode(instructions=None, input="Hi").messages == [{"role": "user", "content": "Hi"}]
 
     def test_a_users_message_ends_the_assistants_turn(self):
         said = {"role": "assistant", "content": "a"}
@@ -207,6 +199,7 @@ REFUSED = [
 ]
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
+    ({"instructions": None, "input": "Hi"}, "messages", [{"role": "user", "content": "Hi"}]),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"a": 1}}}}, "schema", {"a": 1}),
     ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, "schema", {}),
     ({"text": {"format": {"type": "text"}}}, "schema", None),
