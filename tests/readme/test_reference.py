@@ -92,7 +92,5 @@ def test_the_public_names_in_the_section_from_python():
     cells = table("trainer/README.md", "From Python")
     assert len(cells) > 5
     assert cells.keys() <= {*rolltap.__all__}
-    methods = next(
-        line for line in section("trainer/README.md", "From Python").splitlines() if line.startswith("| `Run` ")
-    )
+    [methods] = re.findall(r"^\| `Run` .*", section("trainer/README.md", "From Python"), re.MULTILINE)
     assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []

@@ -31,10 +31,6 @@ for _ in range(4):
         break
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "12:00"} for call in calls]
 """
-CALL = (
-    '{"session_id": "s", "call_id": "c", "prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5], '
-    '"finish_reason": "stop"}'
-)
 RUNNABLE = [block for block in BLOCKS if block.language in ("sh", "python") and block.first_line not in SKIPPED]
 
 
@@ -65,7 +61,9 @@ class Workshop:
         }
         (folder / "home").mkdir()
         (folder / "my_agent.py").write_text(AGENT)
-        (folder / "calls.jsonl").write_text(CALL)
+        tokens = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-0.5]}
+        line = {"session_id": "s", "call_id": "c", **tokens, "finish_reason": "stop"}
+        (folder / "calls.jsonl").write_text(json.dumps(line))
         shutil.copytree(QUICKSTART / "workspace", folder / "start")
         for block in BLOCKS:
             if (name := file_name(block)) is not None:

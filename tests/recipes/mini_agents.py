@@ -5,27 +5,23 @@ An instruction ends with the name of the attempt that the agent makes: see `ask`
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from tests.harness.play import tool_call
 from tests.harness.programs import PROGRAMS
 
 
-@dataclass(frozen=True)
-class Edit:
+class Edit(NamedTuple):
     path: str
     old: str
     new: str
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     command: str
 
 
-Turn = tuple[str, dict]
-"""Name and arguments of the tool that the agent calls."""
 SUM = "    return sum(int(number) * UNITS[unit] for number, unit in parts)\n"
 SIGNED = """\
     seconds = sum(abs(int(number)) * UNITS[unit] for number, unit in parts)
@@ -65,7 +61,9 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
         if "<tools>" not in prompt:
             return Say("A duration")  # a side question
         (attempt,) = set(re.findall(r"\(attempt: ([\w-]+)\)", prompt))
-        turns = [turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, _folder(prompt))]
+        # Qwen Code says its workspace, and its tools want absolute paths
+        folder = re.search(r"working in the directory: (\S+)|$", prompt)[1]
+        turns = [turn for step in ATTEMPTS[attempt] for turn in turns_of(harness, step, files, folder)]
         turns += [PROGRAMS[harness].end] if PROGRAMS[harness].end else []
         done = prompt.count("<tool_response>")
         return Say(tool_call(*turns[done]) if done < len(turns) else "Done.")
@@ -73,17 +71,11 @@ def lead(engine: ScriptedEngine, harness: str, files: Mapping[str, str]) -> None
     engine.otherwise = reply
 
 
-def _folder(prompt: str) -> str:
-    """Return the workspace as Qwen Code says it, whose tools want absolute paths; "" for the others."""
-    said = re.search(r"working in the directory: (\S+)", prompt)
-    return said[1] if said else ""
-
-
 AGENTS = ("claude-code", "codex", "qwen-code", "pi", "mini-swe-agent")
 
 
-def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: str) -> list[Turn]:
-    """Return the turns in which a harness does one step. `files` are those of the start, `folder` the workspace."""
+def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: str | None) -> list[tuple[str, dict]]:
+    """Return the tools and arguments by which a harness does one step. `files` are those of the start."""
     if isinstance(step, Edit):
         change = {"old_string": step.old, "new_string": step.new}
         after = files[step.path].replace(step.old, step.new)
@@ -96,14 +88,11 @@ def turns_of(harness: str, step: Edit | Run, files: Mapping[str, str], folder: s
             case "pi":
                 return [("edit", {"path": step.path, "edits": [{"oldText": step.old, "newText": step.new}]})]
             case "codex":
-                step = Run(f"apply_patch <<'EOF'\n{_patch(step.path, files[step.path], after)}\nEOF")
+                old, new = files[step.path].splitlines(), after.splitlines()
+                lines = ["apply_patch <<'EOF'", "*** Begin Patch", f"*** Update File: {step.path}", "@@"]
+                lines += [f"-{line}" for line in old if line not in new]
+                lines += [f"+{line}" for line in new if line not in old]
+                step = Run("\n".join([*lines, "*** End Patch", "EOF"]))
             case _:
                 step = Run(f"cat > {step.path} <<'EOF'\n{after}EOF")
     return [PROGRAMS[harness].call(0, {"COMMAND": step.command})]
-
-
-def _patch(path: str, before: str, after: str) -> str:
-    """Return a change as a patch without context."""
-    old, new = before.splitlines(), after.splitlines()
-    lines = [f"-{line}" for line in old if line not in new] + [f"+{line}" for line in new if line not in old]
-    return "\n".join(["*** Begin Patch", f"*** Update File: {path}", "@@", *lines, "*** End Patch"])

@@ -13,12 +13,9 @@ EXPLORE = ROOT / "recipes" / "explore" / "explore.py"
 
 
 def explore(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", EXPLORE, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "60", "PYTHONIOENCODING": "utf-8"},
-    )
+    command = [sys.executable, "-W", "error", EXPLORE, *arguments]
+    environment = {**os.environ, "COLUMNS": "60", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +27,8 @@ def lines(tmp_path_factory):
     title = [{"role": "user", "content": "A title?"}]
 
     def call(number, messages, reply, logprobs, **fields):
-        messages = json.dumps(messages)
-        return make_call(
-            number, [number], [7] * len(logprobs), messages=messages, reply=reply, logprobs=logprobs, **fields
-        )
+        fields |= {"messages": json.dumps(messages), "reply": reply, "logprobs": logprobs}
+        return make_call(number, [number], [7] * len(logprobs), **fields)
 
     write_run(run, call(0, asked, says("", "ls"), [-0.0005, -0.5]))
     second = call(1, told, says("One: a.txt"), [-0.7, -12.0], parent_id="0")

@@ -1,5 +1,3 @@
-"""The check of a machine with a GPU, in its small form without one."""
-
 import json
 import os
 import shutil
@@ -17,22 +15,18 @@ from tests.conftest import ROOT
 from tests.trainer.training.test_loop import restore
 
 GPU = ROOT / "recipes" / "gpu"
-CHECK = GPU / "trainer_half.py"
 TINY = ROOT / "tests" / "models" / "qwen3-4b"
 """A model without weights, which can be planned."""
 
 
-def check(*arguments, program=CHECK, **environment):
-    return subprocess.run(
-        [sys.executable, program, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": "", **environment},
-    )
+def check(program, *arguments):
+    command = [sys.executable, GPU / program, *arguments]
+    environment = {**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_without_a_gpu_the_whole_check_says_that_there_is_none(tmp_path):
-    ended = check("--out", tmp_path / "check.json")
+    ended = check("trainer_half.py", "--out", tmp_path / "check.json")
     assert ended.returncode == 1
     assert "--cpu" in ended.stderr
     assert not list(tmp_path.iterdir())
@@ -58,10 +52,8 @@ def test_the_engine_half_records_trains_and_publishes_in_two_ways_and_each_line_
     finally:
         restore(engine)
     assert [line for line in lines if line.result == "failed"] == []
-    assert {line.what for line in lines if line.result == "skipped"} == {
-        "checkpoint: peak memory over the plan",
-        "lora: peak memory over the plan",
-    }
+    skipped = {line.what for line in lines if line.result == "skipped"}
+    assert skipped == {f"{way}: peak memory over the plan" for way in ("checkpoint", "lora")}
     passed = {line.what: line for line in lines if line.result == "passed"}
     assert passed.keys() >= {"record: sessions with a fault", "check: root prompts, nats", "verify: damage in lora"}
     for way in half.TRAININGS:
@@ -86,21 +78,18 @@ def test_an_engine_that_did_not_apply_the_step_fails(half):
     assert json.loads(json.dumps(line.to_json(), allow_nan=False))["number"] is None  # JSON lacks infinity
 
 
-def test_the_table_shows_a_note_as_it_is(half, capsys):
+def test_an_error_is_a_failed_line_after_those_that_were_made_and_is_shown_as_it_is(half, capsys):
     import lines
 
-    Console(width=100).print(lines.table([lines.failed("serve", "[Errno 28] no [/] space")]))
-    assert "[Errno 28] no [/] space" in capsys.readouterr().out
-
-
-def test_an_error_is_a_failed_line_after_those_that_were_made(half):
-    def lines():
+    def made():
         yield half.measured("first", 0, 1)
-        raise OSError("no room")
+        raise OSError("[Errno 28] no [/] space")
 
-    first, second = half.guarded("second", lines)
+    first, second = half.guarded("second", made)
     assert first.result == "passed"
-    assert (second.what, second.result, second.note) == ("second", "failed", "OSError: no room")
+    assert (second.what, second.result, second.note) == ("second", "failed", "OSError: [Errno 28] no [/] space")
+    Console(width=100).print(lines.table([second]))
+    assert "[Errno 28] no [/] space" in capsys.readouterr().out
 
 
 def test_without_a_harness_nothing_of_the_engine_half_passes(half, monkeypatch, tmp_path):
@@ -136,7 +125,7 @@ def test_the_engine_gets_the_share_that_both_plans_leave_it(half, tmp_path):
 
 def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):
     out = tmp_path / "made" / "check.json"
-    ended = check("--cpu", "--out", out, "--vllm", tmp_path / "none", program=GPU / "check.py")
+    ended = check("check.py", "--cpu", "--out", out, "--vllm", tmp_path / "none")
     assert ended.returncode == 0, ended.stderr
     assert "only the trainer's half is checked: there is no vLLM" in ended.stderr
     found = json.loads(out.read_text())
@@ -192,10 +181,8 @@ def test_the_command_goes_on_when_vllm_cannot_be_installed_and_takes_one_gpu(scr
     *before, last = script("--model", "a b")
     assert before == ["made rolltap", "no index", "vLLM could not be installed (see above)", "made mini"]
     assert last == f"GPU 0 runs {called} --model a b"
-    assert script("--trainer-only", CUDA_VISIBLE_DEVICES="3,4") == [
-        "made rolltap",
-        f"GPU 3 runs {called} --trainer-only",
-    ]
+    half = script("--trainer-only", CUDA_VISIBLE_DEVICES="3,4")
+    assert half == ["made rolltap", f"GPU 3 runs {called} --trainer-only"]
 
 
 def test_a_failed_line_is_exit_status_1_and_is_in_the_json(half, monkeypatch, tmp_path):

@@ -17,17 +17,11 @@ import rolltap
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "recipes" / "notebook"
-NOTEBOOK = FOLDER / "first_gradient.ipynb"
-IMPORTED = {
-    "first_gradient": {"rolltap", "torch", "datasets"},
-    "train_offline": {"rolltap", "torch", "transformers", "tokenizers"},
+NAMES = {
+    "first_gradient": ("rolltap torch datasets", "Task rollout TraceGRPOTrainer"),
+    "train_offline": ("rolltap torch transformers tokenizers", "import_calls open_run train_offline"),
 }
-"""Name of a notebook -> what it imports besides the standard library."""
-USED = {
-    "first_gradient": {"Task", "rollout", "TraceGRPOTrainer"},
-    "train_offline": {"import_calls", "open_run", "train_offline"},
-}
-"""Name of a notebook -> public names that it shows."""
+"""Name of a notebook -> what it imports besides the standard library, and public names that it shows."""
 
 READ_BACK = """
 print(json.dumps({
@@ -45,7 +39,7 @@ print(json.dumps({
 """A cell that the test appends, for the numbers that the notebook rounds when it prints them."""
 
 
-@pytest.fixture(scope="module", params=sorted(IMPORTED))
+@pytest.fixture(scope="module", params=sorted(NAMES))
 def name(request):
     return request.param
 
@@ -67,7 +61,7 @@ def test_it_is_valid_for_any_python_3_and_committed_without_outputs(notebook, co
 
 
 def test_every_notebook_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == IMPORTED.keys() == USED.keys()
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == NAMES.keys()
 
 
 def test_ruff_finds_nothing_in_its_cells(name):
@@ -86,8 +80,9 @@ def test_it_uses_the_public_page_and_few_other_packages(name, code):
             imported.add(node.module.partition(".")[0])
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rolltap":
             names.add(node.attr)
-    assert imported - sys.stdlib_module_names == IMPORTED[name]
-    assert USED[name] <= names <= set(rolltap.__all__)
+    expected, shown = (set(words.split()) for words in NAMES[name])
+    assert imported - sys.stdlib_module_names == expected
+    assert shown <= names <= set(rolltap.__all__)
 
 
 @pytest.fixture
@@ -108,28 +103,22 @@ def execute(tmp_path, monkeypatch):
 
 
 def test_offline_training_makes_the_rewarded_word_likelier(execute):
-    read_back = (
-        "print(json.dumps([before, after, recorded.verify(progress=False).verdict, len(rewards), str(trained)]))"
-    )
-    before, after, verdict, sessions, trained = execute(FOLDER / "train_offline.ipynb", read_back)
+    values = "before, after, recorded.verify(progress=False).verdict, len(rewards), str(trained)"
+    cell = f"print(json.dumps([{values}]))"
+    before, after, verdict, sessions, trained = execute(FOLDER / "train_offline.ipynb", cell)
     assert (verdict, sessions) == ("ok", 64)
     assert after > 2 * before
     assert (Path(trained) / "config.json").is_file()
 
 
-@pytest.fixture
-def executed(engine, execute, monkeypatch):
-    """Execute the notebook from a task to a gradient and return what `READ_BACK` printed."""
+@pytest.mark.engine
+@pytest.mark.harness
+def test_it_goes_from_a_task_to_a_gradient(engine, execute, monkeypatch):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     monkeypatch.setenv("ROLLTAP_ENGINE", engine.url)
     monkeypatch.setenv("MODEL", str(engine.model_dir))
-    return execute(NOTEBOOK, READ_BACK)
-
-
-@pytest.mark.engine
-@pytest.mark.harness
-def test_it_goes_from_a_task_to_a_gradient(executed):
+    executed = execute(FOLDER / "first_gradient.ipynb", READ_BACK)
     run = rolltap.open_run(executed["run"])
     sessions, calls = run.sessions(), run.calls
     assert {session.status for session in sessions} == {"completed"}

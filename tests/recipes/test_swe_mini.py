@@ -98,29 +98,10 @@ def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_p
 
 EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}
 """Attempt -> its reward."""
-PASSES = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
-"""Attempt -> how many of the 6 tests of FAIL_TO_PASS and of the 26 of PASS_TO_PASS pass."""
-WITHOUT_PYTEST = ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]
-"""A judge without its module. It ends with status 1, as failing tests do."""
-
-
-def runtime_of(name):
-    """Return the runtime. Skips the test when this machine cannot have it."""
-    runtime = make_runtime(name)
-    try:
-        runtime.check()
-    except InputError as error:
-        pytest.skip(str(error))
-    return runtime
 
 
 def attempted(task, attempt):
     return task.model_copy(update={"id": attempt, "instruction": ask(task.instruction, attempt)})
-
-
-def without_pytest(task):
-    judge = task.judge.model_copy(update={"command": WITHOUT_PYTEST})
-    return task.model_copy(update={"id": "without-pytest", "judge": judge})
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +114,13 @@ def swe_task(mini):
 def play(mini, tokenizer, tokenizer_folder, tmp_path):
     """Return a function that runs tasks in one rollout, and returns the run and the last row of each task."""
 
-    def play(tasks, harness, runtime):
+    def play(tasks, harness, where):
         installed(harness)
+        runtime = make_runtime(where)
+        try:
+            runtime.check()
+        except InputError as error:
+            pytest.skip(str(error))
         checkout = mini / "repositories" / "example__spans"
         files = {name: (checkout / name).read_text() for name in ("spans/reading.py", "spans/writing.py")}
         with ScriptedEngine(tokenizer, max_model_len=200_000) as engine:
@@ -148,7 +134,7 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
                 sessions=1,
                 concurrency=2,
                 timeout=1200.0,
-                runtime=runtime_of(runtime),
+                runtime=runtime,
                 progress=False,
                 recorder={"confdir": str(tmp_path / "mitmproxy")},
             )
@@ -163,13 +149,17 @@ def play(mini, tokenizer, tokenizer_folder, tmp_path):
 )
 def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe_task):
     tasks = [attempted(swe_task, attempt) for attempt in EARNED]
-    _, sessions = play([*tasks, without_pytest(tasks[0])], harness, runtime)
+    # a judge without its module ends with status 1, as failing tests do
+    judge = swe_task.judge.model_copy(update={"command": ["python", "-S", "-m", "pytest", "--junit-xml", "{report}"]})
+    broken = tasks[0].model_copy(update={"id": "without-pytest", "judge": judge})
+    _, sessions = play([*tasks, broken], harness, runtime)
     assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
         **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
         "without-pytest": ("unjudged", None),
     }
     parts = {name: json.loads(sessions[name].parts) for name in EARNED}
-    shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in PASSES.items()}
+    passes = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
+    shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in passes.items()}
     assert parts == {name: pytest.approx(share) for name, share in shares.items()}
     # each agent did what its attempt says
     changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}

@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Extra = dict[str, Any] | None
-
 
 class Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    extra: Extra = None
+    extra: dict[str, Any] | None = None
 
 
 class Reference(Model):

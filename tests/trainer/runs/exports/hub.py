@@ -41,29 +41,24 @@ class Hub:
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if path.endswith("/info/lfs/objects/batch"):
-            wanted = [
-                {**wanted, "actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}"}}}
-                for wanted in json.loads(body)["objects"]
-            ]
+            wanted = json.loads(body)["objects"]
+            for each in wanted:
+                each["actions"] = {"upload": {"href": f"{self.url}/lfs/{each['oid']}"}}
             return 200, {"transfer": "basic", "objects": wanted}
         _, _, _, org, name, *rest = path.split("/")
         repository = f"{org}/{name}"
         if rest[:1] == ["tree"]:
             return 200, [{"type": "file", "path": path, "size": 1, "oid": "0"} for path in self.files[repository]]
         if rest[:1] == ["preupload"]:
-            modes = [
-                {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith("parquet") else "regular"}
-                for file in json.loads(body)["files"]
-            ]
-            return 200, {"files": [{**mode, "shouldIgnore": False} for mode in modes]}
+            files = json.loads(body)["files"]
+            for file in files:
+                file["uploadMode"] = "lfs" if file["path"].endswith("parquet") else "regular"
+                file["shouldIgnore"] = False
+            return 200, {"files": files}
         if rest[:1] == ["commit"]:
-            self._commit(repository, [json.loads(line) for line in body.splitlines()])
-            return 200, {
-                "success": True,
-                "commitOid": "c0ffee",
-                "commitUrl": f"{self.url}/datasets/{repository}/commit/c0ffee",
-                "hookOutput": "",
-            }
+            self._commit(self.files[repository], [json.loads(line) for line in body.splitlines()])
+            url = f"{self.url}/datasets/{repository}/commit/c0ffee"
+            return 200, {"success": True, "commitOid": "c0ffee", "commitUrl": url, "hookOutput": ""}
         if repository not in self.visible:
             return 404, {"error": "Repository not found"}
         return 200, {"id": repository, "private": self.visible[repository], "sha": "c0ffee", "siblings": []}
@@ -80,8 +75,7 @@ class Hub:
         self.files[repository] = {".gitattributes": b""}
         return 200, answer
 
-    def _commit(self, repository, lines):
-        files = self.files[repository]
+    def _commit(self, files, lines):
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
