@@ -249,15 +249,12 @@ class GrowingReply:
     def _parse(self, completion_ids: list[int], *, partial: bool) -> Reply:
         model_call = self._model_call
         reply = self._rendering.parse(self._prompt_ids, completion_ids, model_call.tools, partial=partial)
-        if model_call.grammar is not None and not reply.content and (not partial or _begins_json(reply.reasoning)):
+        # a model that was not held to its schema reasons before the JSON
+        of_schema = not partial or reply.reasoning.lstrip()[:1] in ("{", "[")
+        if model_call.grammar is not None and not reply.content and of_schema:
             # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""
         return reply
-
-
-def _begins_json(text: str) -> bool:
-    """Return True for text that is JSON rather than the reasoning of a model that was not held to its schema."""
-    return text.lstrip()[:1] in ("{", "[")
 
 
 class _PlainText:

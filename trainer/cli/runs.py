@@ -183,7 +183,7 @@ def traces_command(
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")
     traces = rolltap.open_run(run).traces(strategy, roles=roles, max_tokens=max_tokens)
-    each = _print_json if as_json else None
+    each = (lambda trace: click.echo(json.dumps(trace.to_json()))) if as_json else None
     totals = traces.totals(each) if out is None else traces.save(out, each)
     if ledger_file is not None:
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
@@ -191,10 +191,6 @@ def traces_command(
     where = "" if out is None else f" in {out}"
     console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
     console.print(totals.ledger)
-
-
-def _print_json(trace: rolltap.Trace) -> None:
-    click.echo(json.dumps(trace.to_json()))
 
 
 MOST_FINDINGS = 100

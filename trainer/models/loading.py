@@ -107,7 +107,7 @@ def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
         raise InputError(f"model: the folder {folder} cannot be loaded: {error}; is its download complete?") from error
     if missing := sorted(report["missing_keys"]):
         raise InputError(
-            f"model: the folder {folder} lacks {len(missing)} weights of {type(model).__name__} ({_some(missing)}), "
+            f"model: the folder {folder} lacks {len(missing)} weights of {type(model).__name__} (such as {missing[0]}), "
             "which would be random numbers: complete the checkpoint, or correct tie_word_embeddings in its config.json"
         )
     for name in frozen_modules(model):
@@ -183,10 +183,6 @@ def _check_folder(folder: Path) -> None:
         raise InputError(f"model: the folder {folder} does not exist: correct the key in the recipe")
     if not (folder / "config.json").is_file():
         raise InputError(f"model: the folder {folder} has no config.json: give the folder of a saved model")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 INDEX = "model.safetensors.index.json"

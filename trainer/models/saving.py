@@ -95,13 +95,10 @@ def _written_once(weights: MergedWeights, base: StoredWeights) -> set[str]:
     left_out: set[str] = set()
     for names in weights.shared:
         absent = {name for name in names if base.shape(name) is None}
-        absent -= {name for name in absent if all(map(base.shape, _converted_names(weights.model, name)))}
+        one = torch.empty(1, device="meta")
+        absent -= {name for name in absent if all(map(base.shape, _converted(weights.model, {name: one})))}
         left_out |= absent if len(absent) < len(names) else set()
     return left_out
-
-
-def _converted_names(model: PreTrainedModel, name: str) -> list[str]:
-    return list(_converted(model, {name: torch.empty(1, device="meta")}))
 
 
 def _stored_shapes(

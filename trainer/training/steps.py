@@ -83,7 +83,8 @@ class FinishedSessions:
         self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(place_of(session.session_id))
-            if found and session.status not in RERUN and _sampled_by(session, found[2]):
+            weights = (session.policy_version or "").rpartition(".")[0]
+            if found and session.status not in RERUN and weights == found[2]:
                 index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
                 group = self._groups[found[1]]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
@@ -95,10 +96,6 @@ class FinishedSessions:
         """
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
-
-
-def _sampled_by(session: Session, weights: str) -> bool:
-    return (session.policy_version or "").rpartition(".")[0] == weights
 
 
 def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:

@@ -62,7 +62,10 @@ class ReplicatedTrainer(GRPOTrainer):
         require_whole_weights(self.accelerator)
         if copies:
             self.beta = beta
-            reference = _frozen_copy(self.model, self.temperature)
+            # as it is now, with TRL's head for scores alone
+            reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+            vars(reference).pop("forward", None)  # TRL's own, which knows the original
+            add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
 
@@ -211,11 +214,3 @@ def _saved_as_it_is(model: Any) -> Iterator[None]:
         yield
     finally:
         del model.save_pretrained
-
-
-def _frozen_copy(model: Any, temperature: float) -> Any:
-    """Return a copy of `model` as it is now, with TRL's head for scores alone."""
-    reference = copy.deepcopy(model).requires_grad_(False).eval()
-    vars(reference).pop("forward", None)  # TRL's own, which knows the original
-    add_fused_lm_head(reference, temperature=temperature)
-    return reference
