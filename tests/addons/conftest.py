@@ -22,13 +22,17 @@ MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>
 
 @pytest.fixture(scope="session")
 def save_tokenizer(tokenizer_folder):
-    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens."""
+    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens.
+
+    It returns the folder as text.
+    """
 
     def save(folder, template, more=()):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
+        return str(folder)
 
     return save
 

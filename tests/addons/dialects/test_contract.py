@@ -9,23 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects.model_call import DialectError, Reply, ToolCall, parse_arguments
-from tests.addons.dialects.apis import (
-    ANSWERED,
-    APIS,
-    ARRAY,
-    CALLS,
-    CHAT,
-    GEMINI,
-    LONG,
-    MEANS,
-    MESSAGES,
-    REFUSED,
-    RESPONSES,
-    USAGE,
-    every_api,
-    parse,
-    streamed,
-)
+from tests.addons.dialects import apis
+from tests.addons.dialects.apis import APIS, ARRAY, CHAT, GEMINI, MESSAGES, RESPONSES, USAGE, every_api, parse, streamed
 from tests.deep import examples
 
 
@@ -65,7 +50,7 @@ def test_a_body_that_is_no_json_object_is_refused(api, body):
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize(("decode", "changes", "place"), REFUSED)
+@pytest.mark.parametrize(("decode", "changes", "place"), apis.REFUSED)
 def test_an_invalid_field_is_refused_by_its_place(decode, changes, place):
     with pytest.raises(DialectError) as refused:
         decode(**changes)
@@ -73,7 +58,7 @@ def test_an_invalid_field_is_refused_by_its_place(decode, changes, place):
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize(("decode", "changes", "field", "value"), MEANS)
+@pytest.mark.parametrize(("decode", "changes", "field", "value"), apis.MEANS)
 def test_an_option_of_a_request_is_a_field_of_the_call(decode, changes, field, value):
     assert getattr(decode(**changes), field) == value
 
@@ -103,8 +88,8 @@ def test_no_new_text_is_no_event(api):
 @every_api
 def test_a_result_has_the_name_of_its_tool(api):
     decoded = api.decode(api.talk).messages[-3:]
-    names = dict(CALLS)
-    assert decoded == [{"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in ANSWERED]
+    names = dict(apis.CALLS)
+    assert decoded == [{"role": "tool", "content": "x", "tool_call_id": i, "name": names[i]} for i in apis.ANSWERED]
 
 
 @every_api
@@ -123,8 +108,8 @@ def test_only_true_asks_for_a_stream(api, stream):
 @every_api
 def test_a_name_an_id_or_a_schema_that_is_too_long_is_refused(api):
     bodies = [{**api.talk, "tools": tools} for tools in api.tools]
-    bodies.append(json.loads(json.dumps(api.talk).replace('"c1"', json.dumps(LONG))))
-    model = {**api.talk, "model": LONG}, api.target.replace("gemini-x", LONG)
+    bodies.append(json.loads(json.dumps(api.talk).replace('"c1"', json.dumps(apis.LONG))))
+    model = {**api.talk, "model": apis.LONG}, api.target.replace("gemini-x", apis.LONG)
     for body, target in (model, *((body, api.target) for body in bodies)):
         with pytest.raises(DialectError, match=r"a string of at most (256|1,024) characters") as refused:
             api.decode(body, target)

@@ -1,12 +1,12 @@
 import pytest
 
 from rolltap.addons.dialects.dialect import name_results
+from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from tests.addons.dialects.apis import CHAT
 
 
 def called(tool_call_id, name):
-    call = {"id": tool_call_id, "type": "function", "function": {"name": name, "arguments": {}}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return assistant_message("", "", [message_tool_call(tool_call_id, name, {})])
 
 
 def result(tool_call_id, **fields):
@@ -30,8 +30,7 @@ def test_a_result_of_an_unknown_call_has_no_name_but_its_own(tool_call_id):
 
 def test_a_sampled_name_of_any_length_is_read_but_not_repeated_in_each_result():
     name = "x" * 100_000
-    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}}
     results = [{"role": "tool", "tool_call_id": "c", "content": ""}] * 1000
-    decoded = CHAT.decode({"messages": [{"role": "assistant", "tool_calls": [call]}, *results]})
+    decoded = CHAT.decode({"messages": [called("c", name), *results]})
     assert decoded.messages[0]["tool_calls"][0]["function"]["name"] == name
     assert all("name" not in message for message in decoded.messages[1:])

@@ -6,14 +6,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import json_values
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.json_values import (
-    MOST_VALUES,
-    TooManyValues,
-    check_values,
-    described,
-    recordable,
-    recordable_tools,
-)
+from rolltap.addons.dialects.json_values import check_values, described, recordable, recordable_tools
 from rolltap.addons.dialects.model_call import DialectError, parse_arguments
 from tests.addons.dialects.apis import RESPONSES
 from tests.deep import examples
@@ -33,7 +26,7 @@ def test_a_body_of_millions_of_values_is_refused(body):
 
 
 def test_arguments_of_millions_of_values_stay_text_and_a_body_of_many_of_them_is_refused():
-    text = "[" + "[]," * MOST_VALUES + "[]]"
+    text = "[" + "[]," * json_values.MOST_VALUES + "[]]"
     assert parse_arguments(text) is text
     calls = ["[" + "[]," * 100_000 + "[]]"] * 60
     with pytest.raises(DialectError, match="values"):
@@ -62,7 +55,7 @@ def test_what_is_refused_has_more_values_and_what_is_not_has_few(value, most):
         patch.setattr(json_values, "MOST_VALUES", most)
         try:
             check_values(json.dumps(value).encode())
-        except TooManyValues:
+        except json_values.TooManyValues:
             assert num_values(value) > most / 2
         else:
             assert num_values(value) <= most + 1

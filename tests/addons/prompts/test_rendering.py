@@ -7,13 +7,11 @@ from transformers import PreTrainedTokenizerFast
 
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.model_call import Reply, message_tool_call
-from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import InputError, ParseBudget, Rendering, resolve_model
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.deep import examples
 
-ROLES = ["user", "tool", "system"]
 USER = {"role": "user", "content": "Hello"}
 
 
@@ -25,8 +23,7 @@ class TestChoice:
 
     def test_a_template_that_no_renderer_agrees_with_is_used_itself(self, tmp_path, save_tokenizer):
         template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-        save_tokenizer(tmp_path, template)
-        rendering = Rendering(str(tmp_path))
+        rendering = Rendering(save_tokenizer(tmp_path, template))
         assert rendering.name == "default"
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         ids = rendering.render([USER], [])
@@ -43,8 +40,7 @@ class TestChoice:
             Rendering(str(tmp_path))
 
     def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):
-        save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}")
-        other = Rendering(str(tmp_path), "qwen3")
+        other = Rendering(save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}"), "qwen3")
         same = {name for name in rendering.digests if other.digests[name] == rendering.digests[name]}
         assert same == {"tokenizer_sha256"}
 
@@ -82,8 +78,7 @@ class TestSystemMessages:
         self, tmp_path, encode, save_tokenizer
     ):
         assert TEMPLATE.read_text() != STRICT
-        save_tokenizer(tmp_path, STRICT)
-        rendering = Rendering(str(tmp_path), "default")
+        rendering = Rendering(save_tokenizer(tmp_path, STRICT), "default")
         ids = rendering.render(list(self.CONVERSATION), [])
         assert contains(ids, encode("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>"))
         assert contains(ids, encode("<|im_start|>user\nIt is late.<|im_end|>"))
@@ -159,32 +154,6 @@ class TestBridge:
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 pieces = st.sampled_from([*SPECIAL, *MARKUP, "<|im_start|>assistant\n", "<|im_end|>\n", "\n", "user\n", "Hi", " ", "é"])
-texts = st.lists(pieces, max_size=12).map("".join)
-new_messages = st.lists(
-    st.builds(lambda role, text: {"role": role, "content": text, "tool_call_id": "c"}, st.sampled_from(ROLES), texts),
-    min_size=1,
-    max_size=3,
-)
-
-
-class TestBridgeOfOneTurn:
-    """Renderers in `_READS_ONE_TURN` are given only a suffix of the prompt."""
-
-    @pytest.fixture(scope="class", params=sorted(module._READS_ONE_TURN))
-    @classmethod
-    def any_rendering(cls, request, tmp_path_factory, save_tokenizer):
-        folder = tmp_path_factory.mktemp("tokenizer")
-        save_tokenizer(folder, TEMPLATE.read_text(), VISION)
-        return Rendering(str(folder), request.param)
-
-    @given(prompt=texts, completion=texts, messages=new_messages)
-    @examples(200)
-    def test_its_tokens_are_those_of_the_whole_prompt(self, any_rendering, encode, prompt, completion, messages):
-        arguments = encode(prompt), encode(completion), messages, []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_READS_ONE_TURN", frozenset())
-            whole = any_rendering.continued(*arguments)
-        assert any_rendering.continued(*arguments) == whole
 
 
 def call(text):
@@ -274,8 +243,7 @@ def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp
     asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": made}]
     body = {"messages": [*asked, *results], "tools": TOOLS}
     call = openai_chat.decode(json.dumps(body).encode(), "/v1/chat/completions")
-    save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split())
-    rendering = Rendering(str(tmp_path), renderer)
+    rendering = Rendering(save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split()), renderer)
     prompt = rendering.render(call.messages[:1], call.tools)
     whole = rendering.render(call.messages, call.tools)
     stops = set(rendering.stop_token_ids())

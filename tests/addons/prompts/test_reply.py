@@ -1,4 +1,5 @@
 import threading
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -135,27 +136,19 @@ ENDLESS = "aé😀 " * 2000
 words = texts.map(lambda text: text.replace("\ufffd", "").strip())
 
 
-class Clock:
-    """Time that stands still, or runs so fast that every parse is allowed."""
-
-    def __init__(self, step):
-        self.now, self.step = 0.0, step
-
-    def __call__(self):
-        self.now += self.step
-        return self.now
+def clock(hurry):
+    """Return a clock that runs so fast that every parse is allowed, or stands still."""
+    return count(step=1e9 if hurry else 0).__next__
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory, save_tokenizer):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, TEMPLATE.read_text(), ADDED)
-    return Rendering(str(folder), request.param)
+    return Rendering(save_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE.read_text(), ADDED), request.param)
 
 
 def grow(rendering, ids, cuts, model_call=None, hurry=True):
     """Feed the completion up to each of `cuts`, and finish. Returns the sent reasoning and content, and the reply."""
-    rendering.parse_budget = ParseBudget(clock=Clock(1e9 if hurry else 0))
+    rendering.parse_budget = ParseBudget(clock=clock(hurry))
     growing = GrowingReply(rendering, [], model_call or ModelCall("m", [], []))
     parts = [growing.feed(ids[:cut]) for cut in cuts]
     reply, rest = growing.finish(ids)
@@ -246,7 +239,7 @@ class Counting:
     ids=["content", "reasoning", "both", "HTML", "code", "an open tool call", "tool calls", "empty lines"],
 )
 def test_a_long_completion_is_parsed_a_few_times_its_length(rendering, encode, text):
-    rendering.parse_budget = ParseBudget(clock=Clock(0))
+    rendering.parse_budget = ParseBudget(clock=clock(False))
     ids = encode(text)
     assert len(ids) >= 5000
     counting = Counting(rendering)
@@ -260,7 +253,7 @@ def test_a_long_completion_is_parsed_a_few_times_its_length(rendering, encode, t
     "text", [ENDLESS, "<think>\n" + ENDLESS, "<div>a</div>\n" * 800], ids=["text", "think", "HTML"]
 )
 def test_plain_text_is_sent_as_it_arrives(rendering, encode, text):
-    rendering.parse_budget = ParseBudget(clock=Clock(1e9))
+    rendering.parse_budget = ParseBudget(clock=clock(True))
     ids = encode(text)
     counting = Counting(rendering)
     growing, deltas, sent, expected = GrowingReply(counting, [], ModelCall("m", [], [])), TextDeltas(), "", ""

@@ -26,18 +26,12 @@ NEW = [{"role": "user", "content": "Go on"}]
 
 @pytest.fixture
 def rendering_of(tmp_path, save_tokenizer):
-    def load(template):
-        save_tokenizer(tmp_path, template)
-        return Rendering(str(tmp_path), "default")
-
-    return load
+    return lambda template: Rendering(save_tokenizer(tmp_path, template), "default")
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, save_tokenizer):
-    folder = tmp_path_factory.mktemp("plain")
-    save_tokenizer(folder, PLAIN)
-    return Rendering(str(folder), "default")
+    return Rendering(save_tokenizer(tmp_path_factory.mktemp("plain"), PLAIN), "default")
 
 
 def assistant(text):
@@ -152,10 +146,8 @@ TAILS = {
 def any_rendering(request, tmp_path_factory, save_tokenizer):
     folder = tmp_path_factory.mktemp("tokenizer")
     if request.param == "template":
-        save_tokenizer(folder, PLAIN)
-        return Rendering(str(folder), "default")
-    save_tokenizer(folder, TEMPLATE.read_text(), VISION)
-    return Rendering(str(folder), request.param)
+        return Rendering(save_tokenizer(folder, PLAIN), "default")
+    return Rendering(save_tokenizer(folder, TEMPLATE.read_text(), VISION), request.param)
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS], ids=["no tools", "tools"])
@@ -182,7 +174,7 @@ def test_a_cut_turn_is_ended_as_for_other_messages(any_rendering, encode, comple
     assert continued[-3:] == any_rendering.render([USER, *tail], [])[-3:]
 
 
-texts = st.lists(pieces, max_size=6).map("".join)
+texts = st.lists(pieces, max_size=12).map("".join)
 messages = st.one_of(
     st.builds(lambda text: {"role": "user", "content": text}, texts),
     st.builds(lambda text: {**RESULT, "content": text}, texts),
@@ -204,6 +196,25 @@ def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, promp
         if completion_ids[-1:] not in [[i] for i in stop_ids]:
             extension = extension[next(i for i, token in enumerate(extension) if token in stop_ids) + 1 :]
         assert whole[-len(extension) :] == extension
+
+
+new_messages = st.builds(
+    lambda role, text: {"role": role, "content": text, "tool_call_id": "c"},
+    st.sampled_from(["user", "tool", "system"]),
+    texts,
+)
+
+
+@given(prompt=texts, completion=texts, messages=st.lists(new_messages, min_size=1, max_size=3))
+@examples(200)
+def test_a_renderer_that_is_given_only_a_suffix_of_the_prompt_continues_the_whole(
+    any_rendering, encode, prompt, completion, messages
+):
+    arguments = encode(prompt), encode(completion), messages, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_READS_ONE_TURN", frozenset())
+        whole = any_rendering.continued(*arguments)
+    assert any_rendering.continued(*arguments) == whole
 
 
 class TestTokensOfTurns:

@@ -49,10 +49,6 @@ def test_different_arguments_are_not_equal(issued, echoed):
     assert normal_arguments(issued, EDIT) != normal_arguments(echoed, EDIT)
 
 
-def test_a_tool_that_the_request_lacks_has_no_defaults():
-    assert normal_arguments({"all": False}, None) != normal_arguments({}, None)
-
-
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

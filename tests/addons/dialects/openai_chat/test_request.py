@@ -81,25 +81,17 @@ class TestDecode:
         unset = {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0, "modalities": ["text"]}
         assert decode(**unset).messages == decode().messages
 
-    def test_a_result_of_an_unknown_call_has_the_name_that_it_came_with(self):
-        assert decode_message(role="tool", content="x", tool_call_id="c9", name="go")["name"] == "go"
-        assert "name" not in decode_message(role="tool", content="x", tool_call_id="c9")
-
     def test_a_freeform_tool_is_a_function_of_one_text(self):
         grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: PATCH"}}
-        call = decode(
-            tools=[{"type": "custom", "custom": {"name": "patch", "description": "Edits.", "format": grammar}}]
-        )
+        freeform = {"name": "patch", "description": "Edits.", "format": grammar}
+        call = decode(tools=[{"type": "custom", "custom": freeform}])
         (tool,) = call.tools
         assert tool["function"]["parameters"]["required"] == ["input"]
         assert "start: PATCH" in tool["function"]["description"]
         assert call.wire_tools == {"patch": WireTool("patch", freeform=True)}
 
-    @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-    def test_reasoning_is_kept(self, name):
-        assert decode_message(role="assistant", content="", **{name: "Hm."})["reasoning_content"] == "Hm."
 
-
+RESULT = {"role": "tool", "content": "x", "tool_call_id": "c9"}
 REFUSED = [
     ({"messages": []}, "'messages'"),
     ({"messages": {}}, "'messages'"),
@@ -137,6 +129,8 @@ REFUSED = [
 ]
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
+    *(({"messages": [result]}, "messages", [result]) for result in (RESULT, {**RESULT, "name": "go"})),
+    ({"messages": [{"role": "assistant", "reasoning": "Hm."}]}, "messages", [assistant_message("", "Hm.", [])]),
     *(({"stream_options": asked}, "include_usage", False) for asked in (None, {}, {"include_usage": False}, "usage")),
     ({"max_completion_tokens": None}, "max_tokens", 9),
     ({"max_completion_tokens": None, "max_tokens": None}, "max_tokens", None),
