@@ -151,9 +151,7 @@ def test_a_model_without_room_on_the_gpu_is_a_failed_line_and_the_others_go_on(h
     assert line.result == "failed"
 
 
-@pytest.fixture
-def script(tmp_path):
-    """Return a function that runs check.sh with environments of which vLLM's cannot be made, up to its last line."""
+def test_the_command_goes_on_when_vllm_cannot_be_installed_and_takes_one_gpu(tmp_path):
     python = tmp_path / "rolltap" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES runs $*"\n')
@@ -167,16 +165,12 @@ def script(tmp_path):
     )
     copy = shutil.copy(GPU / "check.sh", tmp_path / "recipes" / "gpu")
 
-    def run(*arguments, **environment):
+    def script(*arguments, **environment):
         environment = {"PATH": os.environ["PATH"], **environment}
         ended = subprocess.run(["bash", copy, *arguments], capture_output=True, text=True, env=environment)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.splitlines()
 
-    return run
-
-
-def test_the_command_goes_on_when_vllm_cannot_be_installed_and_takes_one_gpu(script, tmp_path):
     called = f"recipes/gpu/check.py --vllm {tmp_path}/vllm/bin/vllm"
     *before, last = script("--model", "a b")
     assert before == ["made rolltap", "no index", "vLLM could not be installed (see above)", "made mini"]

@@ -13,7 +13,7 @@ from rolltap.addons.store.tables import TABLES, read_rows
 from rolltap.trainer.runs.import_calls import link
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
-from tests.factories import START, make_call, make_session, write_run
+from tests.factories import START, make_call, make_session, says, write_run
 
 TOKENS = st.lists(st.integers(0, 2), max_size=3)
 
@@ -129,5 +129,11 @@ def make_run(run, *sessions, **metadata):
     return run
 
 
-def session_ids(run):
+def shell(session_id, number, command, **fields):
+    """Return a call that runs a shell command and ends half a second after its start."""
+    ended = START + timedelta(seconds=number, milliseconds=500)
+    return make_call(number, session_id=session_id, **{"reply": says("", command), "finished_at": ended, **fields})
+
+
+def ids_of(run):
     return sorted(recorded.session_id for recorded in iter_sessions(run))

@@ -21,15 +21,7 @@ from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.deep import examples
 from tests.factories import add_rows, make_call, make_session
-from tests.trainer.runs.recorded_runs import (
-    ignore,
-    make_run,
-    record,
-    recorded_sessions,
-    rows_of,
-    session_ids,
-    traces_of,
-)
+from tests.trainer.runs.recorded_runs import ids_of, ignore, make_run, record, recorded_sessions, rows_of, traces_of
 
 
 @pytest.fixture
@@ -57,7 +49,7 @@ class TestSplit:
         parts = {"a%2Fb": ["s", "u"], "%2Ex": ["t"], "_none": ["v"]}
         counts = {name: len(sessions) for name, sessions in parts.items()}
         assert split_run(run, tmp_path / "out", "harness", ignore) == counts
-        assert {part.name: session_ids(part) for part in (tmp_path / "out").iterdir()} == parts
+        assert {part.name: ids_of(part) for part in (tmp_path / "out").iterdir()} == parts
         for part in (tmp_path / "out").iterdir():
             assert read_metadata(part) == read_metadata(run)
 
@@ -73,8 +65,8 @@ class TestSplit:
         sessions = [make_session(f"{name}{i}", group_id=name) for name, size in groups.items() for i in range(size)]
         run = make_run(tmp_path / "run", *sessions)
         assert split_run(run, tmp_path / "out", 2, ignore) == {"part-0": 4, "part-1": 3}
-        assert session_ids(tmp_path / "out" / "part-0") == ["a0", "a1", "a2", "d0"]
-        assert session_ids(tmp_path / "out" / "part-1") == ["b0", "c0", "c1"]
+        assert ids_of(tmp_path / "out" / "part-0") == ["a0", "a1", "a2", "d0"]
+        assert ids_of(tmp_path / "out" / "part-1") == ["b0", "c0", "c1"]
 
     def test_more_parts_than_groups_and_a_run_without_sessions_are_refused(self, run, tmp_path):
         with pytest.raises(InputError, match="has only 1 groups of sessions"):
@@ -115,7 +107,7 @@ class TestFilter:
         add_rows(run, make_call("a", session_id="v"))
         out = tmp_path / "out"
         assert filter_run(run, out, Filter(**criteria), ignore) == len(kept)
-        assert session_ids(out) == kept
+        assert ids_of(out) == kept
         assert traces_of(out) == {session_id: traces_of(run)[session_id] for session_id in kept}
         events = Counter(event["session_id"] for event in read_rows(out, "events"))
         assert events == {session_id: 3 for session_id in kept if session_id != "v"}
@@ -147,7 +139,7 @@ class TestFilter:
         events = [(event["kind"], event["call_id"]) for event in read_rows(tmp_path / "out", "events")]
         started = [("call_started", name) for name in ("root", "helper", "deeper")]
         assert events == [*started, ("refused", None), ("replayed", "helper")]
-        assert session_ids(tmp_path / "out") == ["s"]
+        assert ids_of(tmp_path / "out") == ["s"]
 
     @pytest.mark.parametrize(
         ("criteria", "message"),
@@ -317,7 +309,7 @@ def test_the_commands_split_filter_and_merge(tmp_path):
     assert split == f"1 sessions in {parts / 'h'}\n1 sessions in {parts / 'x'}\n"
     assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 sessions in {best}\n"
     assert output("merge", best, parts / "x", "--out", merged) == f"2 sessions in {merged}\n"
-    assert session_ids(merged) == ["s", "t"]
+    assert ids_of(merged) == ["s", "t"]
 
 
 @pytest.mark.parametrize("options", [[], ["--by", "status", "--parts", "2"]])

@@ -183,7 +183,6 @@ class TestRowsOfASession:
 
 
 def rewrite(path, change):
-    """Rewrite a file with other rows."""
     with SegmentReader(path) as reader:
         table = pa.Table.from_batches([batch for _, batch in reader]).combine_chunks()
     table = change(table)

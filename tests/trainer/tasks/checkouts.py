@@ -3,6 +3,7 @@
 import os
 import subprocess
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 SECRET = b"THE-ANSWER-OF-LATER"
@@ -71,17 +72,11 @@ def find_secret(folder: Path) -> list[str]:
         if path.is_symlink() or not path.is_file():
             continue
         data = path.read_bytes()
-        if SECRET in data or any(SECRET in stream for stream in _streams(data)):
+        streams = [data]
+        for offset in range(len(data) - 1):
+            if data[offset] & 0x0F == 8 and int.from_bytes(data[offset : offset + 2]) % 31 == 0:
+                with suppress(zlib.error):
+                    streams.append(zlib.decompressobj().decompress(data[offset:]))
+        if any(SECRET in stream for stream in streams):
             found.append(name)
     return found
-
-
-def _streams(data: bytes) -> list[bytes]:
-    streams = []
-    for offset in range(len(data) - 1):
-        if data[offset] & 0x0F == 8 and int.from_bytes(data[offset : offset + 2]) % 31 == 0:
-            try:
-                streams.append(zlib.decompressobj().decompress(data[offset:]))
-            except zlib.error:
-                continue
-    return streams

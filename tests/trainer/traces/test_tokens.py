@@ -90,18 +90,6 @@ class TestSharing:
         assert held < 10 * len(tokens[-1]) * 4
 
 
-SEQUENCES = st.lists(st.lists(TOKEN, max_size=5), max_size=12)
-
-
-def shared_by_definition(sequences):
-    shared = []
-    for i, sequence in enumerate(sequences):
-        lengths = [common(sequence, earlier) for earlier in sequences[:i]]
-        longest = max(lengths, default=0)
-        shared.append(SharedPrefix(lengths.index(longest), longest) if longest else None)
-    return shared
-
-
 class TestSharedPrefixes:
     def test_arrays_are_sequences(self):
         assert shared_prefixes([np.array([1, 2]), np.array([1, 3])]) == [None, SharedPrefix(0, 1)]
@@ -111,10 +99,13 @@ class TestSharedPrefixes:
         assert shared_prefixes(sequences) == [None, *(SharedPrefix(n - 1, n) for n in range(1, 2999))]
         assert shared_prefixes(sequences[::-1]) == [None, *(SharedPrefix(0, n) for n in range(2998, 0, -1))]
 
-    @given(SEQUENCES)
+    @given(st.lists(st.lists(TOKEN, max_size=5), max_size=12))
     @examples(1000)
     def test_it_is_the_longest_common_prefix_with_any_earlier_sequence(self, sequences):
-        assert shared_prefixes(sequences) == shared_by_definition(sequences)
+        for i, found in enumerate(shared_prefixes(sequences)):
+            lengths = [common(sequences[i], earlier) for earlier in sequences[:i]]
+            longest = max(lengths, default=0)
+            assert found == (SharedPrefix(lengths.index(longest), longest) if longest else None)
 
 
 class TestPackedTokens:

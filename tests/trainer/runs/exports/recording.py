@@ -89,7 +89,6 @@ def case(fill):
 
 @case
 def turns_with_tools(recording):
-    """Two turns, the first with a tool call."""
     first = recording.ask(
         SYSTEM, user("List."), reply=says("", reasoning="I look.", calls={1: '{"command": "ls"}'}), cached_tokens=1
     )
@@ -199,7 +198,6 @@ def positive_logprob(recording):
 
 @case
 def without_logprobs(recording):
-    """A session as imported from a program that recorded no log-probabilities."""
     recording.ask(user("Go."), logprobs=[])
 
 
@@ -219,7 +217,6 @@ def only_side_questions(recording):
 
 @case
 def malformed_arguments(recording):
-    """A session with sampled tool arguments that are not JSON."""
     first = recording.ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
     recording.ask(tool(1, "invalid JSON"), after=first)
 

@@ -112,11 +112,9 @@ class TestExport:
         assert dataset["reward"] == [None, 1.0]
 
     def test_the_file_alone_can_be_loaded(self, load, tmp_path):
-        made = [Recording("plain"), recording.turns_with_tools(), recording.malformed_arguments()]
+        made = Recording("plain"), recording.turns_with_tools(), Recording("malformed")
         made[0].ask(user("Hello"), tools=())
-        made[2].session_id = made[2].session.session_id = "m"
-        for call in made[2].calls:
-            call.session_id = "m"
+        made[2].ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
         expected = list(load(*made))
         assert list(load_dataset("json", data_files=str(tmp_path / "out" / messages.FILE), split="train")) == expected
 

@@ -15,7 +15,8 @@ from rolltap.trainer.runs.suspicions.rules import Asked, Seen, find_suspicions, 
 from rolltap.trainer.runs.suspicions.shell import MOST_COMMANDS, read_acts
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, SeveralJudges, Task, WeightedJudge
 from rolltap.trainer.traces.reader import SessionRows
-from tests.factories import START, make_call, says, write_run
+from tests.factories import START, says, write_run
+from tests.trainer.runs.recorded_runs import shell
 
 
 def reply(*calls):
@@ -206,17 +207,15 @@ def test_model_calls_and_credentials_past_the_recorder_are_counted():
 
 
 def test_requests_before_the_first_tool_call_are_the_harness_own():
-    def seen(event_at):
-        calls = [
-            (START, START + timedelta(seconds=1), "completed", json.dumps({"role": "assistant", "content": "a title"})),
-            (START, START + timedelta(seconds=5), "completed", json.dumps(reply(("bash", {"command": "ls"})))),
-            (START, START, "aborted", None),
-        ]
-        return recorded_suspicions(calls, [("refused", "host.example", START + timedelta(seconds=event_at))])
-
-    assert seen(4) == {}
-    assert seen(6) == {"refused_hosts": 1}
-    assert recorded_suspicions([], [("refused", "host.example", START)]) == {}
+    calls = [
+        (START, START + timedelta(seconds=1), "completed", says("a title")),
+        (START, START + timedelta(seconds=5), "completed", says("", "ls")),
+        (START, START, "aborted", None),
+    ]
+    early, late = ([("refused", "host.example", START + timedelta(seconds=seconds))] for seconds in (4, 6))
+    assert recorded_suspicions(calls, early) == {}
+    assert recorded_suspicions(calls, late) == {"refused_hosts": 1}
+    assert recorded_suspicions([], early) == {}
 
 
 def test_changed_tests_of_the_start_and_a_forged_report_are_counted_and_new_tests_are_not():
@@ -364,11 +363,6 @@ def test_changed_and_deleted_tests_planted_and_odd_files_are_counted(folders):
     os.mkfifo(workspace / "pipe")
     (workspace / "passwd").symlink_to("/etc/passwd")
     assert suspicions_of(start, workspace) == {"changed_tests": 2, "planted_files": 2, "odd_files": 2}
-
-
-def shell(session_id, number, command, **fields):
-    ended = START + timedelta(seconds=number, milliseconds=500)
-    return make_call(number, **{"session_id": session_id, "reply": says("", command), "finished_at": ended, **fields})
 
 
 def test_rows_are_counted_as_they_are_committed_and_each_session_for_itself(tmp_path):
