@@ -66,7 +66,7 @@ def test_what_is_no_text_becomes_a_text_that_says_what_it_was(call, shown):
     assert call.hidden == 1
 
 
-def test_results_of_tools_hide_it_too():
+def test_results_of_tools_hide_it_too_and_each_one_counts():
     image = {"type": "input_image", "image_url": PNG}
     result = messages({"type": "tool_result", "tool_use_id": "t", "content": [base64_block("image")]})
     calls = [
@@ -76,6 +76,7 @@ def test_results_of_tools_hide_it_too():
     ]
     for call, shown in calls:
         assert (call.messages[0]["role"], call.messages[0]["content"], call.hidden) == ("tool", shown, 1)
+    assert [responses(*[image] * number).hidden for number in (0, 2)] == [0, 2]
 
 
 @pytest.mark.parametrize("name", ["functionResponse", "function_response"])
@@ -90,12 +91,6 @@ def test_a_document_that_is_text_is_shown():
     source = {"type": "text", "media_type": "text/plain", "data": "read me"}
     call = messages({"type": "document", "source": source})
     assert (call.messages[0]["content"], call.hidden) == ("Seeread me", 0)
-
-
-def test_each_one_counts():
-    image = {"type": "image_url", "image_url": {"url": PNG}}
-    assert chat(image, image).hidden == 2
-    assert chat().hidden == 0
 
 
 def test_the_arguments_of_a_tool_call_are_not_touched():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import anthropic, openai_chat
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import DialectError, ModelCall
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 from tests.deep import examples
@@ -423,8 +423,7 @@ class TestContextMessages:
 
     def test_an_invented_tool_call_is_context_too(self, session):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
-        call = {"id": "made_up", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-        invented = {"role": "assistant", "content": None, "tool_calls": [call]}
+        invented = assistant_message("", "", [message_tool_call("made_up", "look", "{}")])
         answer = {"role": "tool", "tool_call_id": "made_up", "content": "It has ended."}
         prompt = session.prompt([user("Hi"), reply, result(reply), invented, answer])
         assert (prompt.kind, prompt.parent.call_id) == ("bridged", "0")
@@ -518,17 +517,14 @@ class TestContextMessages:
 
 
 class TestExamples:
-    def test_a_first_call_with_examples_is_a_root(self, session):
+    @pytest.mark.parametrize("examples", [EXAMPLES, [user("2 * 1?"), {"role": "assistant", "content": "two"}]])
+    def test_the_first_call_of_a_conversation_with_examples_is_a_root(self, session, examples):
         messages = [*EXAMPLES, user("What is 2 + 2?")]
         messages += [session.ask(messages, "4<|im_end|>"), user("What is 3 + 3?")]
         session.ask(messages, "6<|im_end|>")
         assert [call.kind for call, _ in session.calls] == ["root", "bridged"]
         assert session.calls[1][0].prefix_length == len(session.token_ids(0))
-
-    @pytest.mark.parametrize("examples", [EXAMPLES, [user("2 * 1?"), {"role": "assistant", "content": "two"}]])
-    def test_so_is_the_first_call_of_another_conversation(self, session, examples):
-        session.ask([*EXAMPLES, user("What is 2 + 2?")], "4<|im_end|>")
-        assert session.prompt([*examples, user("What is 3 + 3?")]).kind == "root"
+        assert session.prompt([*examples, user("What is 4 + 4?")]).kind == "root"
 
     @named(
         "completion, before, echo",

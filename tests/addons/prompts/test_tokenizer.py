@@ -111,15 +111,13 @@ def markup(tokenizer_folder):
     return Markup(CachingTokenizer(tokenizer))
 
 
-@pytest.mark.parametrize("text", ["a<think>", "</think>", "<|im_end|>b", "<tool_call>", "<\uff5cDSML\uff5ctool_calls>"])
-def test_texts_that_renderers_interpret_are_markup(markup, text):
-    assert markup.in_text(text)
+INTERPRETED = ["a<think>", "</think>", "<|im_end|>b", "<tool_call>", "<\uff5cDSML\uff5ctool_calls>"]
 
 
-@pytest.mark.parametrize("text", ["", "thinking", "a < b", "<div>", "\n\n\n", "{}"])
-def test_other_texts_are_not(markup, encode, text):
-    assert not markup.in_text(text)
-    assert not markup.in_tokens(encode(text))
+@pytest.mark.parametrize("text", [*INTERPRETED, "", "thinking", "a < b", "<div>", "\n\n\n", "{}"])
+def test_texts_that_renderers_interpret_are_markup(markup, encode, text):
+    assert markup.in_text(text) == (text in INTERPRETED)
+    assert text in INTERPRETED or not markup.in_tokens(encode(text))
 
 
 def test_added_tokens_are_markup_and_runs_of_white_space_are_not(markup, encode):

@@ -62,11 +62,9 @@ class TestRunWriter:
             assert without_digests(read_rows(run, table)) == [row.to_row()]
 
     def test_several_writers_share_a_run(self, run):
-        writers = [RunWriter(run), RunWriter(run)]
-        for number in range(6):
-            writers[number % 2].add_call(make_call(number))
-        for writer in writers:
-            writer.close()
+        with RunWriter(run) as one, RunWriter(run) as other:
+            for number in range(6):
+                (other if number % 2 else one).add_call(make_call(number))
         assert call_ids(run) == ["0", "2", "4", "1", "3", "5"]
 
     def test_no_files_before_the_first_row(self, run):

@@ -30,15 +30,11 @@ def test_arguments_are_an_object_whatever_was_sampled(text, expected):
     assert block == {"type": "tool_use", "id": "call_1", "name": "look", "input": expected}
 
 
-def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them():
+def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them_and_no_content_is_an_empty_list():
     message = encoded(Reply("", "", [ToolCall("call_1", "look", "{}")], "tool_calls", stop="END"))
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
-
-
-def test_no_content_is_an_empty_list():
-    message = encoded(Reply())
-    assert message["content"] == []
-    assert message["usage"]["cache_creation_input_tokens"] == 0
+    empty = encoded(Reply())
+    assert (empty["content"], empty["usage"]["cache_creation_input_tokens"]) == ([], 0)
 
 
 @pytest.mark.parametrize(

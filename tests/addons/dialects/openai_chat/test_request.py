@@ -77,10 +77,6 @@ class TestDecode:
     def test_tool_arguments_are_parsed_and_stay_text_when_they_are_not_json(self, written, parsed):
         assert arguments_of(written) == parsed
 
-    def test_fields_that_ask_for_nothing_are_no_reason_to_refuse(self):
-        unset = {"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0, "modalities": ["text"]}
-        assert decode(**unset).messages == decode().messages
-
     def test_a_freeform_tool_is_a_function_of_one_text(self):
         grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: PATCH"}}
         freeform = {"name": "patch", "description": "Edits.", "format": grammar}
@@ -129,6 +125,8 @@ REFUSED = [
 ]
 """Changes of the request, and the place or the words of the refusal."""
 MEANS = [
+    ({"functions": [], "function_call": None, "logprobs": False, "top_logprobs": 0}, "tools", [TOOL]),
+    ({"modalities": ["text"]}, "tools", [TOOL]),
     *(({"messages": [result]}, "messages", [result]) for result in (RESULT, {**RESULT, "name": "go"})),
     ({"messages": [{"role": "assistant", "reasoning": "Hm."}]}, "messages", [assistant_message("", "Hm.", [])]),
     *(({"stream_options": asked}, "include_usage", False) for asked in (None, {}, {"include_usage": False}, "usage")),
