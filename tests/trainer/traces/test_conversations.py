@@ -48,25 +48,22 @@ class TestRebuildTurns:
             messages = {turn.call.call_id: turn.messages() for turn in turns}
             assert (messages["2"], messages["3"]) == (expected, [HELLO, said("one"), HELLO])
 
-    def test_a_call_that_continues_a_missing_call_says_so(self):
-        turns = rebuild_conversations(chain()[1:])
-        assert [turn.incomplete for turn in turns] == ["its parent 0 is not in the run"] * 2
-        assert turns[1].messages() == [MORE, said("two"), HELLO, MORE]
-        assert turns[1].tools is None
+    UNANSWERED = (asked(0, HELLO, reply=None), asked(1, MORE, parent="0"))
+    CYCLE = (asked(0, HELLO, parent="1"), asked(1, HELLO, parent="0"), asked(2, MORE, parent="1"))
 
-    def test_a_call_that_continues_a_call_without_a_reply_says_so(self):
-        turns = rebuild_conversations([asked(0, HELLO, reply=None), asked(1, MORE, parent="0")])
-        assert [turn.incomplete for turn in turns] == [None, "its parent 0 has no reply"]
-
-    def test_calls_that_are_each_others_ancestors_say_so(self):
-        calls = [asked(0, HELLO, parent="1"), asked(1, HELLO, parent="0"), asked(2, MORE, parent="1")]
+    @pytest.mark.parametrize(
+        ("calls", "known", "incomplete"),
+        [
+            (chain()[1:], [MORE, said("two"), HELLO, MORE], ["its parent 0 is not in the run"] * 2),
+            (UNANSWERED, [HELLO, MORE], [None, "its parent 0 has no reply"]),
+            (CYCLE, [MORE], ["its ancestors form a cycle"] * 3),
+            ([asked(0, reply=None)], [], ["its messages were not recorded"]),
+        ],
+    )
+    def test_a_conversation_without_its_beginning_says_why_and_has_what_is_known(self, calls, known, incomplete):
         turns = rebuild_conversations(calls)
-        assert {turn.incomplete for turn in turns} == {"its ancestors form a cycle"}
-        assert turns[2].messages() == [MORE]
-
-    def test_a_call_without_recorded_messages_says_so(self):
-        (turn,) = rebuild_conversations([asked(0, reply=None)])
-        assert turn.incomplete == "its messages were not recorded"
+        assert [turn.incomplete for turn in turns] == incomplete
+        assert (turns[-1].messages(), turns[-1].tools) == (known, None)
 
     def test_thousands_of_turns_are_rebuilt(self):
         calls = [asked(0, HELLO, reply="0")]

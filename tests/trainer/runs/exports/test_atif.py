@@ -24,6 +24,12 @@ def shown(document):
     return steps
 
 
+def after_opening(document):
+    """Return the steps after the first messages in one line."""
+    opening = ("system: You are an agent.", "(system: You are an agent.)", "user: Go.", "(user: Go.)")
+    return " | ".join(step for step in shown(document) if step not in opening).replace("user: ", "")
+
+
 def embedded(document):
     return {sub["trajectory_id"]: sub for sub in document.get("subagent_trajectories", [])}
 
@@ -49,65 +55,47 @@ class TestTrajectory:
     @pytest.mark.parametrize(
         ("case", "main", "others"),
         [
-            (recording.superseded_start, ["c1", "user: On.", "c2"], {"c0": ["c0"]}),
-            (
-                recording.superseded_retry,
-                ["c0", "user: More.", "c2", "user: On.", "c3"],
-                {"c1": ["(c0)", "user: More.", "c1"]},
-            ),
-            (
-                recording.taken_back,
-                ["c0", "user: Right, please.", "c2", "user: On.", "c3"],
-                {"c1": ["(c0)", "user: Left.", "c1"]},
-            ),
+            (recording.superseded_start, "c1 | On. | c2", {"c0": "c0"}),
+            (recording.superseded_retry, "c0 | More. | c2 | On. | c3", {"c1": "(c0) | More. | c1"}),
+            (recording.taken_back, "c0 | Right, please. | c2 | On. | c3", {"c1": "(c0) | Left. | c1"}),
             (
                 recording.two_conversations,
-                ["c0", "user: More.", "c2", "user: On.", "c4"],
-                {"c3": ["user: A helper that nothing tells from the agent.", "c1", "user: Helper's second.", "c3"]},
+                "c0 | More. | c2 | On. | c4",
+                {"c3": "A helper that nothing tells from the agent. | c1 | Helper's second. | c3"},
             ),
-            (recording.side_question, ["c0", "user: More.", "c2"], {"c1": ["user: Title?", "c1"]}),
-            (recording.subagent, ["c0", "c3"], {"c2": ["user: Look.", "c1", "user: Look more.", "c2"]}),
+            (recording.side_question, "c0 | More. | c2", {"c1": "Title? | c1"}),
+            (recording.subagent, "c0 | c3", {"c2": "Look. | c1 | Look more. | c2"}),
             (
                 recording.compaction,
-                ["user: So far: We went.", "c3", "user: On.", "c4"],
-                {"c1": ["c0", "user: More.", "c1"], "c2": ["(c0)", "(user: More.)", "(c1)", "user: Sum up.", "c2"]},
+                "So far: We went. | c3 | On. | c4",
+                {"c1": "c0 | More. | c1", "c2": "(c0) | (More.) | (c1) | Sum up. | c2"},
             ),
-            (recording.aborted, ["c0", "user: More.", "c1"], {}),
-            (recording.only_side_questions, ["user: Title?", "c0"], {}),
-            (recording.missing_ancestor, ["user: More.", "c1"], {}),
+            (recording.aborted, "c0 | More. | c1", {}),
+            (recording.only_side_questions, "Title? | c0", {}),
+            (recording.missing_ancestor, "More. | c1", {}),
         ],
     )
     def test_the_line_of_the_last_call_is_the_trajectory_and_the_others_are_embedded(self, case, main, others):
         document = written(case())
-        opening = ("system: You are an agent.", "(system: You are an agent.)", "user: Go.", "(user: Go.)")
-        assert [step for step in shown(document) if step not in opening] == main
-        lines = {
-            name: [step for step in shown(line) if step not in opening] for name, line in embedded(document).items()
-        }
-        assert lines == others
+        assert after_opening(document) == main
+        assert {name: after_opening(line) for name, line in embedded(document).items()} == others
 
     def test_a_turn_with_a_tool_is_a_step_with_its_result(self):
         document = written(recording.turns_with_tools())
         assert shown(document) == ["system: You are an agent.", "user: List.", "c0", "c1"]
         step = document["steps"][2]
         assert (step["message"], step["reasoning_content"], step["llm_call_count"]) == ("", "I look.", 1)
-        assert step["tool_calls"] == [
-            {"tool_call_id": "call_1", "function_name": "bash", "arguments": {"command": "ls"}}
-        ]
+        tool_call = {"tool_call_id": "call_1", "function_name": "bash", "arguments": {"command": "ls"}}
+        assert step["tool_calls"] == [tool_call]
         assert step["observation"] == {"results": [{"source_call_id": "call_1", "content": "a.txt"}]}
-        assert step["metrics"]["logprobs"] == [-0.25, -0.25]
-        assert step["metrics"]["cached_tokens"] == 1
+        assert (step["metrics"]["logprobs"], step["metrics"]["cached_tokens"]) == ([-0.25, -0.25], 1)
         assert step["metrics"]["extra"] == {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}
         assert step["extra"]["requested_model"] == "asked-for"
 
     def test_the_session_is_in_the_agent_and_in_extra(self):
         document = written(recording.turns_with_tools())
-        assert document["agent"] == {
-            "name": "pi",
-            "version": "unknown",
-            "model_name": "tiny",
-            "tool_definitions": [recording.BASH],
-        }
+        agent = {"name": "pi", "version": "unknown", "model_name": "tiny", "tool_definitions": [recording.BASH]}
+        assert document["agent"] == agent
         assert (document["session_id"], document["extra"]["reward"], document["extra"]["task_id"]) == ("s", 1.0, "task")
         assert document["final_metrics"]["total_completion_tokens"] == 4
 
@@ -138,26 +126,17 @@ class TestTrajectory:
         lost = embedded(written(recording.superseded_retry()))["c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
 
-    def test_a_result_without_a_tool_call_has_its_id_in_extra(self):
-        step = written(recording.unasked_result())["steps"][1]
-        assert step["observation"]["results"] == [{"content": "stray", "extra": {"tool_call_id": "call_9"}}]
-
-    def test_a_call_without_a_reply_and_a_conversation_without_its_beginning_say_why(self):
-        step = written(recording.aborted())["steps"][-1]
-        assert (step["message"], step["extra"]["status"]) == ("", "aborted")
-        assert step["extra"]["error"] == "the harness closed the connection"
-        step = written(recording.missing_ancestor())["steps"][1]
-        assert step["extra"]["incomplete"] == "its parent c0 is not in the run"
-
-    def test_logprobs_that_are_not_finite_are_named(self):
-        step = written(recording.broken_logprobs())["steps"][2]
-        assert "logprobs" not in step["metrics"]
-        assert step["metrics"]["extra"]["logprobs"] == ["NaN", -1.0]
-
-    def test_arguments_that_are_no_object_are_kept_as_text(self):
-        step = written(recording.malformed_arguments())["steps"][1]
-        (tool_call,) = step["tool_calls"]
+    def test_what_a_step_has_no_place_for_is_in_its_extra(self):
+        aborted, orphan = (written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor))
+        assert (aborted[-1]["message"], aborted[-1]["extra"]["status"]) == ("", "aborted")
+        assert aborted[-1]["extra"]["error"] == "the harness closed the connection"
+        assert orphan[1]["extra"]["incomplete"] == "its parent c0 is not in the run"
+        metrics = written(recording.broken_logprobs())["steps"][2]["metrics"]
+        assert ("logprobs" in metrics, metrics["extra"]["logprobs"]) == (False, ["NaN", -1.0])
+        (tool_call,) = written(recording.malformed_arguments())["steps"][1]["tool_calls"]
         assert (tool_call["arguments"], tool_call["extra"]) == ({}, {"arguments": '{"command": ls'})
+        result = {"content": "stray", "extra": {"tool_call_id": "call_9"}}
+        assert written(recording.unasked_result())["steps"][1]["observation"]["results"] == [result]
 
     def test_messages_from_before_the_session_are_copied_context(self):
         made = Recording()

@@ -136,9 +136,8 @@ class TestParquet:
         assert calls[0].keys() == set(CALL_SCHEMA.names) - {"engine", "digest"}
         assert [call["error"] for call in calls if call["error"]] == ["the engine at http://ENGINE failed: ENGINE"]
         [detail] = [event["detail"] for event in load("events") if event["kind"] == "rejected"]
-        assert detail == (
-            "the engine at http://ENGINE: Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
-        )
+        why = "Cannot connect to host ENGINE ssl:default [Connect call failed ENGINE]"
+        assert detail == f"the engine at http://ENGINE: {why}"
         [row] = [row for row in load("sessions") if row["session_id"] == "v"]
         assert row["error"] == "http://ENGINE (its output is in …/v.log)"
         assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
@@ -175,12 +174,6 @@ class TestSavedTraces:
         labels = [(t["session_id"], t["task_id"], t["group_id"], t["reward"]) for t in (alone, unknown)]
         assert labels == [("t", "task", "g", None), ("u", "", "", None)]
 
-    def test_the_rows_are_the_traces_of_the_sessions(self, run, tmp_path):
-        save(run, tmp_path / "out", TraceOptions("per_request"))
-        dataset = load_from_disk(tmp_path / "out")
-        assert list(dataset) == rows_of(run, TraceOptions("per_request"))
-        assert len(dataset) == 5
-
     def test_the_folder_is_what_datasets_itself_saves(self, saved, tmp_path):
         Dataset.from_list(list(load_from_disk(saved))).save_to_disk(tmp_path)
         names = {path.name for path in tmp_path.iterdir()}
@@ -198,7 +191,10 @@ class TestSavedTraces:
         save(run, tmp_path / "out")
         assert load_from_disk(tmp_path / "out").num_rows == 0
 
-    def test_sampled_tokens_are_counted_and_accounted_for(self, run, tmp_path, saved):
+    def test_the_rows_are_the_traces_and_sampled_tokens_are_accounted_for(self, run, tmp_path, saved):
+        per_request = TraceOptions("per_request")
+        save(run, tmp_path / "each", per_request)
+        assert list(load_from_disk(tmp_path / "each")) == rows_of(run, per_request)
         totals = save(run, tmp_path / "out")
         assert totals.ledger == Ledger(sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5})
         assert (totals.sessions, totals.calls, totals.traces) == (count_sessions(run), 7, 4)

@@ -129,11 +129,13 @@ class TestSession:
         assert lines["b3"].endswith("x" * 59 + "…")
         assert "not trained: violation log-probability 0 is positive" in lines["b5"]
 
-    def test_as_json_it_has_the_sessions_row(self, small_run):
+    def test_as_json_it_has_the_sessions_row_if_there_is_one(self, small_run):
         view = json.loads(printed(small_run, "first", "--json"))
         assert view["session"]["started_at"] == START.isoformat()
         assert [branch["call_id"] for branch in view["calls"]] == ["a1", "a2", "b3", "b4", "b5"]
         assert view["ledger"]["sampled"] == 7
+        assert json.loads(printed(small_run, "other", "--json"))["session"] is None
+        assert "aborted" in printed(small_run, "other")
 
     def test_all_weights_that_sampled_its_tokens_are_named(self, tmp_path):
         write_run(tmp_path, make_session("first", policy_version="one"))
@@ -143,16 +145,12 @@ class TestSession:
         assert view_session(tmp_path, "first").policy_versions == ["one", "two"]
         assert "weights one, two" in printed(tmp_path, "first")
 
-    def test_a_session_without_a_row_is_shown(self, small_run):
-        assert json.loads(printed(small_run, "other", "--json"))["session"] is None
-        assert "aborted" in printed(small_run, "other")
-
 
 class TestCall:
     def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
         text = printed(small_run, "first", "a1")
-        for shown in ("user: Count [bold]them[/bold].", tokenizer.decode([43, 44]), "default [0:2]", "bash"):
-            assert shown in text
+        expected = ["user: Count [bold]them[/bold].", tokenizer.decode([43, 44]), "default [0:2]", "bash"]
+        assert [shown for shown in expected if shown not in text] == []
 
     def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
         write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
@@ -192,12 +190,10 @@ class TestCall:
         earlier, rendered = call(1, "a", [1], [2]), call(2, "b", [1, 2, 3], [4], kind="rendered")
         assert find_divergence(rendered, [earlier, rendered]) == Divergence("a", 2, [1, 2], [], [3])
 
-    def test_a_call_that_is_not_trained_says_why(self, small_run):
-        assert "not trained: violation" in printed(small_run, "first", "b5")
-        assert json.loads(printed(small_run, "first", "b5", "--json"))["left_out"] == "violation"
-
     def test_as_json_the_json_columns_of_the_row_are_parsed(self, small_run):
-        view, other = (json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4"))
+        view, other, left_out = (json.loads(printed(small_run, "first", name, "--json")) for name in ("a1", "b4", "b5"))
+        assert left_out["left_out"] == "violation"
+        assert "not trained: violation" in printed(small_run, "first", "b5")
         call = view["call"]
         assert (call["messages"][0]["role"], call["reply"]["content"]) == ("user", "I look\nat it.")
         assert (call["tools"][0]["function"]["name"], call["prompt_ids"]) == ("bash", [40, 41, 42])
