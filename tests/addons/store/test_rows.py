@@ -58,18 +58,17 @@ def test_a_row_of_odd_values_is_written(row):
     stored("calls", row)
 
 
-@pytest.mark.parametrize("column", ["host", "path", "role_evidence", "model", "error", "messages", "reply", "call_id"])
-def test_a_lone_surrogate_becomes_a_replacement_character(column, caplog):
-    found = stored("calls", {**TABLES["calls"][1], column: "a\ud800b\U0001f600"})
-    assert found[column] == "a\ufffdb\U0001f600"
-    assert found["violation"] is None
-    assert caplog.records == []
+TEXTS = ["host", "path", "role_evidence", "model", "error", "messages", "reply", "call_id"]
+HALF, WHOLE = ([{"version": version, "start": 0, "end": 2}] for version in ("\ud800", "\ufffd"))
 
 
-def test_a_lone_surrogate_in_a_weight_version_keeps_the_tokens():
-    found = stored("calls", {**TABLES["calls"][1], "weight_versions": [{"version": "\ud800", "start": 0, "end": 2}]})
-    assert found["weight_versions"] == [{"version": "\ufffd", "start": 0, "end": 2}]
-    assert found["violation"] is None
+@pytest.mark.parametrize(
+    ("column", "value", "kept"),
+    [*((column, "a\ud800b\U0001f600", "a\ufffdb\U0001f600") for column in TEXTS), ("weight_versions", HALF, WHOLE)],
+)
+def test_a_lone_surrogate_becomes_a_replacement_character(column, value, kept, caplog):
+    found = stored("calls", {**TABLES["calls"][1], column: value})
+    assert (found[column], found["violation"], caplog.records) == (kept, None, [])
 
 
 def test_a_value_that_does_not_fit_is_named_in_the_row_and_in_the_log(caplog):

@@ -1,13 +1,11 @@
-import pyarrow as pa
 import pytest
 
 from rolltap.addons.store.segment import Segment, SegmentReader
-
-SCHEMA = pa.schema([("session_id", pa.string()), ("ids", pa.list_(pa.int32()))])
+from tests.addons.store.test_segment import SCHEMA, batch
 
 
 def make_batch(number):
-    return pa.RecordBatch.from_pylist([{"session_id": f"s{number}", "ids": [number] * 3}], SCHEMA)
+    return batch(number, sessions=[f"s{number}"])
 
 
 @pytest.fixture

@@ -1,13 +1,8 @@
 import pytest
 
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google.protobuf import (
-    WORDING,
-    camel_case_fields,
-    json_schema,
-    message_field,
-    repeated_field,
-)
+from rolltap.addons.dialects.google import protobuf
+from rolltap.addons.dialects.google.protobuf import camel_case_fields, json_schema, message_field, repeated_field
 from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.model_call import DialectError
 
@@ -62,7 +57,7 @@ def test_the_fields_of_a_message_are_in_camel_case_without_nulls():
 
 
 def test_a_message_is_an_object_or_absent():
-    fields = Fields({"thePlace": [], "other": None}, WORDING)
+    fields = Fields({"thePlace": [], "other": None}, protobuf.WORDING)
     with pytest.raises(DialectError, match="'the_place'"):
         message_field(fields, "thePlace")
     assert message_field(fields, "other").values == {}
@@ -70,7 +65,9 @@ def test_a_message_is_an_object_or_absent():
 
 @pytest.mark.parametrize("value", [{"a_b": 1}, [{"a_b": 1}], [{"aB": 1, "c": None}]])
 def test_a_single_message_is_a_list_of_one(value):
-    assert [fields.values for fields in repeated_field(Fields({"parts": value}, WORDING), "parts")] == [{"aB": 1}]
+    assert [fields.values for fields in repeated_field(Fields({"parts": value}, protobuf.WORDING), "parts")] == [
+        {"aB": 1}
+    ]
 
 
 @pytest.mark.parametrize(("value", "depth"), [(1, 0), ({}, 1), ([1], 1), ({"a": [1, {"b": 1}], "c": 1}, 3)])
