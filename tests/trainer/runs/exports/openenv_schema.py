@@ -29,21 +29,16 @@ def check_trace(trace):
     """Raise AssertionError for a trace that OpenEnv's strict models refuse."""
     assert set(trace) == {"schema_version", "turns"}
     assert trace["schema_version"] == 1
+    ids = {turn["node_id"] for turn in trace["turns"]} - {""}
+    assert len(ids) == len(trace["turns"])
     for turn in trace["turns"]:
-        check_turn(turn)
-    ids = [turn["node_id"] for turn in trace["turns"]]
-    assert len(set(ids)) == len(ids)
-
-
-def check_turn(turn):
-    assert {name: type(value) for name, value in turn.items()} == TURN_FIELDS
-    assert turn["node_id"]
-    prompt, sampled = turn["prompt_token_ids"], turn["completion_token_ids"]
-    logprobs, mask = turn["per_token_logps"], turn["loss_mask"]
-    assert prompt
-    assert all(type(token) is int and token >= 0 for token in prompt + sampled)
-    assert len(logprobs) == len(sampled)
-    assert all(type(logprob) is float and math.isfinite(logprob) and logprob <= 0 for logprob in logprobs)
-    assert len(mask) == len(prompt) + len(sampled)
-    assert all(type(bit) is int and bit in (0, 1) for bit in mask)
-    assert not any(mask[: len(prompt)])
+        assert {name: type(value) for name, value in turn.items()} == TURN_FIELDS
+        prompt, sampled = turn["prompt_token_ids"], turn["completion_token_ids"]
+        logprobs, mask = turn["per_token_logps"], turn["loss_mask"]
+        assert prompt
+        assert all(type(token) is int and token >= 0 for token in prompt + sampled)
+        assert len(logprobs) == len(sampled)
+        assert all(type(logprob) is float and math.isfinite(logprob) and logprob <= 0 for logprob in logprobs)
+        assert len(mask) == len(prompt) + len(sampled)
+        assert all(type(bit) is int and bit in (0, 1) for bit in mask)
+        assert not any(mask[: len(prompt)])
