@@ -49,6 +49,12 @@ def encode(tokenizer):
 
 
 @pytest.fixture
+def events():
+    """Return the list to which an addon under test records its events."""
+    return []
+
+
+@pytest.fixture
 async def harness(rendering, scripted_engine, tmp_path):
     """Yield a client of an endpoint behind the scripted engine, which says "Hi.". It waits for no engine that fails."""
     scripted_engine.otherwise = lambda request: Say("Hi.")

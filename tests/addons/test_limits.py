@@ -12,11 +12,6 @@ COMPLETIONS = "https://api.openai.com/v1/chat/completions"
 
 
 @pytest.fixture
-def events():
-    return []
-
-
-@pytest.fixture
 def generations():
     """Return a map of sessions to their numbers of running generations."""
     return {}

@@ -30,11 +30,6 @@ def secret_file(tmp_path):
 
 
 @pytest.fixture
-def events():
-    return []
-
-
-@pytest.fixture
 async def sessions(events, secret_file):
     addon = Sessions(events.append)
     with taddons.context(Startup(), addon) as context:
