@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine import connections
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.trainer.doctor.scripted_engine import Say
@@ -60,6 +61,14 @@ async def harness(rendering, scripted_engine, tmp_path):
     scripted_engine.otherwise = lambda request: Say("Hi.")
     async with recording(rendering, tmp_path, scripted_engine.url) as client:
         yield client
+
+
+@pytest.fixture
+def patient(harness, monkeypatch):
+    """Return a harness whose calls retry a failed engine without a pause."""
+    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
+    harness.endpoint.engines.patience = 60.0
+    return harness
 
 
 @pytest.fixture(scope="session")

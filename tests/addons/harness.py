@@ -38,6 +38,12 @@ def spans(call):
     return [(span["version"], span["start"], span["end"]) for span in call["weight_versions"]]
 
 
+async def until(condition):
+    """Wait for what no event announces."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 async def read_until(response, condition):
     """Read a stream until the bytes so far meet a condition, and return them."""
     seen = b""

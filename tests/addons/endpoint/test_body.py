@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint import body as body_module
 from rolltap.addons.endpoint.body import _DECODERS, Bodies, decompress
+from tests.addons.harness import until
 from tests.deep import examples
 
 LIMIT = 100_000
@@ -127,8 +128,7 @@ async def reading():
 
 async def held(bodies, num_bytes):
     """Return when the bodies of all sessions take so many bytes."""
-    while bodies.quota.held.total() != num_bytes:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: bodies.quota.held.total() == num_bytes)
 
 
 async def test_bodies_of_a_session_wait_for_room_and_others_do_not(reading):
@@ -155,8 +155,11 @@ async def test_a_body_that_finds_no_room_is_refused_for_a_while(reading):
     assert [(await request).status for request in first] == [200, 200]
 
 
-async def test_a_body_that_does_not_arrive_in_time_is_refused_and_takes_no_room(reading):
-    bodies, _, post = reading
+async def test_a_body_that_does_not_arrive_in_time_and_one_whose_client_hangs_up_leave_no_bytes_behind(reading):
+    bodies, leave, post = reading
+    request = post("s1", bytes(LIMIT))
+    await held(bodies, LIMIT)
+    request.cancel()
     bodies._seconds = 0
 
     async def unfinished():
@@ -164,14 +167,6 @@ async def test_a_body_that_does_not_arrive_in_time_is_refused_and_takes_no_room(
         await asyncio.Event().wait()
 
     assert (await post("s1", unfinished())).status == 408
-    await held(bodies, 0)
-
-
-async def test_a_client_that_hangs_up_leaves_no_bytes_behind(reading):
-    bodies, leave, post = reading
-    request = post("s1", bytes(LIMIT))
-    await held(bodies, LIMIT)
-    request.cancel()
     leave.set()
     await held(bodies, 0)
 
@@ -201,8 +196,7 @@ async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
             return body
 
     reads = [asyncio.create_task(read(session)) for session in ("s1", "s1", "s1", "s2")]
-    while len(running) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await until(lambda: len(running) == 2)
     assert sorted(running) == [b"s1", b"s2"]
     free.set()
     assert await asyncio.gather(*reads) == [b"s1", b"s1", b"s1", b"s2"]

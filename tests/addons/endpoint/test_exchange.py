@@ -77,14 +77,24 @@ class TestReply:
 
     async def test_sessions_do_not_continue_each_other(self, harness):
         await harness.ask(user())
-        await harness.send({"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}, session="s2")
-        assert [(call["kind"], call["kind_reason"]) for call in harness.calls()] == [("root", "no earlier call")] * 2
+        body = {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("More")]}
+        for session in ("s2", "", "s", "S1", "s10"):
+            await harness.send(body, session=session)
+        assert [(call["kind"], call["kind_reason"]) for call in harness.calls()] == [("root", "no earlier call")] * 6
 
-    async def test_a_tool_call_that_is_not_json_stays_text(self, harness, scripted_engine):
-        scripted_engine.replies.append(Say("<tool_call>\n{broken\n</tool_call>"))
-        _, reply = await harness.ask(user(), tools=TOOLS)
-        assert "{broken" in said(reply)
-        assert reply["choices"][0]["finish_reason"] == "stop"
+    @pytest.mark.parametrize(
+        ("text", "reason", "part"),
+        [
+            ("<tool_call>\n{broken\n</tool_call>", "stop", "content"),
+            ("<think>\n{broken", "length", "reasoning_content"),
+        ],
+    )
+    async def test_a_tool_call_that_is_not_json_stays_text_and_a_cut_thought_is_reasoning(
+        self, harness, scripted_engine, text, reason, part
+    ):
+        scripted_engine.replies.append(Say(text, finish_reason=reason))
+        (choice,) = (await harness.ask(user(), tools=TOOLS))[1]["choices"]
+        assert (choice["finish_reason"], "{broken" in choice["message"][part]) == (reason, True)
 
     @pytest.mark.parametrize("breaks", [False, True])
     async def test_slow_replies_are_kept_alive_by_leading_white_space_and_a_failure_breaks_the_connection(

@@ -350,11 +350,12 @@ class TestLostReply:
             assert said(await answer(harness, messages=[user("b")])) == "Two."
 
     async def test_a_call_that_failed_is_sampled_anew(self, restart, scripted_engine):
-        scripted_engine.replies += [Say("one two", break_after=1), Say("New.")]
+        scripted_engine.replies += [*[Say("one two", break_after=1)] * 2, Say("New.")]
         async with restart() as harness:
-            assert (await harness.ask(user()))[0] == 503
+            for headers in ({}, RETRY):
+                assert (await harness.send(ASKED, headers=headers))[0] == 503
         async with restart() as harness:
-            assert said((await harness.ask(user()))[1]) == "New."
+            assert said(await answer(harness)) == "New."
 
     @pytest.mark.parametrize(
         ("say", "fields"),
@@ -379,7 +380,8 @@ class TestLostReply:
 def test_a_session_with_a_row_has_ended(session):
     session.ask([user("Hi")], "Hello.<|im_end|>")
     RunWriter(session.run).add_session(Session(session_id="s1", status="completed"))
-    assert [session.recovered(name).ended for name in ("s1", "s2")] == [True, False]
+    names = ("s1", "s2", "", "s", "S1", "s1 ", "s10")
+    assert [session.recovered(name).ended for name in names] == [True, *[False] * 6]
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'

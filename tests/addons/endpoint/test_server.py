@@ -63,9 +63,15 @@ class TestErrors:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(
         ("reply", "reply_status"),
-        [(Answer(500, "broken"), 502), (Answer(403, "closed"), 502), (Answer(400, "bad"), 400)],
+        [
+            (Answer(500, "bad"), 502),
+            (Answer(403, "bad"), 502),
+            (Answer(400, "bad"), 400),
+            (Answer(413, "bad"), 413),
+            (Answer(200, '{"error": {"message": "bad", "code": 400}}'), 400),
+        ],
     )
-    async def test_an_engine_that_refuses_is_the_apis_own_error(
+    async def test_an_engine_that_refuses_is_the_apis_own_error_and_a_fault(
         self, harness, scripted_engine, reply, reply_status, stream
     ):
         scripted_engine.replies.append(reply)
@@ -75,7 +81,9 @@ class TestErrors:
         assert set(error) == {"message", "type", "param", "code"}
         (call,) = harness.calls()
         assert call["status"] == "failed"
-        assert reply.body in call["error"]
+        (fault,) = harness.events("fault")
+        assert call["error"].endswith(fault["detail"])
+        assert (fault["call_id"], "bad" in fault["detail"]) == (call["call_id"], True)
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_an_engine_that_dies_fails_the_call_and_keeps_its_tokens(self, harness, scripted_engine, stream):

@@ -88,13 +88,6 @@ SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"ur
 
 
 class TestIdleSessions:
-    async def test_an_idle_session_is_forgotten_and_its_next_call_is_still_bridged(self, harness):
-        _, reply = await harness.ask(user())
-        harness.endpoint.forget_idle(0)
-        assert harness.endpoint.sessions == {}
-        await harness.ask(user(), reply["choices"][0]["message"], user("Again"))
-        assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
-
     async def test_a_session_with_a_running_call_is_kept(self, harness, scripted_engine):
         asked = await harness.held(scripted_engine, Say("one two", hold_after=1))
         harness.endpoint.forget_idle(0)

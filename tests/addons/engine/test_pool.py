@@ -8,7 +8,7 @@ from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import said, user
+from tests.addons.harness import said, until, user
 
 DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"
@@ -56,23 +56,20 @@ def in_order(harness, one, two):
     return (one, two) if harness.endpoint.engines.of("s1").url == one.url else (two, one)
 
 
-async def until(condition):
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0)
-
-
 def states(caplog):
     """Return the first words of each line that the pool has logged."""
     return [record.message[: record.message.index(":")] for record in caplog.records if record.name == module.__name__]
 
 
-async def test_only_the_sessions_of_an_engine_that_failed_move(engines):
+async def test_only_the_sessions_of_an_engine_that_failed_move_until_all_failed(engines):
     before = homes(engines)
-    failed = engines.of("s0")
-    engines.failed(failed, DOWN)
+    failed, *others = sorted(engines._engines, key=lambda engine: engine.url != before["s0"])
+    assert engines.failed(failed, DOWN)
     moved = homes(engines)
     assert failed.url not in moved.values()
     assert all(moved[session] == url for session, url in before.items() if url != failed.url)
+    assert [engines.failed(engine, DOWN) for engine in others] == [True, True, False]
+    assert homes(engines) == before
 
 
 async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one, two, quick, caplog, monkeypatch):
@@ -90,17 +87,6 @@ async def test_the_sessions_of_an_engine_come_back_when_it_is_healthy_again(one,
     await engines.close()
     assert states(caplog) == ["engine down", "engine back"]
     assert caplog.records[-1].message.endswith("in which 3 requests failed")
-
-
-async def test_when_all_failed_each_session_has_its_own_again(engines):
-    before = homes(engines)
-    for engine in engines._engines:
-        engines.failed(engine, DOWN)
-    assert homes(engines) == before
-
-
-async def test_an_engine_that_fails_says_whether_another_one_is_left(engines):
-    assert [engines.failed(engine, DOWN) for engine in engines._engines] == [True, True, True, False]
 
 
 async def test_when_no_engine_is_left_the_call_fails(one, two, recorded):
