@@ -1,5 +1,3 @@
-"""The notebooks: their committed form, and the execution of the one from a task to a gradient."""
-
 import ast
 import json
 import math

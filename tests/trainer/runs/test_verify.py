@@ -70,6 +70,11 @@ def calls_file(run):
     return path
 
 
+@pytest.fixture
+def path(run):
+    return calls_file(run)
+
+
 def contents(run):
     return {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -117,8 +122,7 @@ class TestInvariants:
         marked = make_call("b", logprobs=[0.5], violation="log-probability 0 is positive (0.5)")
         assert found(make_run(tmp_path / "run", [make_call("a", logprobs=[]), marked])) == []
 
-    def test_a_call_that_is_recorded_twice_is_damage(self, run):
-        path = calls_file(run)
+    def test_a_call_that_is_recorded_twice_is_damage(self, run, path):
         shutil.copy(path, path.with_name("calls-copy.arrow"))
         assert found(run) == [("damage", f"session s, call {name}", "it is recorded 2 times") for name in "ab"]
 
@@ -191,8 +195,7 @@ def rewrite(path, change):
 
 
 class TestFiles:
-    def test_a_changed_value_is_damage_wherever_it_is_in_the_row(self, run):
-        path = calls_file(run)
+    def test_a_changed_value_is_damage_wherever_it_is_in_the_row(self, run, path):
         for name in TABLES["calls"].names:
             before = path.read_bytes()
             rewrite(path, lambda table, name=name: change_value(table, name))
@@ -212,17 +215,16 @@ class TestFiles:
         rewrite(calls_file(run), change)
         assert found(run) == []
 
-    def test_a_file_with_other_columns_is_damage(self, run):
-        rewrite(calls_file(run), lambda table: table.drop_columns(["reply"]))
+    def test_a_file_with_other_columns_is_damage(self, run, path):
+        rewrite(path, lambda table: table.drop_columns(["reply"]))
         [(grade, where, what)] = found(run)
-        assert (grade, where) == ("damage", f"{calls_file(run).name}, byte 0")
+        assert (grade, where) == ("damage", f"{path.name}, byte 0")
         assert "does not have the columns of its table" in what
 
     @pytest.mark.parametrize(
         "damage", [lambda data: bytes([data[0] ^ 1]), lambda data: bytes(8)], ids=["flip", "zeros"]
     )
-    def test_damage_in_the_middle_is_not_repaired_and_the_commits_after_it_are_not_cut_off(self, run, damage):
-        path = calls_file(run)
+    def test_damage_in_the_middle_is_not_repaired_and_the_commits_after_it_are_not_cut_off(self, run, path, damage):
         with SegmentReader(path) as reader:
             first = next(iter(reader))[0]
         data = path.read_bytes()
@@ -245,8 +247,7 @@ def change_value(table, name):
 
 
 class TestRepair:
-    def test_a_lost_end_is_damage_that_is_not_repaired(self, run):
-        path = calls_file(run)
+    def test_a_lost_end_is_damage_that_is_not_repaired(self, run, path):
         whole = path.read_bytes()
         with SegmentReader(path) as reader:
             first, last = [offset for offset, _ in reader]
@@ -258,8 +259,7 @@ class TestRepair:
             assert verify(run, repair=True).repaired == []
             assert path.read_bytes() == whole[:size]
 
-    def test_an_incomplete_commit_is_no_damage_and_what_a_repair_cuts_is_kept_once_unless_it_is_zeros(self, run):
-        path = calls_file(run)
+    def test_an_incomplete_commit_is_no_damage_and_what_a_repair_cuts_is_kept_once_unless_it_is_zeros(self, run, path):
         whole = path.read_bytes()
         for number in (1, 2, 2):  # the second 2 as after a repair that was killed before it cut
             tail = bytes(8) + b"half commit %d" % number
@@ -279,8 +279,7 @@ class TestRepair:
         assert sorted(run.glob("*.cut-*")) == [path.with_name(f"{path.name}.cut-{number}") for number in (1, 2)]
         assert verify(run).verdict == "ok"
 
-    def test_a_repair_that_cannot_keep_what_it_cuts_cuts_nothing(self, run, monkeypatch):
-        path = calls_file(run)
+    def test_a_repair_that_cannot_keep_what_it_cuts_cuts_nothing(self, run, path, monkeypatch):
         path.write_bytes(path.read_bytes() + bytes(8) + b"half a commit")
         before = contents(run)
         monkeypatch.setattr(os, "fsync", no_room)
@@ -399,9 +398,8 @@ class TestCommand:
     def command(self, run):
         return lambda *options: CliRunner().invoke(rolltap, ["verify", str(run), *options])
 
-    def test_the_verdict_comes_first_and_only_damage_is_status_1(self, run, command):
+    def test_the_verdict_comes_first_and_only_damage_is_status_1(self, run, path, command):
         assert (command().exit_code, command().stdout) == (0, "ok: 2 calls, 1 sessions, 0 events\n")
-        path = calls_file(run)
         whole = path.read_bytes()
         os.truncate(path, len(whole) - 1)
         damaged = command()

@@ -1,5 +1,3 @@
-"""Rows of sessions as others may read them."""
-
 import pytest
 
 from rolltap.trainer.runs.exports.sessions import without_paths
