@@ -1,6 +1,7 @@
 import shutil
 import subprocess
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ async def harness(rendering, scripted_engine, tmp_path):
     scripted_engine.otherwise = lambda request: Say("Hi.")
     async with recording(rendering, tmp_path, scripted_engine.url) as client:
         yield client
+
+
+@pytest.fixture
+def restart(rendering, scripted_engine, tmp_path):
+    """Return a function that starts a recorder of the same run with these options. It is killed at the end."""
+    return partial(recording, rendering, tmp_path, scripted_engine.url, killed=True)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from rolltap.addons.dialects import openai_chat
 from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
 from rolltap.addons.store.records import Call
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
-from tests.addons.harness import RETRY, content, recording, user
+from tests.addons.harness import RETRY, content, user
 
 LONG = "One two three four five six seven eight nine ten."
 REQUESTS = {
@@ -23,12 +23,9 @@ REQUESTS = {
 }
 
 
-@pytest.fixture
-def restart(rendering, scripted_engine, tmp_path):
-    """Return a function that starts a recorder of the same run with these budgets. It is killed at the end."""
+@pytest.fixture(autouse=True)
+def polite(scripted_engine):
     scripted_engine.otherwise = lambda request: Say("Hello.")
-
-    return lambda **budgets: recording(rendering, tmp_path, scripted_engine.url, killed=True, **budgets)
 
 
 async def post(harness, path, text):
@@ -84,11 +81,14 @@ async def test_the_last_reply_is_cut_and_then_calls_are_refused(restart, scripte
     assert cut["detail"] == f"the reply was cut after the last {few} of the tokens that may be sampled"
 
 
-async def test_a_limit_of_the_harness_that_fits_is_not_the_budgets(restart, scripted_engine):
+async def test_a_limit_of_the_harness_that_fits_is_not_the_budgets_nor_is_a_prompt_over_the_engines_window(
+    restart, scripted_engine
+):
     scripted_engine.replies.append(Say("One", finish_reason="length"))
-    async with restart(max_sampled_tokens=100) as harness:
+    async with restart(max_sampled_tokens=100, max_prompt_tokens=1_000_000) as harness:
         assert (await harness.ask(user("Hi"), max_tokens=1))[0] == 200
-    assert harness.events("budget") == []
+        assert (await harness.ask(user("a " * 50_000)))[0] == 400
+    assert (len(harness.events("budget")), len(harness.events("rejected"))) == (0, 1)
 
 
 async def test_what_was_used_is_known_after_a_restart_and_after_the_session_was_forgotten(
@@ -178,32 +178,11 @@ async def test_a_long_prompt_gets_its_apis_error_for_a_full_context_window(resta
     async with restart(max_prompt_tokens=20) as harness:
         status, text = await post(harness, path, LONG * 10)
         assert (status, words in text) == (400, True), text
+        (model,) = (await harness.get("/v1/models", {"x-api-key": "x", "anthropic-version": "1"}))["data"]
+        assert 20 in model.values()  # the model's window is the most that a prompt may have
         assert (await post(harness, path, "Hi"))[0] == 200
     assert len(scripted_engine.requests) == 1
     assert len(harness.events("budget")) == 1
-
-
-async def test_a_prompt_over_the_engines_window_is_not_the_budgets(restart, scripted_engine):
-    async with restart(max_prompt_tokens=1_000_000) as harness:
-        assert (await harness.ask(user("a " * 50_000)))[0] == 400
-    assert (len(harness.events("budget")), len(harness.events("rejected"))) == (0, 1)
-
-
-async def test_the_models_window_is_the_most_that_a_prompt_may_have(restart):
-    async with restart(max_prompt_tokens=20) as harness:
-        (model,) = (await harness.get("/v1/models", {"x-api-key": "x", "anthropic-version": "1"}))["data"]
-    assert 20 in model.values()
-
-
-async def test_the_last_refusal_has_an_event_however_many_there_were(restart):
-    """The outcome of the session depends on whether a call was completed after it."""
-    async with restart(max_calls=1) as harness:
-        await harness.ask(user("Hi"))
-        for number in range(70):
-            await harness.ask(user(f"Ho {number}"))
-        await harness.end()
-    last = max(harness.events("budget"), key=lambda event: event["at"])
-    assert last["detail"].startswith("70 budget in all, the last: The budget of this session is used up")
 
 
 CALL = Call(session_id="s", call_id="c", prompt_ids=[])

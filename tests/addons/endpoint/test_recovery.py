@@ -20,7 +20,8 @@ from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
-from tests.addons.harness import RETRY, content, recording, said, user, with_result
+from tests.addons.endpoint.test_retries import OTHERS
+from tests.addons.harness import RETRY, content, said, user, with_result
 from tests.addons.prompts import test_continuity
 from tests.addons.prompts.test_continuity import THINKING, arguments, result
 from tests.deep import examples
@@ -279,11 +280,6 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
         assert seen(after) == seen(before)
 
 
-@pytest.fixture
-def restart(rendering, scripted_engine, tmp_path):
-    return lambda: recording(rendering, tmp_path, scripted_engine.url, killed=True)
-
-
 ASKED = {"model": "m", "messages": [user()], "tools": [TOOL]}
 
 
@@ -312,30 +308,14 @@ class TestLostReply:
         assert lost["choices"][0]["message"]["tool_calls"]
         assert len(scripted_engine.requests) == 2
 
-    async def test_a_marked_retry_gets_it_as_often_as_it_asks(self, lost, restart, scripted_engine):
+    async def test_a_marked_retry_gets_it_as_often_as_it_asks_and_as_a_stream_too(self, lost, restart, scripted_engine):
         async with restart() as harness:
             assert [await answer(harness, headers=RETRY) for _ in range(3)] == [lost] * 3
+            _, events = await harness.send({**ASKED, "stream": True}, headers=RETRY)
+        assert (content(events), "[DONE]" in events) == (said(lost) or "", True)
         assert len(scripted_engine.requests) == 1
 
-    async def test_it_is_given_as_a_stream_too(self, lost, restart, scripted_engine):
-        async with restart() as harness:
-            _, events = await harness.send({**ASKED, "stream": True})
-        assert content(events) == (said(lost) or "")
-        assert "[DONE]" in events
-        assert len(scripted_engine.requests) == 1
-
-    @pytest.mark.parametrize(
-        ("changes", "session"),
-        [
-            ({"model": "other"}, "s1"),
-            ({"max_tokens": 5}, "s1"),
-            ({"temperature": 0.5}, "s1"),
-            ({"stop": "x"}, "s1"),
-            ({"messages": [user("Other")]}, "s1"),
-            ({}, "s2"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("changes", "session"), OTHERS, ids=str)
     async def test_another_request_or_session_gets_a_new_sample(self, lost, restart, changes, session):
         async with restart() as harness:
             _, text = await harness.send({**ASKED, **changes}, session=session, headers=RETRY)

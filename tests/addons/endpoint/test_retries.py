@@ -12,6 +12,15 @@ from tests.addons.harness import RETRY, content, said, until, user
 
 BODY = {"messages": [user()]}
 STREAM = {**BODY, "stream": True}
+OTHERS = [
+    ({"messages": [user("Other")]}, "s1"),
+    ({"model": "other"}, "s1"),
+    ({"max_tokens": 5}, "s1"),
+    ({"temperature": 0.5}, "s1"),
+    ({"stop": "x"}, "s1"),
+    ({}, "s2"),
+]
+"""Changes of a request and a session that make it another one."""
 
 
 async def abandoned(harness):
@@ -64,17 +73,7 @@ class TestJoin:
                 assert content(await text(first)) == content(await text(second)) == "one two"
         assert len(harness.calls()) == 1
 
-    @pytest.mark.parametrize(
-        ("changes", "session"),
-        [
-            ({"messages": [user("Other")]}, "s1"),
-            ({"model": "other"}, "s1"),
-            ({"max_tokens": 5}, "s1"),
-            ({"temperature": 0.5}, "s1"),
-            ({}, "s2"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("changes", "session"), OTHERS, ids=str)
     async def test_another_request_or_session_joins_no_call(self, harness, scripted_engine, changes, session):
         scripted_engine.replies.append(Say("one two three", hold_after=2))
         await hang_up_while_it_runs(harness, scripted_engine, STREAM)

@@ -214,9 +214,12 @@ async def test_the_engines_are_in_the_runs_metadata(harness, scripted_engine):
     }
 
 
-async def test_refusals_do_not_wait_for_an_engine_that_is_down(rendering, tmp_path):
+async def test_refusals_and_counts_of_tokens_do_not_wait_for_an_engine_that_is_down(rendering, tmp_path):
     async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
         assert (await waiting.send(b"{"))[0] == 400
+        long = {"messages": [user("word " * 40_000)]}  # beyond any window: harnesses count to compact their history
+        status, answer = await waiting.send(long, path="/v1/messages/count_tokens")
+        assert (status, json.loads(answer)["input_tokens"] > 40_000) == (200, True)
         await waiting.end()
         assert (await waiting.ask(user()))[0] == 410
 

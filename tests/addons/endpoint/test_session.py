@@ -136,11 +136,3 @@ async def test_images_can_be_refused(rendering, scripted_engine, tmp_path):
         assert why in refusal["error"]["message"]
         assert len(client.events("rejected")) == 1
         assert client.calls() == client.events("hidden") == []
-
-
-async def test_tokens_are_counted_without_an_engine_and_beyond_the_window(rendering, tmp_path):
-    """Harnesses count in order to compact their history."""
-    async with recording(rendering, tmp_path, "http://127.0.0.1:1", patience=3600) as waiting:
-        body = {"messages": [user("word " * 40_000)]}
-        status, answer = await waiting.send(body, path="/v1/messages/count_tokens")
-        assert (status, json.loads(answer)["input_tokens"] > 40_000) == (200, True)

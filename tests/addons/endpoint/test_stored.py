@@ -195,9 +195,10 @@ async def test_nothing_of_another_session_is_found(client, harness, scripted_eng
     assert len(harness.calls()) == 1
 
 
-async def test_a_call_that_failed_or_is_unknown_is_not_found(client, harness, scripted_engine):
+async def test_a_call_that_failed_or_is_unknown_is_not_found_nor_in_its_conversation(client, harness, scripted_engine):
+    conversation = await client.create(user("First."))
     scripted_engine.replies.append(Answer(400, "bad"))
-    assert (await client.request("POST", RESPONSES, {"model": "m", "input": "Hello"}))[0] >= 400
+    assert (await client.refusal(user("Second."), conversation=conversation))[0] >= 400
     (failed,) = harness.calls()
     assert failed["status"] == "failed"
     for call_id in (failed["call_id"], "0" * 32, ""):
@@ -206,12 +207,6 @@ async def test_a_call_that_failed_or_is_unknown_is_not_found(client, harness, sc
         assert refusal == (400, "previous_response_not_found", why)
         assert (await client.refusal(user(), {"type": "item_reference", "id": f"msg_{call_id}_0"}))[0] == 404
     assert len(harness.events("rejected")) == 6
-
-
-async def test_a_failed_call_adds_nothing_to_its_conversation(client, scripted_engine):
-    conversation = await client.create(user("First."))
-    scripted_engine.replies.append(Answer(400, "bad"))
-    assert (await client.refusal(user("Second."), conversation=conversation))[0] >= 400
     assert await client.texts(conversation) == ["First."]
 
 
@@ -314,23 +309,16 @@ async def sent(harness, body, count):
     return json.loads(text)["output"][-1]["content"][0]["text"]
 
 
-async def test_a_retry_in_a_conversation_after_a_restart_gets_its_reply(client, harness, scripted_engine):
-    conversation = await client.create()
-    scripted_engine.replies += [Say("Zero."), Say("One.")]
-    await client.ask(user(), conversation=conversation)
-    body = json.dumps({"model": "m", "input": "Hi", "conversation": conversation})
-    assert await sent(harness, body, "0") == "One."
-    async with restarted(harness, scripted_engine) as again:
-        assert await sent(again.harness, body, "1") == "One."
-    assert len(harness.calls()) == 2
-
-
-async def test_a_retry_in_a_conversation_gets_the_reply_that_was_sampled(client, harness, scripted_engine):
+async def test_a_retry_in_a_conversation_gets_the_reply_that_was_sampled_also_after_a_restart(
+    client, harness, scripted_engine
+):
     conversation = await client.create()
     scripted_engine.replies += [Say("One."), Say("Two.")]
     body = json.dumps({"model": "m", "input": "Hi", "conversation": conversation})
     texts = [await sent(harness, body, count) for count in ("0", "1", "0")]
-    assert texts == ["One.", "One.", "Two."]
+    async with restarted(harness, scripted_engine) as again:
+        texts.append(await sent(again.harness, body, "1"))
+    assert texts == ["One.", "One.", "Two.", "Two."]
     assert [call["kind"] for call in harness.calls()] == ["root", "bridged"]
     assert await client.texts(conversation) == ["Hi", "One.", "Hi", "Two."]
 

@@ -164,17 +164,15 @@ class TestGone:
 class TestMemory:
     """The adapter of a session is in the session's rows: the recorder forgets it with the session."""
 
-    async def test_a_restarted_recorder_goes_on_with_the_adapter_of_the_last_call(
+    async def test_a_session_goes_on_with_it_after_it_was_dropped_and_after_a_restart(
         self, kept, rendering, scripted_engine
     ):
-        async with recording(rendering, kept.run, scripted_engine.url) as other:
-            assert await ask(other) == [ONE]
-            assert await ask(other, session="s2") == [TWO]
-
-    async def test_a_session_that_was_dropped_goes_on_with_it_too(self, kept):
         kept.endpoint.forget_idle(0)
         assert kept.endpoint.sessions == {}
         assert await ask(kept) == [ONE]
+        async with recording(rendering, kept.run, scripted_engine.url) as other:
+            assert await ask(other) == [ONE]
+            assert await ask(other, session="s2") == [TWO]
 
     @pytest.mark.parametrize(
         ("recorded", "published"),

@@ -46,11 +46,6 @@ def names_both(text, wrong, tokenizer_folder):
     return all(part in text for part in parts)
 
 
-def test_a_tokenizer_with_one_more_special_token_is_another_one(tokenizer_folder, other_tokenizer):
-    own = own_model(Rendering(str(tokenizer_folder)))
-    assert own.ids != other_tokenizer.encode(TEXT, add_special_tokens=False)
-
-
 class TestStart:
     def test_an_engine_with_another_tokenizer_refuses_the_start(self, start, wrong, tokenizer_folder, scripted_engine):
         recorder = start(f"rolltap_engine={scripted_engine.url},{wrong.url}")

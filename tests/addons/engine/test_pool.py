@@ -99,14 +99,12 @@ async def test_when_no_engine_is_left_the_call_fails(one, two, recorded):
 
 
 class TestFirstContact:
-    async def test_an_engine_that_has_never_answered_is_replaced(self, one, recorded):
-        async with recorded(NOBODY, one.url) as harness:
-            assert await statuses(harness) == {200}
-
-    async def test_an_engine_that_accepts_and_says_nothing_is_replaced(self, one, two, recorded, quick):
+    async def test_engines_that_nobody_runs_or_that_accept_and_say_nothing_are_replaced(
+        self, one, two, recorded, quick
+    ):
         one.deaf = True
-        async with recorded(one.url, two.url) as harness:
-            assert await statuses(harness) == {200}
+        async with recorded(NOBODY, one.url, two.url) as harness:
+            assert await statuses(harness, sessions=12) == {200}
         assert one.requests == []
 
     async def test_the_only_engine_is_waited_for(self, one, recorded, quick, caplog):
