@@ -1,7 +1,6 @@
 """Arguments of a recipe for TRL, PEFT and the recorder; its adapter, checkpoints and reporters."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -23,6 +22,7 @@ from rolltap.trainer.training.arguments import (
     without_frozen,
 )
 from rolltap.trainer.training.recipe import load_recipe
+from tests.conftest import ROOT
 from tests.trainer.training.grpo.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
 
@@ -80,22 +80,16 @@ class TestArguments:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-class TestFrozenTowers:
-    @pytest.fixture(autouse=True)
-    def tower(self, monkeypatch):
-        def frozen(model):
-            return [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]
-
-        monkeypatch.setattr("rolltap.trainer.training.arguments.frozen_modules", frozen)
-
-    @pytest.mark.parametrize(
-        ("excluded", "left"), [(None, {"q_proj", "v_proj"}), (["v_proj"], {"q_proj"}), (r".*\.v_proj", {"q_proj"})]
-    )
-    def test_an_adapter_leaves_them_out_and_what_the_recipe_leaves_out(self, excluded, left):
-        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
-        model = get_peft_model(tiny_model(), without_frozen(config, tiny_model()))
-        adapted = {name.partition("layers.")[2] for name, _ in model.named_modules() if name.endswith("lora_A")}
-        assert adapted == {f"1.self_attn.{name}.lora_A" for name in left}
+@pytest.mark.parametrize(
+    ("excluded", "left"), [(None, {"q_proj", "v_proj"}), (["v_proj"], {"q_proj"}), (r".*\.v_proj", {"q_proj"})]
+)
+def test_an_adapter_leaves_out_frozen_towers_and_what_the_recipe_leaves_out(monkeypatch, excluded, left):
+    frozen = lambda model: [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]  # noqa: E731
+    monkeypatch.setattr(arguments, "frozen_modules", frozen)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+    model = get_peft_model(tiny_model(), without_frozen(config, tiny_model()))
+    adapted = {name.partition("layers.")[2] for name, _ in model.named_modules() if name.endswith("lora_A")}
+    assert adapted == {f"1.self_attn.{name}.lora_A" for name in left}
 
 
 class TestSampling:
@@ -110,15 +104,16 @@ class TestSampling:
     def test_the_engine_samples_at_the_trainers_temperature(self, tmp_path, text, expected):
         assert sampling(load_recipe(write_recipe(tmp_path, text))) == expected
 
-    def test_two_temperatures_are_refused(self, tmp_path):
-        text = "[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = '{\"temperature\": 0.6}'\n"
-        with pytest.raises(InputError, match=r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"):
-            sampling(load_recipe(write_recipe(tmp_path, text)))
-
-    @pytest.mark.parametrize("value", ["'[]'", "'null'", "'1'", '["{}"]', "'{'"])
-    def test_sampling_that_is_not_one_json_object_is_refused(self, tmp_path, value):
-        path = write_recipe(tmp_path, f"[recorder]\nrolltap_sampling = {value}\n")
-        with pytest.raises(InputError, match=r"recorder\.rolltap_sampling"):
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("'{\"temperature\": 0.6}'", r"samples at temperature 0\.6, but grpo\.temperature is 0\.7"),
+            *((value, r"recorder\.rolltap_sampling") for value in ("'[]'", "'null'", "'1'", '["{}"]', "'{'")),
+        ],
+    )
+    def test_two_temperatures_and_what_is_not_one_json_object_are_refused(self, tmp_path, value, message):
+        path = write_recipe(tmp_path, f"[grpo]\ntemperature = 0.7\n[recorder]\nrolltap_sampling = {value}\n")
+        with pytest.raises(InputError, match=message):
             sampling(load_recipe(path))
 
 
@@ -245,9 +240,6 @@ def test_incomplete_checkpoints_are_skipped_and_removed_and_whole_ones_stay(tmp_
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
     remove_incomplete(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-9"}
-
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -103,8 +103,12 @@ class Loop:
         return source([{"task_id": task} for task in tasks])
 
 
-def test_a_step_runs_one_group_for_each_row_and_has_their_order(tmp_path):
-    loop = Loop(tmp_path)
+@pytest.fixture
+def loop(tmp_path):
+    return Loop(tmp_path)
+
+
+def test_a_step_runs_one_group_for_each_row_and_has_their_order(loop):
     batch = loop.step(3, "ba")
     ids = ["b-1a2b3c4d.3.0-0.0", "b-1a2b3c4d.3.0-1.0", "a-1a2b3c4d.3.1-0.0", "a-1a2b3c4d.3.1-1.0"]
     assert loop.run == list(batch.rewards) == [trace.session_id for trace in batch.traces] == ids
@@ -113,8 +117,7 @@ def test_a_step_runs_one_group_for_each_row_and_has_their_order(tmp_path):
     assert "step 4/9  4 sessions in " in loop.console.file.getvalue()
 
 
-def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(tmp_path):
-    loop = Loop(tmp_path)
+def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(loop):
     first = loop.step(3, "ba")
     loop.run.clear()
     assert loop.step(3, "ba", attempt=1) == first
@@ -122,10 +125,9 @@ def test_a_step_that_is_on_the_disk_is_neither_run_nor_published_again(tmp_path)
     assert "4 sessions (4 recorded before) in 0.0 s" in loop.console.file.getvalue()
 
 
-def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(tmp_path):
-    loop = Loop(tmp_path)
+def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(loop):
     loop.step(3, "b")
-    (tmp_path / BATCHES).unlink()  # as if it had been killed before the batch was trained
+    (loop.folder / BATCHES).unlink()  # as if it had been killed before the batch was trained
     batch = loop.step(3, "ba", attempt=1)
     assert loop.run[2:] == ["a-1a2b3c4d.3.1-0.1", "a-1a2b3c4d.3.1-1.1"]
     assert loop.published == ["1a2b3c4d.3.0", "1a2b3c4d.3.1"]
@@ -133,20 +135,18 @@ def test_only_the_missing_sessions_of_a_step_are_run_by_newly_published_weights(
 
 
 @pytest.mark.parametrize("status", ["infrastructure", "unjudged"])
-def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_again_at_the_next_start(tmp_path, status):
-    loop = Loop(tmp_path)
+def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_again_at_the_next_start(loop, status):
     loop.faults = status
     message = r"none of the 4 sessions of step 4 .*reason.* \(4\): the engine is down; put"
     with pytest.raises(RecorderError, match=message):
         loop.step(3, "ba")
-    assert TrainedBatches(tmp_path).get(3) is None
+    assert TrainedBatches(loop.folder).get(3) is None
     loop.faults = ""
     loop.run.clear()
     assert len(loop.step(3, "ba", attempt=1).rewards) == len(loop.run) == 4
 
 
-def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(tmp_path):
-    loop = Loop(tmp_path)
+def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(loop):
     source = loop.source(9)
     loop.refusal = EngineError("the engine at http://b is gone")
     with pytest.raises(
@@ -155,8 +155,7 @@ def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_fa
         source.finish(9)
 
 
-def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(tmp_path):
-    loop = Loop(tmp_path)
+def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(loop):
     source = loop.source(0)
     source.begin(source.trainer)
     source.before_batch()
@@ -166,8 +165,7 @@ def test_the_engines_are_verified_before_anything_is_published_and_get_the_train
 
 class TestOtherWeights:
     @pytest.mark.parametrize("other", ["default", "deadbeef.3.0", "1a2b3c4d.2.0"])
-    def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, tmp_path, other):
-        loop = Loop(tmp_path)
+    def test_their_calls_are_kept_and_left_out_with_a_warning_that_names_them(self, loop, other):
         loop.other = {"a-1a2b3c4d.3.1-0.0": other}
         batch = loop.step(3, "ba")
         assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
@@ -177,25 +175,23 @@ class TestOtherWeights:
             f"warning: 2 tokens of step 4 are in calls that other weights than 1a2b3c4d.3.0 sampled ({other}): "
             in printed
         )
-        assert {call.session_id for s in iter_sessions(tmp_path) for call in s.calls} == {*loop.run}
+        assert {call.session_id for s in iter_sessions(loop.folder) for call in s.calls} == {*loop.run}
 
-    def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, tmp_path):
-        loop = Loop(tmp_path)
+    def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, loop):
         loop.other = {".0": "default"}
         with pytest.raises(
             EngineError, match=r"4 tokens of step 4 .* \(default\): .*; nothing else is left to train: "
         ):
             loop.step(3, "b")
-        assert TrainedBatches(tmp_path).get(3) is None
+        assert TrainedBatches(loop.folder).get(3) is None
         batch = loop.step(3, "b", attempt=1)
         assert list(batch.rewards) == loop.run[2:] == ["b-1a2b3c4d.3.0-0.1", "b-1a2b3c4d.3.0-1.1"]
 
-    def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, tmp_path):
-        loop = Loop(tmp_path)
+    def test_a_step_during_which_an_engine_was_stolen_is_not_trained(self, loop):
         loop.stolen = True
         with pytest.raises(EngineError, match="another training owns the engine"):
             loop.step(3, "b")
-        assert TrainedBatches(tmp_path).get(3) is None
+        assert TrainedBatches(loop.folder).get(3) is None
 
 
 def report_of(**kinds):
@@ -222,14 +218,14 @@ class TestFirstStepIsChecked:
         monkeypatch.setattr("rolltap.trainer.training.online.check_sessions", check_sessions)
         return checked
 
-    def run(self, folder, report, attempt=0):
+    def run(self, folder, report, attempt=0, steps=range(3)):
         self.report, self.loop = report, Loop(folder)
-        source = self.loop.source(0, attempt)
-        for number in range(3):
+        source = self.loop.source(steps[0], attempt)
+        for number in steps:
             source.trainer.state.global_step = number
             source.before_batch()
             source([{"task_id": "a"}])
-        source.finish(3)
+        source.finish(steps[-1] + 1)
         return self.loop.console.file.getvalue()
 
     def test_once_while_the_engines_still_serve_its_weights(self, tmp_path, checked):
@@ -255,12 +251,7 @@ class TestFirstStepIsChecked:
     def test_a_new_start_checks_the_first_step_that_it_records(self, tmp_path, checked):
         self.run(tmp_path, "nothing")
         checked.clear()
-        source = self.loop.source(2, attempt=1)
-        for number in (2, 3):
-            source.trainer.state.global_step = number
-            source.before_batch()
-            source([{"task_id": "a"}])
-        source.finish(4)
+        self.run(tmp_path, "nothing", attempt=1, steps=(2, 3))
         assert [sessions for _, sessions, _ in checked] == [["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]]
 
     def test_a_new_start_that_records_nothing_checks_nothing(self, tmp_path, checked):

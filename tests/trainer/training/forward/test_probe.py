@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -26,17 +25,12 @@ from rolltap.trainer.training.forward.decoder import Decoder
 from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.forward.probe import BRANCHES, TRUNK, probe
 from tests.deep import cases
-from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
+from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, bf16, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def bf16() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 in_each_precision = pytest.mark.parametrize("autocast", [nullcontext, bf16], ids=["float32", "bf16"])
-in_each_mode = pytest.mark.parametrize("keep_graph", [False, True], ids=["two passes", "one pass"])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +83,7 @@ def test_a_cache_that_cuts_the_gradient_is_noticed(family, autocast, monkeypatch
     assert "the gradient through earlier tokens differs by 100%" in (probe(tiny(family), autocast) or "")
 
 
-@in_each_mode
+@pytest.mark.parametrize("keep_graph", [False, True], ids=["two passes", "one pass"])
 @in_each_precision
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
 def test_weights_without_their_gradient_are_noticed(adapter, autocast, keep_graph, monkeypatch):

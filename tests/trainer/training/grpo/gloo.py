@@ -35,11 +35,6 @@ def run_two(module: str, *arguments: str) -> None:
             rank.kill()
 
 
-def is_first() -> bool:
-    """Return True in the first rank."""
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
 def run_ranks(function, number=2, dead=()):
     """Run `function(rank)` as each rank of a gloo group.
 

@@ -14,9 +14,9 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from rolltap.trainer.training.grpo.ranks import is_main
 from tests.deep import cases as cases_of_suite
 from tests.trainer.training.grpo import tiny, tiny_models
-from tests.trainer.training.grpo.gloo import is_first
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -77,32 +77,24 @@ class Case:
         way = {"gradient_accumulation_steps": 1, "activation_checkpointing": False} | way
         traces = self.traces[way.pop("strategy", "prefix_merging")]
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if way.pop("lora", None) else None
-        spy = tiny.Spy()
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(5)  # for the adapter
             steps = way.get("num_iterations", 1)
             source = lambda rows: traces  # noqa: E731
             given = self.model if lora else self.reference
             trainer = tiny.make_trainer(
-                given, Path(folder, "out"), source, peft_config=lora, spy=spy, max_steps=steps, optim="sgd", **way
+                given, Path(folder, "out"), source, peft_config=lora, max_steps=steps, optim="sgd", **way
             )
             if not lora:
                 trainer.model.load_state_dict(self.model.state_dict())
             trainer.train()
-        return spy.gradients[-1]
+        return trainer.spy.gradients[-1]
 
 
 def cases() -> Iterator[tuple[str, Case]]:
     for name, model in {"attention": tiny.tiny_model(), "hybrid": tiny_models.tiny("qwen3.5")}.items():
         for off_policy in (False, True):
             yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy)
-
-
-def relative_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """Return |first - second| / |first| over all parameters together."""
-    assert first.keys() == second.keys()
-    norm = sum(float((gradient**2).sum()) for gradient in first.values()) ** 0.5
-    return sum(float(((first[name] - second[name]) ** 2).sum()) for name in first) ** 0.5 / norm
 
 
 if __name__ == "__main__":
@@ -114,5 +106,5 @@ if __name__ == "__main__":
         for forward in FORWARDS
         for option in TOGETHER
     }
-    if is_first():
+    if is_main():
         torch.save(gradients, sys.argv[1])

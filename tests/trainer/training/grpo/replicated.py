@@ -41,7 +41,7 @@ COMMON: dict[str, Any] = {
 }
 
 
-def trainer_of(case: str, out: Path, spy: tiny.Spy, ranks: int, **config: Any) -> Any:
+def trainer_of(case: str, out: Path, ranks: int, **config: Any) -> Any:
     """Return a trainer of a case. Rank 1 begins with other weights: those of rank 0 count."""
     family, kind, forward = case.split(", ")
     model = tiny_models.tiny(family).eval()
@@ -52,7 +52,6 @@ def trainer_of(case: str, out: Path, spy: tiny.Spy, ranks: int, **config: Any) -
         model.to(DTYPES.get(kind, torch.float32)),
         out,
         lambda rows: traces,
-        spy=spy,
         peft_config=lora,
         forward=forward,
         gradient_accumulation_steps=4 // ranks,
@@ -69,12 +68,11 @@ def two_steps(folder: Path, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     """Return the trained weights of each case after its second step."""
     found = {}
     for case in CASES:
-        spy = tiny.Spy()
-        trainer = trainer_of(case, folder / "out", spy, ranks)
+        trainer = trainer_of(case, folder / "out", ranks)
         trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
         trainer.train()
         assert trainer.model_wrapped is trainer.model
-        found[case] = {name: spy.weights[-1][name] for name in trained}
+        found[case] = {name: trainer.spy.weights[-1][name] for name in trained}
     return found
 
 
@@ -93,12 +91,11 @@ def spoil(trainer: Any, bad: float) -> None:
 
 def spoiled(folder: Path) -> list[dict[str, torch.Tensor]]:
     """Return the weights after each of two steps, in the first of which rank 1 has a gradient that is no number."""
-    spy = tiny.Spy()
-    trainer = trainer_of("qwen3, bfloat16, segments", folder / "out", spy, 2)
+    trainer = trainer_of("qwen3, bfloat16, segments", folder / "out", 2)
     if os.environ["RANK"] == "1":
         spoil(trainer, math.nan)
     trainer.train()
-    return spy.weights
+    return trainer.spy.weights
 
 
 RESUMED = cases(["qwen3, full, segments", "qwen3, bfloat16, segments", "qwen3, LoRA, segments"], 1, 2)
@@ -108,10 +105,9 @@ def whole(folder: Path, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     """Train cases for four steps, with a checkpoint at the second in `FOLDER/RANKS/CASE`, and return the weights."""
     found = {}
     for case in RESUMED:
-        spy = tiny.Spy()
-        out = folder / str(ranks) / case
-        trainer_of(case, out, spy, ranks, max_steps=4, save_strategy="steps", save_steps=2).train()
-        found[case] = spy.weights[-1]
+        trainer = trainer_of(case, folder / str(ranks) / case, ranks, max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.train()
+        found[case] = trainer.spy.weights[-1]
     return found
 
 
@@ -119,10 +115,9 @@ def resumed(folder: Path, began: int, ranks: int) -> dict[str, dict[str, torch.T
     """Go on from the checkpoints that `whole` saved with `began` ranks, and return the weights after four steps."""
     found = {}
     for case in RESUMED:
-        spy = tiny.Spy()
-        trainer = trainer_of(case, folder / "out", spy, ranks, max_steps=4)
+        trainer = trainer_of(case, folder / "out", ranks, max_steps=4)
         trainer.train(resume_from_checkpoint=str(folder / str(began) / case / "checkpoint-2"))
-        found[case] = spy.weights[-1]
+        found[case] = trainer.spy.weights[-1]
     return found
 
 

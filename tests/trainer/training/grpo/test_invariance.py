@@ -11,7 +11,8 @@ import torch
 from rolltap.trainer.training.grpo.config import CHANGING
 from tests.deep import DEEP
 from tests.trainer.training.grpo.gloo import run_two
-from tests.trainer.training.grpo.invariance import FORWARDS, OPTIONS, TOGETHER, WAYS, cases, relative_difference
+from tests.trainer.training.grpo.invariance import FORWARDS, OPTIONS, TOGETHER, WAYS, cases
+from tests.trainer.training.grpo.tiny import relative_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

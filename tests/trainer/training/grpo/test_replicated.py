@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -15,12 +14,12 @@ from torch.nn import Parameter
 from rolltap.trainer.models.loading import load_policy
 from rolltap.trainer.training.grpo.optimizer import LossScale
 from rolltap.trainer.training.loop import train_to_end
-from tests import tiny_checkpoints
 from tests.deep import cases
+from tests.trainer.models.conftest import MAKERS
 from tests.trainer.training.grpo import tiny_models
 from tests.trainer.training.grpo.gloo import run_two
 from tests.trainer.training.grpo.replicated import CASES, RESUMED, resumed, spoil, two_steps, whole
-from tests.trainer.training.grpo.tiny import Spy, largest_difference, make_trainer, record, tiny_model
+from tests.trainer.training.grpo.tiny import largest_difference, make_trainer, record, relative_difference, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -74,13 +73,7 @@ def test_each_rank_saves_its_own_share_of_a_full_model(found):
         assert names == {"optimizer.pt", *(f"optimizer-{rank}.pt" for rank in range(shares))}
 
 
-MAKERS = {
-    "qwen3, tied": partial(tiny_checkpoints.qwen3, tied=True),
-    "qwen3.5": tiny_checkpoints.qwen35,
-    "qwen3.5, tied": partial(tiny_checkpoints.qwen35, tied=True),
-    "qwen3-moe": tiny_checkpoints.qwen3_moe,
-    "gemma3": tiny_checkpoints.gemma3,
-}
+CHECKPOINTS = ("qwen3-tied", "qwen3.5", "qwen3.5-tied", "qwen3-moe", "gemma3")
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
@@ -99,15 +92,11 @@ def recorded(tmp_path_factory, tokenizer_folder):
 
 
 def trainer_of(recorded, dtype, out, lora=None, **config):
-    """Return a trainer of four steps on a folder and its traces, and what it will see."""
+    """Return a trainer of four steps on a folder and its traces."""
     folder, traces = recorded
     torch.manual_seed(0)
-    spy = Spy()
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    trainer = make_trainer(
-        load_policy(folder, dtype), out, lambda rows: traces, spy=spy, peft_config=lora, **settings | config
-    )
-    return trainer, spy
+    return make_trainer(load_policy(folder, dtype), out, traces, peft_config=lora, **settings | config)
 
 
 def weights_of(trainer):
@@ -118,7 +107,7 @@ def weights_of(trainer):
     ("name", "dtype", "lora"),
     cases(
         [
-            *((name, "bfloat16", None) for name in MAKERS),
+            *((name, "bfloat16", None) for name in CHECKPOINTS),
             *((name, "float32", None) for name in ("qwen3.5", "qwen3-moe")),
             ("qwen3.5", "bfloat16", LORA),
         ],
@@ -126,19 +115,20 @@ def weights_of(trainer):
     ),
 )
 def test_a_training_of_a_checkpoint_is_resumed_as_if_without_a_break(tmp_path, recorded, name, dtype, lora):
-    whole, seen = trainer_of(recorded(name), dtype, tmp_path / "whole", lora)
+    whole = trainer_of(recorded(name), dtype, tmp_path / "whole", lora)
     whole.train()
-    assert largest_difference(seen.weights[0], seen.weights[1]) > 0
+    seen = whole.spy.weights
+    assert largest_difference(seen[0], seen[1]) > 0
 
-    resumed, after = trainer_of(recorded(name), dtype, tmp_path / "resumed", lora)
+    resumed = trainer_of(recorded(name), dtype, tmp_path / "resumed", lora)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert len(after.weights) == 2
-    assert largest_difference(seen.weights[-1], after.weights[-1]) == 0
+    assert len(resumed.spy.weights) == 2
+    assert largest_difference(seen[-1], resumed.spy.weights[-1]) == 0
 
-    finished, _ = trainer_of(recorded(name), dtype, tmp_path / "whole", lora)  # stopped before the model was saved
-    assert largest_difference(weights_of(finished), seen.weights[-1]) > 0
+    finished = trainer_of(recorded(name), dtype, tmp_path / "whole", lora)  # stopped before the model was saved
+    assert largest_difference(weights_of(finished), seen[-1]) > 0
     assert train_to_end(finished, Console(quiet=True)) == 4
-    assert largest_difference(weights_of(finished), seen.weights[-1]) == 0
+    assert largest_difference(weights_of(finished), seen[-1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -149,35 +139,35 @@ def test_a_training_of_a_checkpoint_is_resumed_as_if_without_a_break(tmp_path, r
     ],
 )
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path, recorded, change, message):
-    trainer, _ = trainer_of(recorded("qwen3, tied"), "float32", tmp_path, max_steps=2)
+    trainer = trainer_of(recorded("qwen3-tied"), "float32", tmp_path, max_steps=2)
     trainer.train()
     file = tmp_path / "checkpoint-2" / "model.safetensors"
     weights = load_file(file)
     change(weights)
     save_file(weights, file, metadata={"format": "pt"})
-    resumed, _ = trainer_of(recorded("qwen3, tied"), "float32", tmp_path)
+    resumed = trainer_of(recorded("qwen3-tied"), "float32", tmp_path)
     with pytest.raises(ValueError, match=message):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_model_that_is_saved_on_request_has_the_names_of_its_checkpoint(tmp_path, recorded):
-    trainer, _ = trainer_of(recorded("qwen3.5"), "float32", tmp_path, max_steps=2)
+    trainer = trainer_of(recorded("qwen3.5"), "float32", tmp_path, max_steps=2)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     assert any(name.startswith("model.language_model.") for name in load_file(tmp_path / "saved" / "model.safetensors"))
 
 
 def test_the_card_beside_the_checkpoints_names_the_folder_of_the_base_model(tmp_path, recorded):
-    trainer, _ = trainer_of(recorded("qwen3, tied"), "float32", tmp_path)
+    trainer = trainer_of(recorded("qwen3-tied"), "float32", tmp_path)
     trainer.create_model_card(model_name="mine")
     card = (tmp_path / "README.md").read_text()
-    assert f"fine-tuned version of `{recorded('qwen3, tied')[0].name}`" in card
+    assert f"fine-tuned version of `{recorded('qwen3-tied')[0].name}`" in card
     assert "None" not in card
 
 
-def changed(spy):
+def changed(trainer):
     """Return the names of the weights that the second step changed."""
-    first, second = spy.weights
+    first, second = trainer.spy.weights
     return {name for name in first if not torch.equal(first[name], second[name])}
 
 
@@ -197,16 +187,15 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing_and_the_next_
 ):
     model = tiny_model()
     traces = record(model, random.Random(0))
-    spy = Spy()
     settings = {"max_steps": 2, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    trainer = make_trainer(model.to(dtype), tmp_path, traces, spy=spy, peft_config=lora, **settings)
-    begun = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    trainer = make_trainer(model.to(dtype), tmp_path, traces, peft_config=lora, **settings)
+    begun = weights_of(trainer)
     spoil(trainer, bad)
     trainer.train()
-    assert spy.gradients[0] == {}
-    assert all(torch.equal(begun[name], weight) for name, weight in spy.weights[0].items())
-    assert changed(spy)
-    assert all(weight.isfinite().all() for weight in spy.weights[1].values())
+    assert trainer.spy.gradients[0] == {}
+    assert all(torch.equal(begun[name], weight) for name, weight in trainer.spy.weights[0].items())
+    assert changed(trainer)
+    assert all(weight.isfinite().all() for weight in trainer.spy.weights[1].values())
     assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
     assert steps_skipped(trainer) == [1, 0]
     assert "step 1 was skipped: its gradients are not finite" in caplog.text
@@ -218,31 +207,21 @@ def test_a_step_that_overflows_float16_is_skipped(tmp_path, monkeypatch):
     scaled = LossScale._scaled
     factors = iter([1.0, 2.0**40, 1.0, 1.0])
     monkeypatch.setattr(LossScale, "_scaled", lambda self, gradient: scaled(self, gradient) * next(factors))
-    spy = Spy()
-    trainer = make_trainer(model.half(), tmp_path, lambda rows: traces, spy=spy, peft_config=LORA, max_steps=2)
+    trainer = make_trainer(model.half(), tmp_path, traces, peft_config=LORA, max_steps=2)
     trainer.train()
     assert steps_skipped(trainer) == [1, 0]
-    assert changed(spy)
-    assert all("lora_" in name for name in changed(spy))
+    assert changed(trainer)
+    assert all("lora_" in name for name in changed(trainer))
 
 
-MODELS = {"qwen3": tiny_model, "qwen3.5": lambda: tiny_models.tiny("qwen3.5").eval()}
-
-
-def relative(first, second) -> float:
-    both = [torch.cat([gradients[name].flatten() for name in sorted(first)]) for gradients in (first, second)]
-    return float((both[0] - both[1]).norm() / both[0].norm())
-
-
-def trained(model, out, traces, spy=None, **config):
-    """Return a trainer after its training of an adapter, and what it saw."""
-    spy = spy or Spy()
+def trained(model, out, traces, **config):
+    """Return a trainer after its training of an adapter."""
     torch.manual_seed(0)
     settings = {"activation_checkpointing": True, "scale_rewards": "none"} | config
-    trainer = make_trainer(model, out, lambda rows: traces, spy=spy, peft_config=LORA, **settings)
+    trainer = make_trainer(model, out, traces, peft_config=LORA, **settings)
     trainer.score([2, 3, 4], base=True)  # nothing has a gradient then
     trainer.train()
-    return trainer, spy
+    return trainer
 
 
 def smaller(traces, factor):
@@ -258,13 +237,13 @@ def smaller(traces, factor):
     cases([("qwen3.5", "segments"), ("qwen3", "padded"), ("qwen3", "segments"), ("qwen3.5", "padded")], 0, 1),
 )
 def test_gradients_in_float16_are_those_of_float32_however_small_advantages_are(tmp_path, family, forward, caplog):
-    model = MODELS[family]()
+    model = tiny_model() if family == "qwen3" else tiny_models.tiny(family).eval()
     traces = record(model, random.Random(0))
-    _, exact = trained(model, tmp_path, traces, forward=forward)
+    exact = trained(model, tmp_path, traces, forward=forward).spy.gradients[0]
     for factor in (1.0, 1e-5):
-        trainer, low = trained(model.half(), tmp_path, smaller(traces, factor), forward=forward)
-        found = {name: gradient / factor for name, gradient in low.gradients[0].items()}
-        assert relative(exact.gradients[0], found) < 0.04  # the hybrid's large weights amplify what float16 rounds
+        trainer = trained(model.half(), tmp_path, smaller(traces, factor), forward=forward)
+        found = {name: gradient / factor for name, gradient in trainer.spy.gradients[0].items()}
+        assert relative_difference(exact, found) < 0.04  # the hybrid's large weights amplify what float16 rounds
         assert trainer.state.log_history[0]["steps_skipped"] == 0
         model = model.float()
     assert "run as padded rows" not in caplog.text
@@ -273,10 +252,9 @@ def test_gradients_in_float16_are_those_of_float32_however_small_advantages_are(
 def test_without_the_scale_small_advantages_would_underflow(tmp_path, monkeypatch):
     model = tiny_model()
     traces = smaller(record(model, random.Random(0)), 1e-5)
-    _, exact = trained(model, tmp_path, traces)
+    exact = trained(model, tmp_path, traces).spy.gradients[0]
     monkeypatch.setattr(LossScale, "watch", lambda self, logprobs: None)
-    _, low = trained(model.half(), tmp_path, traces)
-    assert relative(exact.gradients[0], low.gradients[0]) > 0.5
+    assert relative_difference(exact, trained(model.half(), tmp_path, traces).spy.gradients[0]) > 0.5
 
 
 @pytest.mark.parametrize(
@@ -288,7 +266,7 @@ def test_without_the_scale_small_advantages_would_underflow(tmp_path, monkeypatc
 )
 def test_what_cannot_be_trained_in_float16_is_refused(tmp_path, lora, bf16, message):
     with pytest.raises(ValueError, match=message):
-        make_trainer(tiny_model().half(), tmp_path, lambda rows: [], peft_config=lora, bf16=bf16)
+        make_trainer(tiny_model().half(), tmp_path, [], peft_config=lora, bf16=bf16)
 
 
 def test_passes_of_different_scales_add_up():

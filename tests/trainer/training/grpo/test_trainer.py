@@ -31,6 +31,7 @@ from tests.trainer.training.grpo.tiny import (
 )
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
+RANDOM_LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 # peft 0.21 uses a name that transformers 5.23 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -45,46 +46,36 @@ def traces(model) -> list[Trace]:
     return record(model, random.Random(0))
 
 
-def train_and_watch_the_loss(trainer: TraceGRPOTrainer, monkeypatch) -> list[tuple[dict, torch.Tensor]]:
-    """Train and return, for each `_compute_loss`, its inputs and its log-probabilities with their gradient."""
-    seen = []
+def number_sampled(traces: list[Trace]) -> int:
+    return sum(sum(trace.completion_mask) for trace in traces)
+
+
+def test_ratios_are_one_and_each_gradient_is_an_advantage_over_their_number(model, traces, tmp_path, monkeypatch):
+    trainer = make_trainer(model, tmp_path, traces, gradient_accumulation_steps=4)
     compute_loss, compute_logprobs = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    inputs_seen, logprobs_seen = [], []
 
     def watched_logprobs(*args, **kwargs):
         logprobs, *rest = compute_logprobs(*args, **kwargs)
         logprobs.retain_grad()
-        seen.append(logprobs)
+        logprobs_seen.append(logprobs)
         return logprobs, *rest
 
-    inputs_seen = []
     monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watched_logprobs)
     monkeypatch.setattr(trainer, "_compute_loss", lambda m, i: inputs_seen.append(i) or compute_loss(m, i))
     trainer.train()
-    return list(zip(inputs_seen, seen, strict=True))
-
-
-def test_the_model_that_sampled_has_ratio_one_and_nothing_is_clipped(model, traces, tmp_path, monkeypatch):
-    trainer = make_trainer(model, tmp_path, traces)
-    tokens = 0
-    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
-        ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()]
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
-        tokens += ratio.numel()
-    assert tokens == sum(sum(trace.completion_mask) for trace in traces) > 30
     assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
-
-
-def test_the_gradient_of_a_sampled_token_is_its_advantage_over_their_number(model, traces, tmp_path, monkeypatch):
-    advantages = module.session_advantages(batch_of(traces).rewards, "group")
-    total = sum(sum(trace.completion_mask) for trace in traces)
-    expected = sorted(
-        -advantages[trace.session_id] / total for trace in traces for sampled in trace.completion_mask if sampled
-    )
-    trainer = make_trainer(model, tmp_path, traces, gradient_accumulation_steps=4)
     found = []
-    for inputs, logprobs in train_and_watch_the_loss(trainer, monkeypatch):
-        found += logprobs.grad[inputs["completion_mask"].bool()].tolist()
-    assert sorted(found) == pytest.approx(expected, abs=1e-6)
+    for inputs, logprobs in zip(inputs_seen, logprobs_seen, strict=True):
+        sampled = inputs["completion_mask"].bool()
+        ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[sampled]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+        found += logprobs.grad[sampled].tolist()
+    advantages = module.session_advantages(batch_of(traces).rewards, "group")
+    total = number_sampled(traces)
+    assert total > 30
+    expected = [-advantages[t.session_id] / total for t in traces for _ in range(sum(t.completion_mask))]
+    assert sorted(found) == pytest.approx(sorted(expected), abs=1e-6)
 
 
 def test_logprobs_of_tokens_that_were_not_sampled_change_nothing(model, traces, tmp_path):
@@ -159,13 +150,21 @@ def test_a_batch_that_trains_nothing_changes_neither_weights_nor_optimizer(model
     assert "step 2 was skipped: its sessions have no token to train on" in caplog.text
 
 
-def test_lora_trains_the_adapter_alone(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, traces, peft_config=LORA)
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
+    ],
+)
+def test_lora_trains_the_adapter_alone(model, traces, tmp_path, adapter):
+    trainer = make_trainer(model, tmp_path, traces, peft_config=LoraConfig(r=4, **adapter))
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     changed = {name for name, weight in trainer.spy.weights[0].items() if not torch.equal(weight, before[name])}
     assert changed
-    assert all("lora_" in name for name in changed)
+    assert all("lora_" in name or "trainable_tokens_delta" in name for name in changed)
     assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
 
 
@@ -191,113 +190,85 @@ def test_a_trace_that_cannot_be_trained_on_is_refused(model, traces, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("dataset", "groups_per_step", "message"),
+    ("config", "dataset", "groups_per_step", "message"),
     [
-        (GROUPS, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
-        (GROUPS, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
-        (GROUPS.to_iterable_dataset(), 1, r"must be a datasets\.Dataset, not IterableDataset"),
+        (TraceGRPOConfig, GROUPS, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
+        (TraceGRPOConfig, GROUPS, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
+        (TraceGRPOConfig, GROUPS.to_iterable_dataset(), 1, r"must be a datasets\.Dataset, not IterableDataset"),
+        (GRPOConfig, GROUPS, 1, r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"),
     ],
 )
-def test_rows_that_cannot_fill_a_step_are_refused(model, tmp_path, dataset, groups_per_step, message):
-    args = TraceGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", activation_checkpointing=False
-    )
+def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(
+    model, tmp_path, config, dataset, groups_per_step, message
+):
+    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", activation_checkpointing=False)
     with pytest.raises(ValueError, match=message):
         TraceGRPOTrainer(model, args, dataset, trace_source=lambda rows: [], groups_per_step=groups_per_step)
 
 
 def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
     """Leaving out a harness that crashed before its first call would raise its group's mean reward."""
-    traces = [trace for trace in record(model, random.Random(5)) if trace.group_id == "a"]
-    batch = batch_of(traces)
+    batch = batch_of([trace for trace in record(model, random.Random(5)) if trace.group_id == "a"])
     batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
-    trainer = make_trainer(model, tmp_path, traces)
+    trainer = make_trainer(model, tmp_path, batch)
     seen = torch.cat([rows["advantages"] for rows in trainer._build(batch)], dim=1)
     assert (seen >= 0).all()
     assert seen.max() > 0
 
 
-def lengths(traces) -> int:
-    """Return the tokens of the traces' rows."""
-    return sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in traces)
-
-
-@pytest.fixture
-def rewarded(traces):
-    """The traces with other rewards: one session of the first group, and all of the second one, have no advantage."""
+def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, traces, tmp_path):
+    """A reference needs all of a group with signal."""
     rewards = {"a0": 0.0, "a1": 1.0, "a2": 2.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}
-    return [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+    rewarded = [replace(trace, reward=rewards[trace.session_id]) for trace in traces]
+    group = [trace for trace in rewarded if trace.group_id == "a"]
+    computed = [trace for trace in group if trace.session_id != "a1"]
 
+    def lengths(traces) -> int:
+        return sum(len(trace.prompt_ids) + len(trace.completion_ids) for trace in traces)
 
-def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(model, rewarded, tmp_path):
-    computed = [trace for trace in rewarded if trace.session_id in ("a0", "a2")]
     trainer = trained(model, tmp_path, rewarded, scale_rewards="none")
     logged = trainer.state.log_history[0]
-    number = sum(sum(t.completion_mask) for t in rewarded if t.group_id == "a")
-    fewer = sum(sum(trace.completion_mask) for trace in computed)
+    number, fewer = number_sampled(group), number_sampled(computed)
     assert (logged["tokens_in_rows"], logged["tokens_trained"]) == (lengths(computed), number)
     assert logged["tokens_computed"] == fewer
     # the same advantages over another mean
     alone = gradients(model, tmp_path, computed, scale_rewards="none")
     scaled = {name: gradient * fewer / number for name, gradient in alone.items()}
     assert largest_difference(trainer.spy.gradients[0], scaled) < 1e-6
-
-
-def test_a_reference_needs_all_of_a_group_with_signal(model, rewarded, tmp_path):
-    trainer = trained(model, tmp_path, rewarded, beta=0.1, peft_config=LORA)
-    group = [trace for trace in rewarded if trace.group_id == "a"]
-    assert trainer.state.log_history[0]["tokens_in_rows"] == lengths(group)
+    with_reference = trained(model, tmp_path, rewarded, beta=0.1, peft_config=LORA)
+    assert with_reference.state.log_history[0]["tokens_in_rows"] == lengths(group)
 
 
 def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces, tmp_path):
-    number = sum(sum(trace.completion_mask) for trace in traces)
+    number = number_sampled(traces)
     silent = [replace(trace, reward=0.5) if trace.group_id == "b" else trace for trace in traces]
-    batch = batch_of(silent)
-    batch.ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
-    trainer = make_trainer(model, tmp_path, silent)
-    trainer.trace_source = lambda rows: batch
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    trained = sum(sum(trace.completion_mask) for trace in silent if trace.group_id == "a")
-    assert (logged["tokens_trained"], logged["left_out/no_signal"]) == (trained, number - trained)
+    ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
+    logged = trained(model, tmp_path, batch_of(silent, ledger=ledger)).state.log_history[0]
+    left = number_sampled([trace for trace in silent if trace.group_id == "a"])
+    assert (logged["tokens_trained"], logged["left_out/no_signal"]) == (left, number - left)
     assert logged["left_out/aborted"] == 3
 
 
 def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path):
-    batch = batch_of(traces)
-    batch.ledger = Ledger(sampled=5, trained=5)
-    trainer = make_trainer(model, tmp_path, traces)
-    trainer.trace_source = lambda rows: batch
     with pytest.raises(ValueError, match="but the batch's ledger says 5"):
-        trainer.train()
+        trained(model, tmp_path, batch_of(traces, ledger=Ledger(sampled=5, trained=5)))
 
 
-@pytest.mark.parametrize("how", ["lora", "attention"])
-def test_dropout_is_refused(model, tmp_path, how):
-    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if how == "lora" else None
+@pytest.mark.parametrize(("attention", "lora"), [(0.1, 0.0), (0.0, 0.1)])
+def test_dropout_is_refused(model, tmp_path, attention, lora):
     model = copy.deepcopy(model)
-    if how == "attention":
-        model.model.layers[1].self_attn.attention_dropout = 0.1
+    model.model.layers[1].self_attn.attention_dropout = attention
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=lora)
     with pytest.raises(ValueError, match="drops 10% of its values"):
-        make_trainer(model, tmp_path, [], peft_config=lora)
-
-
-def test_trls_own_config_is_refused(model, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False)
-    with pytest.raises(ValueError, match=r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"):
-        TraceGRPOTrainer(model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=1)
+        make_trainer(model, tmp_path, [], peft_config=adapter)
 
 
 def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, tmp_path):
     asked = []
     config = {"groups_per_step": 1, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
 
-    def source(rows):
-        asked.extend(row["task_id"] for row in rows)
-        return traces
-
     def train(steps, checkpoint=None):
-        trainer = make_trainer(model, tmp_path, source, max_steps=steps, **config)
+        trainer = make_trainer(model, tmp_path, lambda rows: asked.extend(rows) or traces, max_steps=steps, **config)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer.spy.weights[-1]
 
@@ -320,13 +291,12 @@ def test_a_model_that_segments_do_not_fit_runs_padded_and_says_why(model, traces
 def test_segments_are_cut_to_the_memory_that_is_given(model, traces, tmp_path, caplog):
     sizes = {}
     for gib in (10.0, 1e-5):
-        config = {"memory_gib": gib, "activation_checkpointing": True}
-        trainer = trained(model, tmp_path, traces, **config)
-        scorer = trainer._forward.scorer
+        scorer = trained(model, tmp_path, traces, memory_gib=gib, activation_checkpointing=True)._forward.scorer
         sizes[gib] = (scorer.tokens_per_segment, scorer.tokens_in_memory)
-    assert sizes[10.0][0] > sizes[1e-5][0]
-    assert sizes[10.0][1] is None
-    assert sizes[1e-5][1] is not None
+    (large, unbound), (small, bound) = sizes.values()
+    assert large > small
+    assert unbound is None
+    assert bound is not None
     assert "the traces need about" in caplog.text
 
 
@@ -360,20 +330,9 @@ def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize(
-    "adapter",
-    [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj"], "trainable_token_indices": [3]}],
-)
-def test_adapters_of_embeddings_train(model, traces, tmp_path, adapter):
-    trainer = trained(model, tmp_path, traces, peft_config=LoraConfig(r=4, **adapter))
-    assert trainer.spy.gradients[0]
-
-
 def test_the_reference_of_a_given_adapter_is_that_adapter(model, traces, tmp_path):
     torch.manual_seed(2)
-    adapted = get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
+    adapted = get_peft_model(copy.deepcopy(model), RANDOM_LORA)
     trainer = trained(adapted, tmp_path, traces, beta=0.1)
     assert trainer.state.log_history[0]["kl"] < 1e-6
 
@@ -422,8 +381,7 @@ def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(mo
 
 def test_a_base_is_scored_without_its_adapter(model, tmp_path):
     torch.manual_seed(0)
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer = make_trainer(model, tmp_path, [], peft_config=lora)
+    trainer = make_trainer(model, tmp_path, [], peft_config=RANDOM_LORA)
     ids = list(range(2, 12))
     expected = make_trainer(model, tmp_path, []).score(ids)
     assert trainer.score(ids, base=True) == pytest.approx(expected, abs=1e-6)

@@ -99,30 +99,30 @@ class Spy(TrainerCallback):
         self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
 
-def batch_of(traces: list[Trace]) -> TraceBatch:
+def batch_of(traces: list[Trace], **fields) -> TraceBatch:
     """Return a batch of the traces, with the rewards of their labels."""
-    return TraceBatch(
-        traces=traces,
-        rewards={
-            t.session_id: GroupReward(group_id=t.group_id, reward=t.reward) for t in traces if t.reward is not None
-        },
-        on_policy=True,
-    )
+    rewarded = [trace for trace in traces if trace.reward is not None]
+    rewards = {trace.session_id: GroupReward(group_id=trace.group_id, reward=trace.reward) for trace in rewarded}
+    return TraceBatch(**{"traces": traces, "rewards": rewards, "on_policy": True, **fields})
 
 
 def make_trainer(
     model,
     out: Path,
-    source: Callable[[list[dict]], list[Trace]] | list[Trace],
+    source: Callable[[list[dict]], list[Trace]] | list[Trace] | TraceBatch,
     *,
     groups_per_step: int = 2,
     peft_config: LoraConfig | None = None,
-    spy: Spy | None = None,
     before_batch: Callable[[], None] | None = None,
     **config,
 ) -> TraceGRPOTrainer:
-    """Return a trainer on a copy of `model`, with its `spy`. `source`: traces of every batch, or what returns them."""
-    spy = spy or Spy()
+    """Return a trainer on a copy of `model`, with a `spy`. `source`: every batch, its traces, or what returns them."""
+    spy = Spy()
+
+    def trace_source(rows: list[dict]) -> TraceBatch:
+        given = source(rows) if callable(source) else source
+        return given if isinstance(given, TraceBatch) else batch_of(given)
+
     settings = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -142,7 +142,7 @@ def make_trainer(
         copy.deepcopy(model),
         TraceGRPOConfig(**settings | config),
         GROUPS,
-        trace_source=lambda rows: batch_of(source(rows) if callable(source) else source),
+        trace_source=trace_source,
         groups_per_step=groups_per_step,
         before_batch=before_batch,
         processing_class=tokenizer(),
@@ -168,3 +168,10 @@ def gradients(model, out: Path, traces: list[Trace], **config) -> dict[str, torc
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def relative_difference(wanted: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> float:
+    """Return |wanted - got| / |wanted| over all parameters together."""
+    assert wanted.keys() == got.keys()
+    apart = sum(float((wanted[name] - got[name]).double().square().sum()) for name in wanted)
+    return (apart / sum(float(gradient.double().square().sum()) for gradient in wanted.values())) ** 0.5

@@ -85,3 +85,7 @@ def tiny(family: str) -> Any:
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
     return model.train()
+
+
+def bf16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
