@@ -177,6 +177,8 @@ async def test_a_streamed_reply_that_was_not_held_to_its_schema_is_the_same_as_a
         _, body = await harness.send(body)
         replies.append(content(body) if stream else said(json.loads(body)))
     assert replies == ['{"answer": 42}'] * 2
+    held = ["structured_outputs" in request["sampling_params"] for request in scripted_engine.requests]
+    assert held == [True, False] * 2
 
 
 async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, monkeypatch):

@@ -94,26 +94,21 @@ def kinds(harness):
 BRIDGED = ("bridged", None)
 
 
-async def test_a_previous_response_is_continued_token_for_token_though_its_session_was_idle(
-    client, harness, scripted_engine
+@pytest.mark.parametrize("by", ["id", "items"])
+async def test_a_response_is_continued_token_for_token_though_its_session_was_idle(
+    client, harness, scripted_engine, by
 ):
     scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done.")]
-    answer = await client.ask(user(), instructions="Be brief.")
-    for _ in range(2):
-        previous = answer["id"]
-        answer = await client.ask(*outputs(answer), instructions="Be brief.", previous_response_id=previous)
+    said, previous = [user()], None
+    for _ in range(3):
+        answer = await client.ask(*said, instructions="Be brief.", previous_response_id=previous)
         assert answer["previous_response_id"] == previous
+        if by == "id":
+            said, previous = outputs(answer), answer["id"]
+        else:
+            said += [*references(answer), *outputs(answer)]
         harness.endpoint.forget_idle(0)
         assert not harness.endpoint.sessions
-    assert kinds(harness)[1:] == [BRIDGED] * 2
-
-
-async def test_references_to_items_are_continued_token_for_token(client, harness, scripted_engine):
-    scripted_engine.replies += [Say(CALL), Say(CALL), Say("Done.")]
-    said = [user()]
-    for _ in range(3):
-        answer = await client.ask(*said)
-        said += [*references(answer), *outputs(answer)]
     assert kinds(harness)[1:] == [BRIDGED] * 2
 
 
@@ -272,15 +267,18 @@ async def test_a_cached_content_holds_no_image_and_no_key(client, harness):
     assert [next(iter(tool)) for tool in hosted] == ["mcpServers", "googleSearch"]
 
 
-async def test_images_are_refused_at_creation_too(harness, scripted_engine):
-    async with recording(harness.endpoint.rendering, harness.run, scripted_engine.url, images="refuse") as refusing:
+async def test_images_can_be_refused_at_creation_too(harness, restart):
+    async with restart(images="refuse") as refusing:
         for path, body in [
+            (RESPONSES, {"model": "m", "input": [{"role": "user", "content": [IMAGE]}]}),
             (CONVERSATIONS, {"items": [{"role": "user", "content": [IMAGE]}]}),
             (CACHED, {"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": PIXELS}}]}]}),
         ]:
             status, answer = await Client(refusing).request("POST", path, body)
-            assert (status, "takes text only" in answer["error"]["message"]) == (400, True)
-    assert not harness.events("stored")
+            why = "takes text only. The conversation has other parts (images, audio, files): 1."
+            assert (status, why in answer["error"]["message"]) == (400, True)
+    assert [len(harness.events(kind)) for kind in ("rejected", "stored", "hidden")] == [3, 0, 0]
+    assert harness.calls() == []
 
 
 @pytest.mark.parametrize(
