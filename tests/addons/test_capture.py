@@ -1,7 +1,6 @@
 import logging
 import re
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pyarrow
@@ -235,6 +234,7 @@ class TestOptions:
             ("rolltap_sampling", '{"top_p": "1"}', r"rolltap_sampling has top_p = '1': give a number"),
             ("rolltap_sampling", '{"top_k": true}', r"rolltap_sampling has top_k = True: give a number"),
             ("rolltap_out", "{tmp}/file", r"rolltap_out: .*file"),
+            ("rolltap_max_sampled_tokens", -1, r"rolltap_max_sampled_tokens is -1: give 0 or more"),
             ("rolltap_images", "show", r"rolltap_images is 'show': choose hide, refuse"),
             ("rolltap_prefix", ["my/gateway"], r"rolltap_prefix is 'my/gateway': give the start of a path, such as"),
             ("rolltap_prefix", ["/v", "/my/"], r"rolltap_prefix is '/my/': give"),
@@ -246,14 +246,6 @@ class TestOptions:
         (refusal,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert re.search(words, refusal.message)
         assert not (tmp_path / "run").exists()
-
-    def test_budgets_are_checked_and_recorded(self, configure, caplog, options):
-        configure(rolltap_max_sampled_tokens=-1)
-        assert "rolltap_max_sampled_tokens is -1: give 0 or more" in caplog.text
-        configure(rolltap_max_sampled_tokens=500)
-        (recorder,) = read_metadata(Path(options["rolltap_out"]))["recorders"]
-        assert (recorder["limits"]["max_sampled_tokens"], recorder["limits"]["max_calls"]) == (500, 0)
-        assert recorder["accept_rewards"] is False
 
     def test_the_run_of_another_model_is_refused(self, configure, caplog, tmp_path):
         write_metadata(tmp_path / "run", {"tokenizer_sha256": "other"})
@@ -293,12 +285,14 @@ class TestRun:
 
 async def test_what_differs_from_the_defaults_is_recorded(options):
     sampling = '{"temperature": 0.7, "max_tokens": 64}'
+    changes = {"rolltap_sampling": sampling, "rolltap_keep_adapter": False, "rolltap_max_sampled_tokens": 500}
     capture = Capture()
-    async with running({**options, "rolltap_sampling": sampling, "rolltap_keep_adapter": False}, capture):
+    async with running({**options, **changes}, capture):
         pass
     (recorder,) = read_metadata(capture.endpoint.writer.run)["recorders"]
     assert recorder["sampling"] == {**NEUTRAL_SAMPLING, "temperature": 0.7, "max_tokens": 64}
-    assert recorder["keep_adapter"] is False
+    assert (recorder["keep_adapter"], recorder["accept_rewards"]) == (False, False)
+    assert (recorder["limits"]["max_sampled_tokens"], recorder["limits"]["max_calls"]) == (500, 0)
 
 
 async def test_nothing_is_captured_before_a_run_is_open():

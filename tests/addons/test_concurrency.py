@@ -14,11 +14,8 @@ async def workers():
     made.close()
 
 
-async def test_work_on_a_small_request_is_done_in_the_loops_thread(workers):
+async def test_work_on_a_small_request_is_done_in_the_loops_thread_and_a_long_one_leaves_it_free(workers):
     assert await workers.run(INLINE_BYTES - 1, threading.get_ident) == threading.get_ident()
-
-
-async def test_work_on_a_long_request_leaves_the_loop_free(workers):
     free = threading.Event()
     asked = asyncio.create_task(workers.run(INLINE_BYTES, free.wait))
     await asyncio.sleep(0)

@@ -149,20 +149,15 @@ async def test_the_oldest_idle_connection_is_closed_first_those_without_credenti
     assert {event.detail for event in events} == {"closed to make room for others"}
 
 
-async def test_a_new_connection_is_refused_when_all_others_are_busy(descriptors, closed):
-    for client in [connect(descriptors) for _ in range(4)]:
-        ask(descriptors, client)
-    assert connect(descriptors).error
-    assert closed == []
-
-
 @pytest.mark.parametrize("end", ["response", "error", "websocket_end"])
-async def test_a_connection_is_idle_again_however_its_request_ends(descriptors, closed, end):
+async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(descriptors, closed, end):
     clients = [connect(descriptors) for _ in range(4)]
     flows = [ask(descriptors, client) for client in clients]
+    refused = connect(descriptors)
+    assert (bool(refused.error), closed) == (True, [])
+    descriptors.client_disconnected(refused)
     getattr(descriptors, end)(flows[2])
-    connect(descriptors)
-    assert closed == [clients[2]]
+    assert (connect(descriptors).error, closed) == (None, [clients[2]])
 
 
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):

@@ -154,17 +154,12 @@ def test_a_conversation_that_begins_while_a_tool_call_waits_has_the_call_as_evid
     assert asked.begin("c4", OTHER, role="subagent") == "c2"  # one of the sub-agent's own
 
 
-def test_a_request_that_gives_the_result_ends_the_waiting_and_that_of_calls_meanwhile(asked):
+@pytest.mark.parametrize("given", [["t1"], []], ids=["with the result", "without"])
+def test_a_request_that_goes_on_ends_the_waiting_and_that_of_calls_meanwhile(asked, given):
     asked.begin("c1", MAIN, "t1")
     asked.begin("c2", HELPER, "t2", role="subagent")  # `t2` reports to the caller, and never gets a result
-    assert asked.go_on(MAIN, "c1", "t1") == Earlier(tools=True, role="agent")
+    assert asked.go_on(MAIN, "c1", *given) == Earlier(tools=True, role="agent")
     assert asked.waiting(OTHER) is None
-
-
-def test_a_request_that_goes_on_without_a_result_ends_it_too(asked):
-    asked.begin("c1", MAIN, "t1")
-    asked.go_on(MAIN, "c1")
-    assert asked.waiting(HELPER) is None
 
 
 def test_a_sub_agents_request_leaves_its_caller_waiting(asked):
@@ -210,15 +205,12 @@ class TestRows:
         assert roles.ask([USER], True, OTHER, None) == Earlier(tools=True, waiting="c3")
         assert roles.ask([USER], True, OTHER, "c3").role == "subagent"
 
-    def test_a_request_that_did_not_complete_has_given_its_results(self):
+    def test_a_request_that_did_not_complete_and_a_rendered_one_go_on_with_the_call_of_their_results_and_reply(self):
         main = past("c1", 0, 1, [USER], reply("t1"))
         failed = past("c2", 2, 3, results("t1")[1:], parent="c1")
-        assert restored(main).ask([USER], True, OTHER, None).waiting == "c1"
-        assert restored(main, failed).ask([USER], True, OTHER, None).waiting is None
-
-    def test_a_rendered_call_goes_on_with_the_call_of_its_reply(self):
-        main, rendered = past("c1", 0, 1, [USER], reply("t1")), past("c2", 2, 3, [USER], reply(), sampled_by="c1")
-        assert restored(main, rendered).ask([USER], True, OTHER, None).waiting is None
+        rendered = past("c2", 2, 3, [USER], reply(), sampled_by="c1")
+        histories = [main], [main, failed], [main, rendered]
+        assert [restored(*calls).ask([USER], True, OTHER, None).waiting for calls in histories] == ["c1", None, None]
 
     def test_calls_side_by_side_begin_and_complete_in_the_order_of_time(self):
         main = past("c1", 0, 1, [USER], reply("t1"))

@@ -97,18 +97,17 @@ class TestErrors:
         assert (died["status"], len(died["completion_ids"])) == ("failed", 2)
         assert served["status"] == "completed"
 
-    async def test_a_prompt_over_the_context_is_refused_before_the_engine_is_asked(self, harness, scripted_engine):
+    async def test_a_prompt_over_the_context_is_refused_and_max_tokens_never_exceed_its_room(
+        self, harness, scripted_engine
+    ):
         scripted_engine.max_model_len = 20
         status, reply = await harness.ask(user("word " * 100))
         assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 20 tokens" in reply["error"]["message"]
-        assert scripted_engine.requests == []
         assert "maximum context length" in harness.events("rejected")[0]["detail"]
-
-    async def test_max_tokens_never_exceed_the_room_that_is_left(self, harness, scripted_engine):
         await harness.ask(user(), max_tokens=64000)
-        request = scripted_engine.requests[0]
-        assert request["sampling_params"]["max_tokens"] == 8192 - len(request["token_ids"])
+        (request,) = scripted_engine.requests
+        assert request["sampling_params"]["max_tokens"] == 20 - len(request["token_ids"])
 
     async def test_broken_tokens_are_kept_marked_and_answered(self, harness, scripted_engine):
         choice = {
@@ -173,10 +172,7 @@ class TestEndOfSession:
     @pytest.mark.parametrize("why", ["the session ended", "the recorder was stopped"])
     async def test_running_calls_are_recorded_as_aborted(self, harness, scripted_engine, why):
         asked = await harness.held(scripted_engine, Say("one two three", hold_after=1))
-        if why == "the session ended":
-            assert await harness.end() == (200, "")
-        else:
-            await harness.endpoint.close()
+        await (harness.end() if why == "the session ended" else harness.endpoint.close())
         status, reply = await asked
         assert (status, reply["error"]["message"]) == (503, why)
         assert [(call["status"], call["error"]) for call in harness.calls()] == [("aborted", why)]
@@ -298,19 +294,15 @@ async def test_the_reward_of_a_session_comes_with_its_end(trusting):
     assert (await trusting.ask(user("Ho")))[0] == 410
 
 
-async def test_the_first_reward_counts(trusting):
+async def test_the_first_reward_of_a_session_with_a_completed_call_counts(trusting):
+    status, why = await trusting.end("s2", {"reward": 1})
+    assert (status, "no session" in why) == (409, True)
     await trusting.ask(user("Hi"))
     assert (await trusting.end(body={"reward": 0}))[0] == 200
     status, why = await trusting.end(body={"reward": 1})
     assert (status, "has the reward 0 already" in why) == (409, True)
-    assert [session.reward for session in session_rows(trusting.run, "s1")] == [0.0]
+    assert [(row["session_id"], row["reward"]) for row in read_rows(trusting.run, "sessions")] == [("s1", 0.0)]
     assert await trusting.end() == (200, "")
-
-
-async def test_a_session_without_a_completed_call_has_no_reward(trusting):
-    status, why = await trusting.end(body={"reward": 1})
-    assert (status, "no session" in why) == (409, True)
-    assert list(read_rows(trusting.run, "sessions")) == []
 
 
 NO_REWARDS = [

@@ -77,7 +77,9 @@ async def test_a_reply_that_is_not_a_generation_is_an_error(scripted_engine, cli
     assert error.value.status == status
 
 
-async def test_an_engine_that_is_down_is_an_error(connect):
+async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(scripted_engine, connect):
+    with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
+        await connect(scripted_engine.url + "/elsewhere").max_model_len()
     engine = connect("http://127.0.0.1:9")
     with pytest.raises(EngineError, match="failed"):
         await generate(engine)
@@ -135,11 +137,6 @@ class TestKey:
                 await ask()
             assert (error.value.status, error.value.retryable) == (502, False)
             assert "guess" not in str(error.value)
-
-
-async def test_a_server_that_is_not_vllm_is_an_error(scripted_engine, connect):
-    with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
-        await connect(scripted_engine.url + "/elsewhere").max_model_len()
 
 
 async def test_log_probabilities_of_other_tokens_are_dropped(scripted_engine, client):

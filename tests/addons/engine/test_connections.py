@@ -1,4 +1,5 @@
 import asyncio
+from unittest import mock
 
 import pytest
 
@@ -6,47 +7,38 @@ from rolltap.addons.engine import connections
 from rolltap.addons.engine.connections import Patience, Shared
 
 
-class Question:
-    """A question that is answered with the number of times it was asked, or with `error`."""
+def question(*answers):
+    """Return a function that gives one of the answers, or raises it, each time it is asked; and when it may."""
+    answered, answer = asyncio.Event(), mock.Mock(side_effect=answers)
 
-    def __init__(self):
-        self.asked, self.answered, self.error = 0, asyncio.Event(), None
+    async def ask():
+        await answered.wait()
+        return answer()
 
-    async def __call__(self):
-        self.asked += 1
-        await self.answered.wait()
-        if self.error is not None:
-            raise self.error
-        return self.asked
+    return Shared(ask), answered
 
 
-@pytest.fixture
-async def question():
-    return Question()
-
-
-@pytest.mark.parametrize("error", [None, ValueError("no")])
-async def test_all_who_ask_at_once_get_the_answer_or_error_of_one_question_and_the_next_asks_again(question, error):
-    shared, question.error = Shared(question), error
+@pytest.mark.parametrize("first", [1, ValueError("no")])
+async def test_all_who_ask_at_once_get_the_answer_or_error_of_one_question_and_the_next_asks_again(first):
+    shared, answered = question(first, 2)
     asked = asyncio.gather(*(shared() for _ in range(5)), return_exceptions=True)
     await asyncio.sleep(0)
-    question.answered.set()
-    assert await asked == [error or 1] * 5
-    question.error = None
+    answered.set()
+    assert await asked == [first] * 5
     assert await shared() == 2
 
 
-async def test_one_who_stops_asking_does_not_stop_the_others(question):
-    shared = Shared(question)
+async def test_one_who_stops_asking_does_not_stop_the_others():
+    shared, answered = question(1)
     first, second = asyncio.create_task(shared()), asyncio.create_task(shared())
     await asyncio.sleep(0)
     first.cancel()
-    question.answered.set()
+    answered.set()
     assert await second == 1
 
 
-async def test_closing_ends_the_question(question):
-    shared = Shared(question)
+async def test_closing_ends_the_question():
+    shared, _ = question()
     asked = asyncio.create_task(shared())
     await asyncio.sleep(0)
     await shared.close()
@@ -76,15 +68,10 @@ class TestPatience:
             pass
         assert pauses == expected
 
-    async def test_the_time_of_the_calls_between_the_pauses_counts(self, pauses):
+    async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(self, pauses):
         patience = Patience(60.0)
         assert await patience.wait()
         pauses.append(59.0)
-        assert not await patience.wait()
-
-    async def test_a_call_that_went_on_is_waited_for_anew(self, pauses):
-        patience = Patience(1.0)
-        assert await patience.wait()
         assert not await patience.wait()
         patience.reset()
         assert await patience.wait()
