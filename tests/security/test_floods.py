@@ -89,18 +89,14 @@ def test_a_value_with_a_line_break_or_a_nul_is_refused(recorder, news, line):
 
 
 def test_the_endpoint_talks_to_nobody_but_the_proxy(recorder):
-    ports = listening_ports(recorder) - {address(recorder)[1]}
-    assert len(ports) == 1
-    with socket.create_connection(("127.0.0.1", *ports), timeout=10) as connection:
+    folder = Path("/proc", str(recorder.process.pid), "fd")
+    sockets = {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    own = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    (port,) = {int(local.split(":")[1], 16) for local in own} - {address(recorder)[1]}
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         assert read(connection) == b""
 
 
 def test_a_port_that_the_proxy_chooses_is_free():
     socket.create_server(Expected().choose()).close()
-
-
-def listening_ports(recorder):
-    folder = Path("/proc", str(recorder.process.pid), "fd")
-    sockets = {os.readlink(link) for link in folder.iterdir() if link.is_symlink()}
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}

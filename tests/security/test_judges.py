@@ -40,7 +40,6 @@ REWRITERS = {
         "open('tests/test_zz.py', 'w').write('def test_add(): pass')\n"
     ),
 }
-JUDGES = pytest.mark.parametrize("spec", cases([JUDGE, NO_LISTS, SHORT], 0, 2))
 
 PASS_ALL = """
 import pytest
@@ -101,9 +100,7 @@ ATTACKS = {
     "deleted tests": {"tests/test_calc.py": None},
     "deleted tests, and others": {"tests/test_calc.py": None, "tests/test_new.py": "def test_add(): pass\n"},
     "pytest.ini": {"pytest.ini": "[pytest]\naddopts = --deselect tests/test_calc.py::test_add\n"},
-    "addopts in pyproject.toml": {
-        "pyproject.toml": "[tool.pytest.ini_options]\naddopts = ['--deselect', 'tests/test_calc.py::test_add']\n"
-    },
+    "addopts in pyproject.toml": {"pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-k double'\n"},
     "addopts in tox.ini": {"tox.ini": "[pytest]\naddopts = -k double\n"},
     "addopts in setup.cfg": {"setup.cfg": "[tool:pytest]\naddopts = -k double\n"},
     "environment files": {
@@ -253,7 +250,7 @@ async def test_tests_that_are_rewritten_while_they_run_earn_nothing(tmp_path, at
         assert judged.evidence["forged_report"] == "the judge's own files were changed while it ran"
 
 
-@JUDGES
+@pytest.mark.parametrize("spec", cases([JUDGE, NO_LISTS, SHORT], 0, 2))
 async def test_the_right_change_is_judged_as_such_beside_all_that_can_be_planted(tmp_path, spec):
     left = Left(tmp_path, START)
     for files in BY_FILES.values():
@@ -278,19 +275,6 @@ async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(
     await earns_nothing(left, command_judge(sys.executable, "-c", "import check", protect=["check.py"]))
 
 
-async def test_tests_laid_over_the_workspace_win(tmp_path):
-    left = Left(tmp_path, START, did={"tests/test_calc.py": None, "tests/__init__.py": None})
-    write(tmp_path / "overlay", {"tests/test_calc.py": START["tests/test_calc.py"]})
-    (left.workspace / "tests").rmdir()
-    (left.workspace / "other").mkdir()
-    (left.workspace / "tests").symlink_to("other")
-    left.do({"other/test_calc.py": "def test_add(): pass\ndef test_double(): pass\n"})
-    spec = {**JUDGE, "tests": str(tmp_path / "overlay")}
-    await earns_nothing(left, spec)
-    left.do({"calc.py": RIGHT})
-    assert (await left.judge(spec)).reward == 1.0, left.log
-
-
 PATCH = """--- a/tests/test_calc.py
 +++ b/tests/test_calc.py
 @@ -8,2 +8,5 @@
@@ -302,10 +286,17 @@ PATCH = """--- a/tests/test_calc.py
 """
 
 
-async def test_a_patch_of_tests_wins_over_the_agents(tmp_path):
+@pytest.mark.parametrize("how", ["laid over", "patch"])
+async def test_tests_of_the_judge_win_over_the_agents(tmp_path, how):
     passing = "def test_add(): pass\ndef test_double(): pass\ndef test_more(): pass\n"
     left = Left(tmp_path, START, did={"tests/test_calc.py": passing})
-    spec = {**JUDGE, "test_patch": PATCH, "fail_to_pass": ["tests/test_calc.py::test_more"]}
+    if how == "laid over":
+        shutil.move(left.workspace / "tests", left.workspace / "other")
+        (left.workspace / "tests").symlink_to("other")
+        write(tmp_path / "overlay", {"tests/test_calc.py": START["tests/test_calc.py"]})
+        spec = {**JUDGE, "tests": str(tmp_path / "overlay")}
+    else:
+        spec = {**JUDGE, "test_patch": PATCH, "fail_to_pass": ["tests/test_calc.py::test_more"]}
     await earns_nothing(left, spec)
     left.do({"calc.py": RIGHT})
     assert (await left.judge(spec)).reward == 1.0, left.log
@@ -319,7 +310,9 @@ async def test_a_reward_planted_where_the_judge_writes_is_not_read(tmp_path):
     await earns_nothing(left, command_judge("sh", "-c", "echo nothing; exit 1"))
 
 
-NO_FILE = {
+SPOILED = 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'
+NO_REWARD = {
+    "written by the agent's code": "sh a.sh; exit 1",
     "fifo": 'mkfifo "$ROLLTAP_REWARD"',
     "link": 'echo 1.0 > there; ln -s "$PWD/there" "$ROLLTAP_REWARD"',
     "folder": 'mkdir "$ROLLTAP_REWARD"',
@@ -327,16 +320,12 @@ NO_FILE = {
 }
 
 
-@pytest.mark.parametrize("what", NO_FILE)
-async def test_a_reward_file_that_is_no_file_is_none(tmp_path, what):
-    spec = command_judge("sh", "-c", NO_FILE[what] + "; echo 0", sys.executable, result="number")
-    await earns_nothing(Left(tmp_path, {"a.txt": "a"}), spec)
-
-
-async def test_code_of_the_agent_in_a_judge_of_the_exit_status_cannot_write_a_reward(tmp_path):
-    script = 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'
-    left = Left(tmp_path, {"a.sh": ""}, did={"a.sh": script})
-    await earns_nothing(left, command_judge("sh", "-c", "sh a.sh; exit 1"))
+@pytest.mark.parametrize("what", NO_REWARD)
+async def test_a_reward_file_that_is_no_file_or_is_not_asked_for_is_none(tmp_path, what):
+    by_status = what == "written by the agent's code"
+    script = NO_REWARD[what] if by_status else NO_REWARD[what] + "; echo 0"
+    spec = command_judge("sh", "-c", script, sys.executable, result=None if by_status else "number")
+    await earns_nothing(Left(tmp_path, {"a.sh": ""}, did={"a.sh": SPOILED}), spec)
 
 
 async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
@@ -358,16 +347,9 @@ async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
     judged = await left.judge(command_judge("sh", "-c", script, result="status", paths=["**"]))
     assert judged.reward == 1.0
     assert left.log.split() == [".:", "good.txt", "loop", "sub", "tool", "sub:", "link", "newnew755"]
-    assert judged.evidence["refused"] == [
-        "fifo: fifo",
-        "folder: symlink",
-        "huge: size",
-        "out: symlink",
-        "socket: socket",
-        "sub/.git: git",
-        "tool: setuid",
-        "up: symlink",
-    ]
+    odd = {"fifo": "fifo", "folder": "symlink", "huge": "size", "out": "symlink", "socket": "socket"}
+    odd |= {"sub/.git": "git", "tool": "setuid", "up": "symlink"}
+    assert judged.evidence["refused"] == [f"{name}: {why}" for name, why in odd.items()]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="devices can be made only by root")
@@ -406,16 +388,13 @@ class TestSandbox:
         judged = await left.judge(IN_SANDBOX)
         assert (judged.reward, judged.unjudged) == (1.0, None), left.log
         assert judged.evidence["canary"] == "failed"
+        left.do({"calc.py": FORGER})
+        assert (await earns_nothing(left, IN_SANDBOX))["forged_report"]
 
     @pytest.mark.parametrize("attack", REWRITERS)
     async def test_tests_cannot_be_rewritten_while_they_run(self, tmp_path, attack):
         judged = await rewrite(tmp_path, attack, IN_SANDBOX, SandboxRuntime())
         assert (judged.reward, judged.evidence.get("rewritten")) == (0.0, None)
-
-    async def test_a_forger_earns_nothing_in_the_sandbox(self, tmp_path):
-        left = Left(tmp_path, START, SandboxRuntime(), did={"calc.py": FORGER})
-        evidence = await earns_nothing(left, IN_SANDBOX)
-        assert evidence["forged_report"]
 
     async def test_a_reward_file_and_mounts_are_where_the_task_says_and_there_is_no_network(self, tmp_path):
         left = Left(tmp_path / "left", {}, SandboxRuntime())

@@ -5,11 +5,11 @@ import socket
 
 import pytest
 
+from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.security.raw import ask, call, credentials, over_tls, plain, read, read_head, tunnel
 
 SECRET = "sk-very-secret"
-END = "http://session.rolltap/end"
 
 
 def test_a_query_reaches_neither_the_log_nor_the_events(recorder):
@@ -45,14 +45,13 @@ def test_a_path_is_cut(recorder):
 
 
 def test_refusals_without_end_are_counted(recorder, news):
-    number, user = 300, "loud"
     lines = recorder.log().count("\n")
-    with recorder.client(user) as client:
-        for _ in range(number):
+    with recorder.client("loud") as client:
+        for _ in range(300):
             assert client.get("http://a.example/x").status_code == 404
-        assert client.post(END).status_code == 200
-    details = [detail for session_id, detail in news() if session_id == user]
-    last = [f"{n} refused so far, the last: " for n in (128, 256)] + [f"{number} refused in all, the last: "]
+        assert client.post(SESSION_END).status_code == 200
+    details = [detail for session_id, detail in news() if session_id == "loud"]
+    last = [f"{n} refused so far, the last: " for n in (128, 256)] + ["300 refused in all, the last: "]
     assert details == [""] * 64 + last
     assert recorder.log().count("\n") - lines < 80
 

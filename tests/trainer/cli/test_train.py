@@ -52,14 +52,11 @@ def train(*arguments):
     return CliRunner().invoke(main.rolltap, ["train", *arguments])
 
 
-def test_a_dry_run_plans_a_folder_without_weights_and_needs_no_run_folder(recipe):
+def test_a_dry_run_plans_a_folder_without_weights_and_has_status_1_for_what_cannot_work(recipe):
     planned = train(recipe(), "--dry-run", "--json")
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.stdout)["can_start"] is True
     assert train(recipe(), "--dry-run").stdout.strip()
-
-
-def test_a_dry_run_of_what_cannot_work_has_exit_status_1_and_says_what(recipe):
     planned = train(recipe(RECIPE + "bias = 'some'\n"), "--dry-run", "--json")
     assert planned.exit_code == 1
     assert "bias" in planned.stdout

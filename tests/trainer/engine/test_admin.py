@@ -64,10 +64,8 @@ NOT_FOUND = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}
 WEIGHTS, MODELS, LOAD = "/weight_info", "/v1/models", "/v1/load_lora_adapter"
 WEIGHT_VERSION, SCORE = methodcaller("weight_version"), methodcaller("score", "a", [1], [2])
 LOAD_ADAPTER, UNLOAD_ADAPTER = methodcaller("load_adapter", "a", Path("/a")), methodcaller("unload_adapter", "a")
-RELOAD = methodcaller("reload_weights", Path("/a"))
 BY_SERVE = "404 .*start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
 HIGHER_RANK = "`rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
-LOW_RANK = (400, "LoRA rank 32 is greater than max_lora_rank 16.")
 NOT_VLLM = r"it is not vLLM 0\.32"
 
 
@@ -81,11 +79,16 @@ NOT_VLLM = r"it is not vLLM 0\.32"
         (EngineAdmin.models, MODELS, (307, ""), r"GET http\S+/v1/models: 307 ; see the engine's log"),
         (LOAD_ADAPTER, LOAD, None, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (LOAD_ADAPTER, LOAD, NOT_FOUND, "folder under the same path"),
-        (LOAD_ADAPTER, LOAD, LOW_RANK, HIGHER_RANK),
+        (LOAD_ADAPTER, LOAD, (400, "LoRA rank 32 is greater than max_lora_rank 16."), HIGHER_RANK),
         (UNLOAD_ADAPTER, "/v1/unload_lora_adapter", NOT_FOUND, "cannot be found.*; see the engine's log"),
         (SCORE, "/v1/completions", NOT_FOUND, "was unloaded while it was checked: check again"),
         (SCORE, "/v1/completions", (400, "out of vocabulary"), "the model that run.json names"),
-        (RELOAD, "/collective_rpc", (500, "boom"), "500 boom; read the engine.s log"),
+        (
+            methodcaller("reload_weights", Path("/a")),
+            "/collective_rpc",
+            (500, "boom"),
+            "500 boom; read the engine.s log",
+        ),
     ],
 )
 def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, ask, path, answer, message):

@@ -136,7 +136,7 @@ class TestOwner:
         assert self.owners(pair) == [None, "22222222"]
 
     def test_engines_are_given_back_at_the_same_time(self, pair, engines):
-        together = Barrier(2, timeout=8)
+        together = Barrier(2, timeout=60)
 
         def answer(method, body):
             if method == "DELETE":
@@ -148,22 +148,20 @@ class TestOwner:
                 each.answers[PATH] = answer
         assert not together.broken
 
-    def test_adapters_of_ended_trainings_are_unloaded_where_the_training_owns_the_engine(self, pair, engines, caplog):
+    def test_adapters_of_ended_trainings_are_unloaded_but_not_without_a_register_of_the_owner(
+        self, pair, engines, caplog
+    ):
         del pair[1].answers[PATH]
         for each in pair:
             each.adapters |= {"policy-22222222.5.0": "", f"policy-{RUN}.1.0": "", "judge": "", "policy-judge": ""}
         with engines.claimed(RUN, "a host"):
+            engines.require_owned()
+            assert self.owners(pair) == [RUN, None]
             engines.unload_ended(RUN)
+        assert f"{pair[1].url} has no register of its owner" in caplog.text
         assert set(pair[0].adapters) == {f"policy-{RUN}.1.0", "judge", "policy-judge"}
         assert "policy-22222222.5.0" in pair[1].adapters
         assert f"{pair[0].url}: the adapter policy-22222222.5.0 was unloaded: the training that" in caplog.text
-
-    def test_an_engine_without_a_register_is_used_with_a_warning(self, pair, engines, caplog):
-        del pair[0].answers[PATH]
-        with engines.claimed(RUN, "a host"):
-            engines.require_owned()
-            assert self.owners(pair) == [None, RUN]
-        assert f"{pair[0].url} has no register of its owner" in caplog.text
 
 
 class TestBaseWeights:
@@ -173,8 +171,8 @@ class TestBaseWeights:
 
     @pytest.fixture
     def verify(self, engines, model, said):
-        def verify(limit=1e-3, own=BASE):
-            engines.verify_base(model, VERSION, IDS, own, limit, said.append)
+        def verify(own=BASE):
+            engines.verify_base(model, VERSION, IDS, own, 1e-3, said.append)
 
         return verify
 
@@ -269,19 +267,18 @@ class TestNewWeights:
             loading = ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/weight_info"]
             assert each.paths == ["/pause", *loading, "/resume"]
 
-    @pytest.mark.parametrize("step", ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"])
+    @pytest.mark.parametrize(
+        "step", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+    )
     def test_when_one_refuses_a_step_all_go_back(self, pair, engines, new, old, step):
         pair[1].refuses[step] = 1
-        with pytest.raises(EngineError, match=rf"{pair[1].url}{step}: 500 .*; all engines serve the weights {VERSION}"):
+        with pytest.raises(
+            EngineError, match=rf"{pair[1].url}{step}\S*: 500 .*; all engines serve the weights {VERSION}"
+        ):
             reload(engines, new, old)
-        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", VERSION, False)] * 2
-
-    def test_when_one_cannot_be_paused_none_loads_anything(self, pair, engines, new, old):
-        pair[0].refuses["/pause"] = 1
-        with pytest.raises(EngineError, match="all engines serve"):
-            reload(engines, new, old)
-        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", "default", False)] * 2
-        assert "/collective_rpc" not in [*pair[0].paths, *pair[1].paths]
+        version = "default" if step == "/pause" else VERSION  # then none loads anything
+        assert [(each.weights, each.version, each.paused) for each in pair] == [("model", version, False)] * 2
+        assert ("/collective_rpc" in [*pair[0].paths, *pair[1].paths]) == (step != "/pause")
 
     def test_an_engine_that_cannot_go_back_is_named_and_stays_paused(self, pair, engines, new, old):
         pair[0].refuses["/collective_rpc"] = -1

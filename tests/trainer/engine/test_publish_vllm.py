@@ -75,8 +75,9 @@ def generate(engine, model: str | None = None) -> dict:
 
 
 @torch.no_grad()
-def assert_samples_like(model, choice: dict) -> None:
-    """Assert that the log-probabilities in `choice` are those of `model`."""
+def assert_samples_like(model, choice: dict, version: str | None = None) -> None:
+    """Assert that the log-probabilities in `choice` are those of `model`, and that it names the version."""
+    assert version is None or choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
     ids = choice["token_ids"]
     logits = model(input_ids=torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
@@ -122,9 +123,7 @@ def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, re
     for version in (f"{RUN}.0.0", f"{RUN}.1.0"):
         model = perturbed(base, seed=len(version))
         publishes.publish(model, version, agreed)
-        choice = generate(engine)
-        assert_samples_like(model, choice)
-        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
+        assert_samples_like(model, generate(engine), version)
         assert policy(tmp_path) == {"model": None, "version": version}
 
 
@@ -171,9 +170,7 @@ def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
     monkeypatch.setattr(EngineAdmin, "install", truncated)
     with pytest.raises(EngineError, match=rf"/collective_rpc: 500 .*all engines serve the weights {RUN}\.1\.0"):
         publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
-    choice = generate(engine)
-    assert_samples_like(model, choice)
-    assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
+    assert_samples_like(model, generate(engine), f"{RUN}.1.0")
     assert policy(tmp_path)["version"] == f"{RUN}.1.0"
 
 
@@ -260,9 +257,7 @@ class TestTwoEngines:
         with pytest.raises(EngineError, match=rf"{second_engine.url} refuses; all engines serve the weights {RUN}.1.0"):
             publishes.publish(perturbed(base, seed=2), f"{RUN}.2.0", agreed)
         for each in (engine, second_engine):
-            choice = generate(each)
-            assert_samples_like(model, choice)
-            assert choice["weight_versions"] == [{"version": f"{RUN}.1.0", "start": 0, "end": 16}]
+            assert_samples_like(model, generate(each), f"{RUN}.1.0")
 
     def test_an_engine_that_cannot_go_back_is_paused_and_the_next_start_restores_it(
         self, engine, second_engine, urls, base, publisher, refuses, tokenizer

@@ -10,7 +10,7 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
 from rolltap.trainer.training.recipe import Recipe
-from tests.trainer.engine import answering as answering_program
+from tests.trainer.engine.answering import AS_VLLM
 
 DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0}
 
@@ -24,6 +24,8 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     assert command[:3] == ["vllm", "serve", "model"]
     assert "--enable-scale-out" in command
     assert flag(command, "--logprobs-mode") == "processed_logprobs"
+    middleware = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
+    assert middleware == ["rolltap_owner.OneOwner", "rolltap_key.RequireKey"]  # the last one is outermost: the key
     assert not {"--dtype", "--enforce-eager", "--max-model-len", "--enable-lora"} & set(command)
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
@@ -37,12 +39,6 @@ def test_on_cpu_a_prefill_is_never_split():
     assert flag(command, "--dtype") == "float32"
 
 
-def test_the_key_is_asked_for_before_the_owner():
-    command = engine_command("vllm", "model", **DEFAULTS, cpu=False)
-    middleware = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
-    assert middleware == ["rolltap_owner.OneOwner", "rolltap_key.RequireKey"]  # the last one is outermost
-
-
 def fake_vllm(folder, script):
     """Return a program in place of vLLM, next to a Python executable."""
     (folder / "python").symlink_to(sys.executable)
@@ -52,11 +48,21 @@ def fake_vllm(folder, script):
     return str(program)
 
 
-def test_an_engine_that_ends_before_it_answers_shows_its_log(tmp_path):
-    vllm = fake_vllm(tmp_path, "echo out of memory; exit 7")
-    server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
-    with pytest.raises(EngineError, match=r"status 7: m is no folder here, .*; the end of (.|\n)*out of memory"):
+@pytest.mark.parametrize(
+    ("script", "message", "status"),
+    [
+        ("echo out of memory; exit 7", r"status 7: m is no folder here, .*; the end of (.|\n)*out of memory", 7),
+        ("exec sleep 600", r"did not answer at http://.*:9 in 0 s; the end of .*vllm\.log", -signal.SIGTERM),
+    ],
+)
+def test_an_engine_that_ends_or_does_not_answer_in_time_is_stopped_and_shows_its_log(
+    tmp_path, monkeypatch, script, message, status
+):
+    monkeypatch.setattr("rolltap.trainer.engine.serve.START_SECONDS", 0 if status < 0 else 600)
+    server = EngineServer("m", vllm=fake_vllm(tmp_path, script), port=9, log=tmp_path / "vllm.log")
+    with pytest.raises(EngineError, match=message):
         server.__enter__()
+    assert server.wait() == status
 
 
 def free_port():
@@ -67,20 +73,10 @@ def free_port():
 def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
-    vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
-    server = EngineServer("m", vllm=vllm, port=free_port())
+    server = EngineServer("m", vllm=fake_vllm(tmp_path, AS_VLLM), port=free_port())
     with server:
         assert EngineAdmin(server.url).healthy()
     assert not EngineAdmin(server.url).healthy()
-
-
-def test_an_engine_that_does_not_answer_in_time_is_stopped_and_shows_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("rolltap.trainer.engine.serve.START_SECONDS", 0)
-    vllm = fake_vllm(tmp_path, "exec sleep 600")
-    server = EngineServer("m", vllm=vllm, port=9, log=tmp_path / "vllm.log")
-    with pytest.raises(EngineError, match=r"did not answer at http://127\.0\.0\.1:9 in 0 s; the end of .*vllm\.log"):
-        server.__enter__()
-    assert server.wait() == -signal.SIGTERM
 
 
 def test_a_port_that_is_taken_is_named(answering, tmp_path):
@@ -90,10 +86,6 @@ def test_a_port_that_is_taken_is_named(answering, tmp_path):
         EngineServer("m", vllm=str(tmp_path / "vllm"), port=port).__enter__()
 
 
-NO_FOLDER = ["/no/such/model", "./model", "runs/first/model", "~/model-of-nobody", "empty/mine"]
-LEFT_TO_VLLM = ["Qwen/Qwen3-4B", "gpt2", "s3://bucket/models/mine", "hugging-face", "./mistral", "weights/of/mine.gguf"]
-
-
 def test_a_model_that_is_a_path_and_not_there_is_refused_before_vllm_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -101,9 +93,10 @@ def test_a_model_that_is_a_path_and_not_there_is_refused_before_vllm_starts(tmp_
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     vllm = fake_vllm(tmp_path, "exit 0")
-    for model in LEFT_TO_VLLM:
+    left_to_vllm = ("hugging-face", "./mistral", "weights/of/mine.gguf")
+    for model in ("Qwen/Qwen3-4B", "gpt2", "s3://bucket/models/mine", *left_to_vllm):
         EngineServer(model, vllm=vllm)
-    for model in NO_FOLDER:
+    for model in ("/no/such/model", "./model", "runs/first/model", "~/model-of-nobody", "empty/mine"):
         with pytest.raises(InputError, match=f"there is no folder {model}"):
             EngineServer(model, vllm=vllm)
     with pytest.raises(InputError, match=r"the folder empty has no config\.json"):
@@ -120,8 +113,7 @@ class TestKey:
     @pytest.fixture
     def server(self, tmp_path, monkeypatch):
         monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
-        vllm = fake_vllm(tmp_path, f'exec {sys.executable} {answering_program.__file__} "$@"')
-        return EngineServer("m", vllm=vllm, port=free_port())
+        return EngineServer("m", vllm=fake_vllm(tmp_path, AS_VLLM), port=free_port())
 
     def test_without_a_file_each_engine_gets_a_key_of_its_own_that_ends_with_it(self, server):
         with server:
@@ -146,8 +138,8 @@ class TestKey:
             server.__enter__()
 
     def test_an_engine_that_answers_without_the_key_is_stopped(self, tmp_path):
-        script = f'unset ROLLTAP_ENGINE_KEY_SHA256; exec {sys.executable} {answering_program.__file__} "$@"'
-        server = EngineServer("m", vllm=fake_vllm(tmp_path, script), port=free_port())
+        vllm = fake_vllm(tmp_path, f"unset ROLLTAP_ENGINE_KEY_SHA256; {AS_VLLM}")
+        server = EngineServer("m", vllm=vllm, port=free_port())
         with pytest.raises(EngineError, match="answers without its key: it ignores --middleware"):
             server.__enter__()
         assert server.wait() == -signal.SIGTERM

@@ -123,13 +123,10 @@ def test_a_real_engine_is_taken_given_back_and_stolen(engine):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_difference_is_the_mean_and_a_number_that_is_not_finite_is_never_agreement(bad):
+def test_the_difference_is_the_mean_of_rows_of_one_length_and_a_number_that_is_not_finite_is_never_agreement(bad):
     assert mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -2.5]) == pytest.approx(1 / 3)
     for rows in (([-1.0, bad], [-1.0, -2.0]), ([-1.0, -2.0], [bad, -2.0]), ([bad], [bad])):
         assert mean_difference(*rows) == math.inf
-
-
-def test_rows_that_do_not_belong_together_are_refused():
     for rows in (([], []), ([-1.0], [-1.0, -2.0])):
         with pytest.raises(ValueError, match=r"nothing to compare|shorter|longer"):
             mean_difference(*rows)

@@ -30,16 +30,13 @@ def call(second, role="agent", status="completed", sampled=2):
     return CallFact(f"c{second}", role, status, at(second), sampled)
 
 
-def fault(second, call_id=None):
-    return EventFact("fault", call_id, f"fault {second}", at(second), "POST", "/v1/messages")
+def fault(second, call_id=None, kind="fault", path="/v1/messages"):
+    method = "GET" if path.endswith("models") else "POST"
+    return EventFact(kind, call_id, f"{kind} {second}", at(second), method, path)
 
 
 def budget(second):
-    return EventFact("budget", None, f"limit {second}", at(second), "POST", "/v1/messages")
-
-
-def lookup(second, path):
-    return fault(second)._replace(method="GET" if path.endswith("models") else "POST", path=path)
+    return fault(second, kind="budget")
 
 
 def told(kind, second, detail=""):
@@ -50,7 +47,7 @@ TLS = r"^no model call came: api.host: .*TLS failed: unknown ca\. The program do
 
 
 def begun(second):
-    return EventFact("call_started", f"c{second}", "", at(second), "POST", "/v1/messages")
+    return fault(second, f"c{second}", "call_started")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +91,10 @@ def begun(second):
         ([call(1, "auxiliary"), call(2, status="failed", sampled=0)], [fault(3, "c2")], "no token was sampled"),
         ([call(1, "auxiliary")], [begun(1)], None),
         *(
-            ([call(1)], [lookup(2, path)], None)
+            ([call(1)], [fault(2, path=path)], None)
             for path in ("/v1/models", "/v1/messages/count_tokens", "/v1beta/models/m:countTokens")
         ),
-        ([call(1, "auxiliary")], [lookup(2, "/v1/models")], "fault 2"),
+        ([call(1, "auxiliary")], [fault(2, path="/v1/models")], "fault 2"),
         # refused before it had a role
         ([call(1), call(4, "subagent")], [fault(3)], None),
         ([call(1), call(4, "auxiliary")], [fault(3)], "fault 3"),
@@ -202,7 +199,7 @@ async def test_an_engine_that_fails_after_a_first_call_is_a_fault(play, script, 
 
 async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play, engine):
     engine.otherwise = lambda request: DOWN
-    session, _ = await play("assert (ask('a'), ask('b', 2)) == (200, None)", SAY, patience=60)
+    session, _ = await play("assert (ask('a'), ask('b', 6)) == (200, None)", SAY, patience=60)
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
     assert "the engine is broken" in session.error
 
@@ -211,23 +208,17 @@ RECOVERS = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"
 SLOW = {"timeout": 8.0, "evaluate": ["false"]}
 STOPPED = ("timeout", 0.0, "stopped after 8 s")
 NOTHING_TO_JUDGE = "no model call was completed, so that there is no reward"
-GOOD = ("completed", 1.0, None)
+GOOD, FAILED = ("completed", 1.0, None), ("failed", 1.0, "the harness ended with status 1")
 FAULTLESS = {
-    "a call after a failure is given up": ("ask('a'); ask('b', 6)", [SAY, DOWN, HELD], {"patience": 60}, GOOD, 2),
+    "a call after a failure is given up": ("ask('a'); ask('b', 8)", [SAY, DOWN, HELD], {"patience": 60}, GOOD, 2),
     "the harness recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {}, GOOD, 0),
     "the recorder recovers": (RECOVERS, [SAY, DOWN, SAY, SAY], {"patience": 60}, GOOD, 0),
-    "the agent fails": (
-        f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)",
-        [SAY],
-        {},
-        ("failed", 1.0, "the harness ended with status 1"),
-        0,
-    ),
+    "the agent fails": (f"ask('a'); assert {WRONG}.status_code == 400; sys.exit(1)", [SAY], {}, FAILED, 0),
     "the context window is full": ("ask('a'); assert ask('so ' * 20_000) == 400", [SAY], {}, GOOD, 0),
     "stopped while it works": ("ask('a'); import time; time.sleep(600)", [SAY], SLOW, STOPPED, 0),
     "stopped within a reply": ("ask('a'); ask('b', 600)", [SAY, HELD], SLOW, STOPPED, 2),
     "a side question fails": (f"ask('a'); assert {TITLE} == 502", [SAY, DOWN], {}, GOOD, 0),
-    "the first call is given up": ("ask('a', 4)", [HELD], {}, ("completed", None, NOTHING_TO_JUDGE), 2),
+    "the first call is given up": ("ask('a', 8)", [HELD], {}, ("completed", None, NOTHING_TO_JUDGE), 2),
 }
 
 
@@ -263,13 +254,13 @@ async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, recorde
     ("calls", "events", "expected"),
     [
         ([call(1)], [], None),
-        ([call(1)], [budget(2)], "budget: limit 2"),
-        ([call(1)], [budget(2), budget(4), budget(3)], "budget: limit 4"),
+        ([call(1)], [budget(2)], "budget: budget 2"),
+        ([call(1)], [budget(2), budget(4), budget(3)], "budget: budget 4"),
         # a harness that compacts its history goes on
         ([call(1), call(3, "compaction")], [budget(2)], None),
-        ([call(1), call(3, status="failed")], [budget(2)], "budget: limit 2"),
+        ([call(1), call(3, status="failed")], [budget(2)], "budget: budget 2"),
         # a reply that was cut began before the event
-        ([call(1), call(2)], [budget(3)], "budget: limit 3"),
+        ([call(1), call(2)], [budget(3)], "budget: budget 3"),
         ([call(1)], [fault(2)], None),
     ],
 )

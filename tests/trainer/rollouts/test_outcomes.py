@@ -94,10 +94,7 @@ def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted_each_once():
     assert tally.failures_in_a_row == 3
     add(tally, "failed", 0.0, name="d")
     assert tally.failures_in_a_row == 0
-
-
-def test_one_task_of_several_says_nothing_of_the_others():
-    tally = Tally(9, tasks=2)
+    tally = Tally(9, tasks=2)  # one of several tasks says nothing of the others
     for name in "abcdef":
         add(tally, "infrastructure", name=name, task="bad")
     assert tally.failures_in_a_row == 0

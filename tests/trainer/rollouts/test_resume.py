@@ -98,10 +98,8 @@ def told(tmp_path, rows, parts, *, further=False):
             each.task_id = "t"
             writer.add_event(started_event(each, PARTS))
     recorded = Recorded(rows)
-    groups = [recorded.group(TASK, parts, 2, further=further)]
-    return resume.resume_lines(
-        tmp_path, recorded, groups, [recorded.missing(group) for group in groups], further=further
-    )
+    group = recorded.group(TASK, parts, 2, further=further)
+    return resume.resume_lines(tmp_path, recorded, [group], [recorded.missing(group)], further=further)
 
 
 def test_it_says_what_it_goes_on_with_and_why_not(tmp_path):

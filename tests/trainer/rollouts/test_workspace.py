@@ -39,16 +39,11 @@ def clone(folder, name, *arguments, base=None):
     return folder.parent / name
 
 
-def repacked(folder):
-    git(folder, "repack", "-q", "-a", "-d", "-b")
-    return folder
-
-
 ALL = ("--depth=2", "--no-single-branch")
 APART = ("--no-checkout", "--separate-git-dir=elsewhere", "repository")
 FORMS = {
     "checkout": lambda folder, base: folder,
-    "one pack with bitmap": lambda folder, base: repacked(folder),
+    "one pack with bitmap": lambda folder, base: git(folder, "repack", "-q", "-a", "-d", "-b") or folder,
     "worktree": lambda folder, base: folder.parent / "repository-worktree",
     "bare mirror": lambda folder, base: clone(folder, "mirror.git", "--mirror", "repository"),
     "alternates": lambda folder, base: clone(folder, "shared", "--shared", "--no-checkout", "repository", base=base),
@@ -84,8 +79,12 @@ def test_nothing_of_the_later_history_can_be_found_in_a_start(repository, tmp_pa
     assert settings == ["core.repositoryformatversion", "core.filemode", "core.bare"]
 
 
-def test_a_shallow_checkout_stays_shallow(tmp_path):
+def test_a_shallow_checkout_stays_shallow_and_a_partial_clone_that_lacks_files_is_refused(tmp_path):
     folder = new_repository(tmp_path / "whole")
+    git(folder, "config", "uploadpack.allowFilter", "true")
+    (folder / "0").touch()
+    without_commits = start_of(tmp_path / "new", make_task(workspace=folder)).folder
+    assert git(without_commits, "status", "--porcelain") == "?? 0"
     for number in range(4):
         last = commit(folder, "a", f"{number}", f"number {number}")
     git(tmp_path, "clone", "--quiet", "--depth=2", f"file://{folder}", "shallow")
@@ -93,15 +92,9 @@ def test_a_shallow_checkout_stays_shallow(tmp_path):
     assert git(start, "log", "--format=%s").splitlines() == ["number 3", "number 2"]
     with pytest.raises(InputError, match=r"task 't': .*shallow has no commit 1234567: fetch it there"):
         start_of(tmp_path, make_task(workspace=tmp_path / "shallow", commit="1234567"))
-
-
-def test_a_partial_clone_that_lacks_files_is_refused(tmp_path):
-    folder = new_repository(tmp_path / "whole")
-    git(folder, "config", "uploadpack.allowFilter", "true")
-    base = commit(folder, "a", "a")
     git(tmp_path, "clone", "--quiet", "--filter=blob:none", "--no-checkout", f"file://{folder}", "partial")
     with pytest.raises(InputError, match=r"`git pack-objects` failed in .*partial: "):
-        start_of(tmp_path, make_task(workspace=tmp_path / "partial", commit=base))
+        start_of(tmp_path, make_task(workspace=tmp_path / "partial", commit=last))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
@@ -112,8 +105,8 @@ def test_a_checkout_of_another_user_is_read(repository, tmp_path):
     assert find_secret(start_of(tmp_path, make_task(workspace=folder, commit=base)).folder) == []
 
 
-def test_a_start_without_a_commit_keeps_what_is_not_committed(repository, tmp_path):
-    folder, _ = repository
+def test_a_start_keeps_what_is_not_committed_and_one_with_a_commit_has_the_files_of_the_commit(repository, tmp_path):
+    folder, base = repository
     (folder / "code.py").write_text("changed = 1\n")
     (folder / "staged.py").write_text("new = 1\n")
     git(folder, "add", "staged.py")
@@ -124,13 +117,7 @@ def test_a_start_without_a_commit_keeps_what_is_not_committed(repository, tmp_pa
     assert git(start, "status", "--porcelain").splitlines() == changed
     assert (start / "code.py").read_text() == "changed = 1\n"
     assert find_secret(start) == []
-
-
-def test_a_start_with_a_commit_has_the_files_of_the_commit(repository, tmp_path):
-    folder, base = repository
-    (folder / "code.py").write_text("changed = 1\n")
-    (folder / "untracked.txt").write_text("here\n")
-    start = start_of(tmp_path, make_task(workspace=folder, commit=base[:10])).folder
+    start = start_of(tmp_path / "fixed", make_task(workspace=folder, commit=base[:10])).folder
     assert sorted(path.name for path in start.iterdir()) == [".git", "code.py", "tests"]
     assert (start / "code.py").read_text() == "bug = 1\n" * 200
 
@@ -170,13 +157,6 @@ def test_files_that_git_lfs_keeps_are_refused_with_a_commit(tmp_path):
     with pytest.raises(InputError, match=r"sub/x\.bin of commit .* is kept by Git LFS: check the commit out"):
         start_of(tmp_path, make_task(workspace=folder, commit=base))
     assert start_of(tmp_path, make_task(workspace=folder)).folder.is_dir()
-
-
-def test_a_checkout_without_commits_starts_as_one(tmp_path):
-    folder = new_repository(tmp_path / "new")
-    (folder / "a").write_text("a")
-    start = start_of(tmp_path, make_task(workspace=folder)).folder
-    assert git(start, "status", "--porcelain") == "?? a"
 
 
 def test_hooks_filters_and_settings_of_the_checkout_run_nothing(repository, tmp_path):

@@ -82,12 +82,15 @@ async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
 )
 async def test_a_judge_that_works_on_the_start_and_breaks_with_the_changes_was_broken_by_them(tmp_path, code, why):
     left = Left(tmp_path, START, did={"calc.py": code})
-    judged = await left.judge({**SPEC, "timeout": 6})
+    judged = await left.judge({**SPEC, "timeout": 6 if "took" in why else 60})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.0)
     assert why in judged.evidence["broke_judge"]
 
 
-async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path, monkeypatch):
+async def test_a_start_is_judged_once_for_all_sessions_of_a_task_also_as_an_untouched_workspace(tmp_path, monkeypatch):
+    judged = await Left(tmp_path / "untouched", {}).judge(shell(f"echo x >> {tmp_path}/untouched/count; exit 7"))
+    assert judged.unjudged.startswith("the judge ended with status 7")
+    assert (tmp_path / "untouched/count").read_text() == "x\n"
     left = Left(tmp_path, {"run.sh": "echo x >> $COUNT; exit 0\n"}, did={"run.sh": "exit 7\n"})
     spec = {"kind": "command", "command": ["sh", "run.sh"], "paths": ["**"], "env": {"COUNT": str(tmp_path / "count")}}
     for _ in range(3):
@@ -99,24 +102,21 @@ async def test_the_start_is_judged_once_for_all_sessions_of_a_task(tmp_path, mon
     assert module._baselines == {}
 
 
-async def test_an_untouched_workspace_is_not_judged_twice(tmp_path):
-    left = Left(tmp_path, {})
-    judged = await left.judge(shell(f"echo x >> {tmp_path}/count; exit 7"))
-    assert judged.unjudged.startswith("the judge ended with status 7")
-    assert (tmp_path / "count").read_text() == "x\n"
+NO_PLUGINS = ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]
+ARGUMENTS = [
+    ([*PYTEST, "-x"], "a + b", "failed"),
+    ([*PYTEST, "-k", "zero"], "a - b", "failed"),
+    ([*PYTEST, "-q", "-q"], "a + b", "failed"),
+    (NO_PLUGINS, "a + b", "absent"),  # trusted when the start says the same
+]
 
 
-@pytest.mark.parametrize(("parallel", "code"), cases([("-x", "a + b"), ("-k zero", "a - b"), ("-q -q", "a + b")], 1))
-async def test_arguments_of_the_task_do_not_silence_the_tests_that_must_fail(tmp_path, parallel, code):
+@pytest.mark.parametrize(("command", "code", "canary"), cases(ARGUMENTS, 1, 3))
+async def test_the_arguments_of_a_task_do_not_silence_the_tests_that_must_fail(tmp_path, command, code, canary):
     left = Left(tmp_path, START, did={"calc.py": f"def add(a, b): return {code}\n"})
-    judged = await left.judge({**SPEC, "command": [*PYTEST, *parallel.split()], "fail_to_pass": []})
-    assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log
-
-
-async def test_a_judge_whose_pytest_takes_no_plugins_is_trusted_when_the_start_says_the_same(tmp_path):
-    left = Left(tmp_path, START, did={"calc.py": GOOD})
-    judged = await left.judge({**SPEC, "command": ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]})
-    assert (judged.reward, judged.evidence["canary"]) == (1.0, "absent")
+    fields = {"fail_to_pass": []} if canary == "failed" else {}
+    judged = await left.judge({**SPEC, "command": command, **fields})
+    assert (judged.reward, judged.evidence["canary"]) == (1.0, canary), left.log
 
 
 async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):

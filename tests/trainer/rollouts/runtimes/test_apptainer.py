@@ -77,6 +77,7 @@ async def test_settling_stops_the_instance_and_the_next_program_starts_it(tmp_pa
 
 
 async def test_an_instance_that_does_not_run_is_an_error(tmp_path, lines, monkeypatch):
+    assert ApptainerEngine().pid(json.dumps({"instances": []})) == 0
     monkeypatch.setenv("INSTANCE_PID", "0")
     with pytest.raises(OSError, match="s1 has ended by itself"):
         async with ApptainerRuntime().box(make_spec(tmp_path)):
@@ -91,16 +92,9 @@ def test_limits_are_given_where_control_groups_have_version_2(tmp_path, monkeypa
     assert " --cpus 1.5 --memory 2147483648 --pids-limit 100 " in " ".join(command)
 
 
-def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it():
+def test_an_image_of_a_docker_registry_is_named_as_apptainer_names_it_and_a_file_has_a_digest(tmp_path):
     for image in ("/images/a.sif", "docker://python:3.12", "oras://registry/image"):
         assert apptainer.source(image.removeprefix("docker://")) == image
-
-
-def test_no_instance_has_no_process():
-    assert ApptainerEngine().pid(json.dumps({"instances": []})) == 0
-
-
-def test_the_digest_of_an_image_is_that_of_its_file(tmp_path):
     (tmp_path / "image.sif").write_text("one")
     first = ApptainerRuntime().image_digest(str(tmp_path / "image.sif"))
     (tmp_path / "image.sif").write_text("two")

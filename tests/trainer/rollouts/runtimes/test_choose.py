@@ -7,15 +7,10 @@ from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_each_runtime_is_made_by_its_name(name):
-    runtime = make_runtime(name)
+def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
+    runtime = make_runtime(name, tools=[tmp_path, str(tmp_path)] if name in ("sandbox", "container") else ())
     assert runtime.name == name
     assert runtime.isolated is isinstance(runtime, HidingRuntime) is (name != "process")
-
-
-def test_tools_are_folders(tmp_path):
-    make_runtime("sandbox", tools=[tmp_path])
-    make_runtime("container", tools=[str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -9,22 +9,16 @@ from itertools import pairwise
 import pytest
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.runtimes.container import (
-    ContainerEngine,
-    copy_from_root_folder,
-    find_engine,
-    root_folder_digest,
-)
+from rolltap.trainer.rollouts.runtimes import container
+from rolltap.trainer.rollouts.runtimes.container import ContainerEngine, find_engine, root_folder_digest
 from rolltap.trainer.rollouts.runtimes.engine_box import call
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Mount
 from rolltap.trainer.tasks.task import Limits
 
-ALL = frozenset({"cpu", "memory", "pids"})
 
-
-def create(tmp_path, engine, *, image="python:3.12", limits=None, mounts=()):
+def create(tmp_path, engine, *, mounts=(), **fields):
     """Return the options of the command that makes a box."""
-    spec = BoxSpec(name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image=image, limits=limits or Limits())
+    spec = BoxSpec(name="s1", workspace=tmp_path, workdir="/app", home=tmp_path, image="python:3.12", **fields)
     made, started = engine.create("rolltap-x-s1", spec, mounts, tmp_path)
     assert started == [*engine.command, "start", "rolltap-x-s1"]
     return made
@@ -51,21 +45,18 @@ def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, 
     assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(command)
 
 
-def test_limits_are_given_as_far_as_control_groups_work(tmp_path):
+def test_limits_are_given_as_far_as_control_groups_work_and_none_is_above_this_process_own(tmp_path):
     limits = Limits(cpus=1.5, memory_gib=2, processes=100, disk_gib=1)
-    command = create(tmp_path, ContainerEngine(command=("docker",), controllers=ALL), limits=limits)
+    command = create(
+        tmp_path, ContainerEngine(command=("docker",), controllers={"cpu", "memory", "pids"}), limits=limits
+    )
     assert option(command, "--cpus") == ["1.5"]
     assert option(command, "--memory") == option(command, "--memory-swap") == [str(2 << 30)]
     assert int(option(command, "--pids-limit")[0]) > 100
     assert f"fsize={1 << 30}:{1 << 30}" in option(command, "--ulimit")
     command = create(tmp_path, ContainerEngine(command=("docker",)), limits=limits)
     assert not {"--cpus", "--memory", "--pids-limit"} & set(command)
-
-
-def test_no_limit_is_raised_above_this_process_own(tmp_path):
-    ulimits = dict(
-        value.split("=") for value in option(create(tmp_path, ContainerEngine(command=("podman",))), "--ulimit")
-    )
+    ulimits = dict(value.split("=") for value in option(command, "--ulimit"))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert hard == resource.RLIM_INFINITY or int(ulimits["nofile"].split(":")[1]) <= hard
     assert ulimits["core"] == "0:0"
@@ -128,11 +119,6 @@ CHANGES = {
 }
 
 
-def test_a_root_folder_without_a_digest_is_named(tmp_path):
-    with pytest.raises(InputError, match="absent is no folder of this machine; an image name does not begin with /"):
-        root_folder_digest(tmp_path / "absent")
-
-
 @pytest.mark.parametrize("what", CHANGES)
 def test_the_digest_of_a_root_folder_is_that_of_its_copy_until_it_changes(what, root, tmp_path):
     subprocess.run(["cp", "-a", root, tmp_path / "copy"], check=True)
@@ -140,20 +126,19 @@ def test_the_digest_of_a_root_folder_is_that_of_its_copy_until_it_changes(what, 
     assert root_folder_digest(root).startswith("sha256:")
     subprocess.run(["sh", "-c", CHANGES[what]], cwd=root / "testbed", check=True)
     assert root_folder_digest(root) != root_folder_digest(tmp_path / "copy")
-
-
-def test_a_folder_is_copied_out_of_a_root_folder_with_its_links_as_they_are(root, tmp_path):
-    copy_from_root_folder(root, "/testbed", tmp_path / "start")
-    assert (tmp_path / "start" / "file").read_text() == "start"
-    assert os.readlink(tmp_path / "start" / "link") == "/etc/passwd"
+    with pytest.raises(InputError, match="absent is no folder of this machine; an image name does not begin with /"):
+        root_folder_digest(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("workdir", ["/absent", "/../outside", "/out", "/testbed/file"])
-def test_nothing_but_a_folder_of_the_root_folder_is_copied(workdir, root, tmp_path):
+def test_a_folder_of_a_root_folder_is_copied_with_its_links_as_they_are_and_nothing_else(workdir, root, tmp_path):
+    container.copy_from_root_folder(root, "/testbed", tmp_path / "testbed")
+    assert (tmp_path / "testbed" / "file").read_text() == "start"
+    assert os.readlink(tmp_path / "testbed" / "link") == "/etc/passwd"
     (tmp_path / "outside").mkdir()
     (root / "out").symlink_to(tmp_path / "outside")
     with pytest.raises(InputError, match=f"has no folder {workdir}"):
-        copy_from_root_folder(root, workdir, tmp_path / "start")
+        container.copy_from_root_folder(root, workdir, tmp_path / "start")
 
 
 def test_a_command_that_fails_says_its_own_message():

@@ -12,11 +12,6 @@ def ca(tmp_path):
     return path
 
 
-def test_the_credentials_name_the_session_in_any_spelling(ca):
-    proxy = Proxy("http://h:1", ca=ca, secret="hidden")
-    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
-
-
 def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path):
     proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     env = proxy.environment("s")
@@ -28,8 +23,10 @@ def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path)
     assert {env[name] for name in bundles} == {str(tmp_path / "all.pem")}
 
 
-def test_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
-    bundle = Proxy("http://127.0.0.1:1", ca=ca).bundle
+def test_the_credentials_name_any_session_and_the_bundle_holds_the_usual_roots_and_the_recorders_ca(ca):
+    proxy = Proxy("http://h:1", ca=ca, secret="hidden")
+    assert proxy.url("s/1 @x") == f"http://s%2F1%20%40x:{password('hidden', 's/1 @x')}@h:1"
+    bundle = proxy.bundle
     assert bundle == ca.with_name("rolltap-ca-bundle.pem")
     assert "\nours\n" in bundle.read_text()
     assert bundle.read_text().count("BEGIN CERTIFICATE") > 50

@@ -26,11 +26,8 @@ async def test_limits_hold_without_isolation(tmp_path):
     assert ended == Ended(None, "processes")
 
 
-def test_it_says_what_it_does_not_protect_from():
+async def test_an_image_is_refused_and_the_warning_says_what_it_does_not_protect_from(tmp_path):
     assert "all rights of this user" in ProcessRuntime().warning
-
-
-async def test_an_image_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"process has no images, and the task needs debian:12"):
         async with ProcessRuntime().box(spec_in(tmp_path, image="debian:12")):
             pass

@@ -6,13 +6,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import runtime
-from rolltap.trainer.rollouts.runtimes.runtime import (
-    HidingRuntime,
-    private_paths,
-    require_narrow,
-    scratch_folder,
-    tool_folders,
-)
+from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, private_paths, require_narrow, tool_folders
 from rolltap.trainer.tasks.task import CommandJudge, Task
 
 
@@ -60,9 +54,14 @@ def place(tmp_path, monkeypatch):
     return home
 
 
-NODE = "cache/agent-1/node_modules/.bin"
-NODE = "cache/agent-1/node_modules/.bin"
-FOLDERS = [NODE, ".nvm/versions/v22/bin", "venv/bin", ".pyenv/shims", ".local/bin", "scripts"]
+FOLDERS = [
+    "cache/agent-1/node_modules/.bin",
+    ".nvm/versions/v22/bin",
+    "venv/bin",
+    ".pyenv/shims",
+    ".local/bin",
+    "scripts",
+]
 ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"]
 
 
@@ -111,7 +110,7 @@ def test_what_a_session_leaves_is_removed(tmp_path, monkeypatch, script):
     monkeypatch.setattr(runtime.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
-    with scratch_folder() as folder:
+    with runtime.scratch_folder() as folder:
         subprocess.run(["sh", "-c", script], cwd=folder, check=True)
     assert os.listdir(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").exists()
@@ -146,7 +145,7 @@ def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(tmp_path, hidden
     assert runtime.hidden_in([tmp_path / tool]) == [tmp_path / path for path in found]
 
 
-def test_all_paths_of_tasks_are_private(tmp_path):
+def test_all_paths_of_tasks_are_private_and_a_source_that_names_no_file_hides_nothing(tmp_path):
     for name in ("run", "work", "start", "tests", "data", "rows"):
         (tmp_path / name).mkdir()
     (tmp_path / "rows" / "tasks.jsonl").touch()
@@ -156,9 +155,6 @@ def test_all_paths_of_tasks_are_private(tmp_path):
     found = private_paths(tmp_path / "run", tmp_path / "work", [task])
     names = {"run", "work", "start", "tests", "data", "rows/tasks.jsonl"}
     assert set(found) == {tmp_path / name for name in names}
-
-
-def test_a_source_that_names_no_file_hides_nothing(tmp_path):
     task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3")
     assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path]
     assert private_paths(Path("/nowhere"), Path("/nowhere"), []) == []

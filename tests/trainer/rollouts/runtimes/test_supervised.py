@@ -85,14 +85,10 @@ async def sh(script, tmp_path, *, timeout=60.0, **how):
     return await run_supervised(["sh", "-c", script], cwd=tmp_path, env=env, timeout=timeout, log=log, **how)
 
 
-async def test_status_and_output_are_kept(tmp_path):
-    assert await sh("echo out; echo err >&2; exit 3", tmp_path) == Ended(3)
+@pytest.mark.parametrize(("end", "status"), [("exit 3", 3), ("kill -9 $$", -9), ("kill -15 $$", -15)])
+async def test_output_and_the_status_or_the_number_of_the_signal_are_kept(tmp_path, end, status):
+    assert await sh(f"echo out; echo err >&2; {end}", tmp_path) == Ended(status)
     assert (tmp_path / "log").read_text() == "out\nerr\n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-async def test_a_program_that_a_signal_ended_has_its_number(tmp_path, number):
-    assert await sh(f"kill -{number} $$", tmp_path) == Ended(-number)
 
 
 async def test_what_it_has_said_it_cannot_take_back(tmp_path):
