@@ -24,6 +24,7 @@ from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, reco
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests.trainer.training.grpo.tiny import tiny_model
 
+GROUPS = {"a": [0.0, 1.0]}
 GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
 
 
@@ -110,11 +111,15 @@ def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resume
     assert equal(weights(stopped / "model"), trained[0])
 
 
+@pytest.fixture
+def two_runs(tmp_path, model):
+    return [write_run(tmp_path / name, model, GROUPS, prefix=name) for name in ("x", "y")]
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_is_trained_on_several_runs(tmp_path, model, write_recipe):
-    runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
+def test_an_adapter_is_trained_on_several_runs(tmp_path, two_runs, write_recipe):
     recipe = write_recipe(f'{GRPO}[lora]\nr = 4\ntarget_modules = ["q_proj"]\n', steps=1, groups_per_step=2)
-    folder = rolltap.train_offline(recipe, runs, out=tmp_path / "out")
+    folder = rolltap.train_offline(recipe, two_runs, out=tmp_path / "out")
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert any(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)  # it begins as 0
 
@@ -195,9 +200,8 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
     assert "difference/root" not in line
 
 
-def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
-    runs = [write_run(tmp_path / name, model, {"a": [0.0, 1.0]}, prefix=name) for name in ("x", "y")]
-    source = RecordedTraces(runs, recorded_groups(runs, RewardRules()), TraceOptions())
+def test_groups_of_one_name_in_two_runs_are_two_groups(two_runs):
+    source = RecordedTraces(two_runs, recorded_groups(two_runs, RewardRules()), TraceOptions())
     batch = source._load(source._groups[1])
     assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
     assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]
@@ -205,7 +209,6 @@ def test_groups_of_one_name_in_two_runs_are_two_groups(tmp_path, model):
     assert not source.skipped().ledger.sampled  # all groups are rows: nothing is said
 
 
-GROUPS = {"a": [0.0, 1.0]}
 HOT = {"sampling": '{"temperature": 0.7}'}
 
 
@@ -228,18 +231,19 @@ def test_runs_that_do_not_fit_the_recipe_are_refused(tmp_path, model, write_reci
 
 
 def test_the_recorded_temperature_may_be_the_recipes(tmp_path, model, write_recipe):
-    run = write_run(tmp_path / "run", model, {"a": [0.0, 1.0]}, sampling='{"temperature": 0.7}')
+    run = write_run(tmp_path / "run", model, GROUPS, **HOT)
     rolltap.train_offline(write_recipe(GRPO + "temperature = 0.7\n", steps=1), [run], out=tmp_path / "out")
 
 
 def test_a_folder_that_is_not_a_run_and_a_run_named_twice_are_refused(tmp_path, run, write_recipe):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="empty is not a run folder"):
-        rolltap.train_offline(write_recipe(), [run, tmp_path / "empty"], out=tmp_path / "out")
-    with pytest.raises(InputError, match=r"session a-0 is in .* and in .*: name each run once"):
-        rolltap.train_offline(write_recipe(), [run, run], out=tmp_path / "out")
-    with pytest.raises(InputError, match="the list of runs is empty"):
-        rolltap.train_offline(write_recipe(), [], out=tmp_path / "out")
+    for runs, error, message in [
+        ([run, tmp_path / "empty"], RunError, "empty is not a run folder"),
+        ([run, run], InputError, r"session a-0 is in .* and in .*: name each run once"),
+        ([], InputError, "the list of runs is empty"),
+    ]:
+        with pytest.raises(error, match=message):
+            rolltap.train_offline(write_recipe(), runs, out=tmp_path / "out")
 
 
 def test_from_and_an_engine_exclude_each_other(tmp_path, run, write_recipe):

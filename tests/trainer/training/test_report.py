@@ -80,22 +80,16 @@ class Killed(Exception):
     """Stands for the death of a training process."""
 
 
-class Kill(TrainerCallback):
-    """A callback that ends the training when the metrics of a step were logged, before its checkpoint."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_log(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise Killed
-
-
 @pytest.fixture
 def train(tmp_path):
-    """A function that trains four steps and returns what was printed."""
+    """A function that trains four steps and returns what was printed. It may be killed before a step's checkpoint."""
 
-    def train(*callbacks, resume=None):
+    def train(kill_at=None, resume=None):
+        class Kill(TrainerCallback):
+            def on_log(self, args, state, control, **kwargs):
+                if state.global_step == kill_at:
+                    raise Killed
+
         console = Console(file=(printed := io.StringIO()), width=200)
         trainer = Trainer(
             model=Line(),
@@ -110,7 +104,7 @@ def train(tmp_path):
                 dataloader_pin_memory=False,
             ),
             train_dataset=[{"x": torch.ones(1)}] * 8,
-            callbacks=[*run_reports(tmp_path, "title", console), *callbacks],
+            callbacks=[*run_reports(tmp_path, "title", console), Kill()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}"))
@@ -133,7 +127,7 @@ def test_every_step_has_one_line_in_the_file_and_one_on_the_console_and_there_is
 @pytest.mark.parametrize(("killed", "resume"), [(3, 2), (1, None)])
 def test_a_training_that_resumes_or_starts_again_writes_no_step_twice(train, tmp_path, killed, resume):
     with pytest.raises(Killed):
-        train(Kill(killed))
+        train(killed)
     before = read_metrics(tmp_path / METRICS)
     assert [line["step"] for line in before] == list(range(1, killed + 1))
     train(resume=resume)

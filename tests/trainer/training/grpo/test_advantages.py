@@ -1,7 +1,8 @@
 import math
-import random
 
 import pytest
+import torch
+from trl.trainer.utils import nanstd
 
 from rolltap.trainer.traces.build import GroupReward
 from rolltap.trainer.training.grpo.advantages import session_advantages
@@ -54,18 +55,13 @@ class TestSessionAdvantages:
 
     @pytest.mark.parametrize("scale", ["group", "batch"])
     def test_the_standard_deviation_is_trls(self, scale):
-        torch = pytest.importorskip("torch")
-        trl = pytest.importorskip("trl.trainer.utils")
-        rng = random.Random(0)
-        rewards = torch.tensor([[rng.random() for _ in range(4)] for _ in range(3)], dtype=torch.float64)
+        rewards = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         rewards[0, 1] = torch.nan
-        std = trl.nanstd(rewards, dim=1, keepdim=True) if scale == "group" else trl.nanstd(rewards)
+        std = nanstd(rewards, dim=1, keepdim=True) if scale == "group" else nanstd(rewards)
         expected = ((rewards - rewards.nanmean(dim=1, keepdim=True)) / (std + 1e-4)).flatten().tolist()
         named = {
             str(i): GroupReward(group_id=str(i // 4), reward=reward)
             for i, reward in enumerate(rewards.flatten().tolist())
             if not math.isnan(reward)
         }
-        assert session_advantages(named, scale) == pytest.approx(
-            {str(i): value for i, value in enumerate(expected) if not math.isnan(value)}
-        )
+        assert session_advantages(named, scale) == pytest.approx({name: expected[int(name)] for name in named})
