@@ -34,7 +34,7 @@ from rolltap.trainer.training import attempt, loop, online, report
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
-from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by, tiny_folder
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by, write_inputs
 
 STEPS = 5
 SAVE_STEPS = 2
@@ -282,12 +282,9 @@ def main(folder: Path, points: dict[str, list[list[str]]]) -> None:
     """Write the recipes, train without a kill, and then once for each list of points."""
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # no threads before the forks
-    tiny_folder(folder / "model")
-    tasks = [{"id": task, "instruction": "go", "evaluate": ["true"]} for task in TASKS]
+    write_inputs(folder, TASKS)
     AutoModelForCausalLM.from_pretrained(folder / "model")  # fills caches of transformers
     gc.freeze()
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
     reports = []
     for kind in points:
         place = folder / kind

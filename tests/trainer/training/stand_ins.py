@@ -288,6 +288,14 @@ def tiny_folder(folder: Path) -> Path:
     return folder
 
 
+def write_inputs(folder: Path, tasks: Sequence[str]) -> None:
+    """Write the tiny model, tasks and a harness, as recipes of the tests name them."""
+    tiny_folder(folder / "model")
+    lines = [json.dumps({"id": task, "instruction": "go", "evaluate": ["true"]}) + "\n" for task in tasks]
+    (folder / "tasks.jsonl").write_text("".join(lines))
+    (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
+
+
 def lora() -> LoraConfig:
     """Return the adapter's configuration, the same as in the recipe."""
     return LoraConfig(r=2, target_modules="all-linear")

@@ -1,6 +1,5 @@
 """A folder to train in, with stand-ins for engines, harness and recorder."""
 
-import json
 import os
 import secrets
 import subprocess
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from rolltap.trainer.cli import main
 from rolltap.trainer.training.recipe import FINISHED
-from tests.trainer.training.stand_ins import tiny_folder
+from tests.trainer.training.stand_ins import write_inputs
 from tests.trainer.training.started import stand_in
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,10 +40,7 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        tiny_folder(folder / "model")
-        tasks = [{"id": name, "instruction": "go", "evaluate": ["true"]} for name in "abc"]
-        (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-        (folder / "harness.toml").write_text('name = "h"\nprogram = "true"\nheadless = []\n')
+        write_inputs(folder, "abc")
         self.recipe(RECIPE)
 
     def recipe(self, text: str) -> None:
