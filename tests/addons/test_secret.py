@@ -16,12 +16,9 @@ def file(tmp_path):
     return path
 
 
-def test_a_file_of_its_user_alone_holds_a_secret(file):
-    assert read_secret(str(file)) == "key"
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
-def test_a_file_that_others_can_read_is_refused_with_the_command_that_mends_it(file, mode):
+def test_a_file_of_its_user_alone_holds_a_secret_and_one_that_others_can_read_is_refused(file, mode):
+    assert read_secret(str(file)) == "key"
     file.chmod(mode)
     with pytest.raises(InputError, match=rf"other users may read the secret in .*: chmod 600 {file}"):
         read_secret(file)

@@ -164,15 +164,10 @@ async def test_the_end_of_a_session_ends_the_calls_that_wait(restart, scripted_e
         scripted_engine.release()
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("/v1/chat/completions", "maximum context length is 20 tokens"),
-        ("/v1/responses", "maximum context length is 20 tokens"),
-        ("/v1/messages", "prompt is too long: "),
-        ("/v1beta/models/m:generateContent", "exceeds the maximum number of tokens allowed (20)"),
-    ],
-)
+WORDS = ["maximum context length is 20 tokens"] * 2 + ["prompt is too long: ", "maximum number of tokens allowed (20)"]
+
+
+@pytest.mark.parametrize(("path", "words"), list(zip(REQUESTS, WORDS, strict=True)))
 async def test_a_long_prompt_gets_its_apis_error_for_a_full_context_window(restart, scripted_engine, path, words):
     """Harnesses compact their history after it and go on."""
     async with restart(max_prompt_tokens=20) as harness:
