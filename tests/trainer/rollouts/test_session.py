@@ -24,7 +24,6 @@ from tests.harness.play import tool_call
 from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
-STARTED = "session_started"
 ASK_WITH_TOOL = ONE_CALL_TEXT.replace("{'model': 'm',", f"{{'model': 'm', 'tools': [{TOOL!r}],")
 
 
@@ -43,53 +42,54 @@ def play(recorder, request, tmp_path):
 
 async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, recorder):
     row = await play(f"{ONE_CALL}; echo made > made.txt")
-    begun = [each["at"] for each in read_rows(recorder.path, "events", [row.session_id]) if each["kind"] == STARTED]
+    events = read_rows(recorder.path, "events", [row.session_id])
+    begun = [event["at"] for event in events if event["kind"] == "session_started"]
     assert begun == [row.started_at]
     assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
     assert json.loads(row.evidence)["changed"] == ["made.txt"]
     assert json.loads(row.suspicions) == {}
 
 
-async def test_the_time_limit_and_the_variables_of_a_task_are_its_own(play):
-    around = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9")  # the recorder's win
-    env = {"COLOUR": "blue", **around}
-    row = await play(f"{ONE_CALL}; test $COLOUR = blue && exec sleep 600", timeout=5, env=env)
-    assert (row.status, row.error) == ("timeout", "stopped after 5 s")
+AROUND = "http://127.0.0.1:9"  # the recorder's win
+ENV = {"COLOUR": "blue", "HTTPS_PROXY": AROUND, "https_proxy": AROUND}
+LATE = ("timeout", 1.0, "stopped after 8 s")
+NEST = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
+LOOK = ["sh", "-c", "test -s pid || exit 9; ! kill -0 $(cat pid); echo $?"]
+STOPPED = ("failed", 1.0, "stopped: it had more processes than the limit")
+SESSIONS = {
+    "time limit": ("test $COLOUR = blue && exec sleep 600", {"timeout": 8, "env": ENV}, LATE),
+    "dead before its judge looks": ("setsid sleep 600 & echo $! > pid", {"evaluate": LOOK}, ("completed", 0.0, None)),
+    "limits": ("for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", {"limits": Limits(processes=6)}, STOPPED),
+    "folders nested a thousand times": (shlex.join([sys.executable, "-c", NEST]), {}, ("completed", 1.0, None)),
+}
+
+
+@pytest.mark.parametrize(("script", "fields", "expected"), SESSIONS.values(), ids=SESSIONS)
+async def test_a_session_has_what_its_task_says_whatever_it_leaves(play, script, fields, expected):
+    row = await play(f"{ONE_CALL}; {script}", **fields)
+    assert (row.status, row.reward, row.error) == expected
+
+
+class Lacking(ProcessRuntime):
+    def image_digest(self, image):
+        raise InputError(f"no image {image}")
+
+    @asynccontextmanager
+    async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
+        raise OSError("no room")
+        yield
 
 
 async def test_a_box_that_cannot_be_made_is_no_fault_of_the_agent(play):
-    class NoRoom(ProcessRuntime):
-        @asynccontextmanager
-        async def box(self, spec: BoxSpec) -> AsyncIterator[ProcessBox]:
-            raise OSError("no room")
-            yield
-
-    row = await play(ONE_CALL, runtime=NoRoom())
+    row = await play(ONE_CALL, runtime=Lacking())
     assert (row.status, row.reward, row.error) == ("infrastructure", None, "the session could not be run: no room")
 
 
 async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_for_again(play, recorder, caplog):
-    class NoImages(ProcessRuntime):
-        def image_digest(self, image):
-            raise InputError(f"no image {image}")
-
-    row = await play(ONE_CALL, runtime=NoImages(), retries=2, image="nope:1")
+    row = await play(ONE_CALL, runtime=Lacking(), retries=2, image="nope:1")
     assert (row.status, row.error) == ("infrastructure", "the session could not be run: no image nope:1")
     assert f"{row.session_id}~1" not in load_sessions(recorder.path)
     assert caplog.text.count("no session of task t can be run") == 1
-
-
-async def test_a_program_that_a_session_left_is_dead_before_its_judge_looks(play, tmp_path):
-    pid = tmp_path / "pid"
-    judge = ["sh", "-c", f"! kill -0 $(cat {pid}); echo $?"]
-    row = await play(f"{ONE_CALL}; setsid sleep 600 & echo $! > {pid}", evaluate=judge)
-    assert (row.status, row.reward) == ("completed", 0.0)
-
-
-async def test_a_box_has_the_limits_of_its_task(play):
-    row = await play(f"{ONE_CALL}; for i in 1 2 3 4 5 6 7 8 9; do sleep 600 & done; wait", limits=Limits(processes=6))
-    assert (row.status, row.reward) == ("failed", 1.0)
-    assert row.error == "stopped: it had more processes than the limit"
 
 
 async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine, monkeypatch):
@@ -113,15 +113,11 @@ def judges(monkeypatch):
     return judges
 
 
-FULL = OSError("No space left on device")
-BROKEN = KeyError("of the agent's making")
-
-
 @pytest.mark.parametrize(
     ("result", "status", "error"),
     [
-        (BROKEN, "unjudged", 'the judge failed: KeyError("of the agent\'s making")'),
-        (FULL, "infrastructure", "the session could not be run: No space left on device"),
+        (KeyError("of the agent's making"), "unjudged", 'the judge failed: KeyError("of the agent\'s making")'),
+        (OSError("No space left on device"), "infrastructure", "the session could not be run: No space left on device"),
     ],
 )
 async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, judges, result, status, error):
@@ -131,12 +127,6 @@ async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, j
     judges(Judged(reward=0.25, parts={"speed": 0.5}, evidence={"judge": "command"}))
     row = await play(ONE_CALL)
     assert (row.reward, json.loads(row.parts), json.loads(row.evidence)) == (0.25, {"speed": 0.5}, {"judge": "command"})
-
-
-async def test_folders_nested_a_thousand_times_end_no_rollout(play):
-    nest = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
-    row = await play(f"{ONE_CALL}; {shlex.join([sys.executable, '-c', nest])}")
-    assert (row.status, row.reward) == ("completed", 1.0)
 
 
 async def test_a_harness_that_is_not_there_is_named(play):
