@@ -162,17 +162,8 @@ def an_ended_session_is_over_in_every_later_recorder(killed):
         assert killed.kinds("ended") == ["root"]
 
 
-SESSIONS = [
-    a_session_goes_on_token_for_token,
-    a_session_whose_call_was_running_goes_on_from_its_last_committed_call,
-    a_side_question_is_still_one,
-    a_session_with_a_similar_name_gets_nothing_of_it,
-    a_forged_id_of_another_sessions_call_restores_nothing,
-    a_lost_reply_is_given_again_once_and_then_sampled_anew,
-    a_lost_reply_is_given_again_after_several_kills_and_continued,
-    an_ended_session_is_over_in_every_later_recorder,
-]
-"""Each yields when all recorders are to be killed."""
+SESSIONS = [value for name, value in [*globals().items()] if name.startswith(("a_", "an_"))]
+"""Each of the functions above. It yields when all recorders are to be killed."""
 
 
 def test_sessions_outlive_kills_and_an_uncommitted_tail(killed):

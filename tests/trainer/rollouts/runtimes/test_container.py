@@ -42,18 +42,13 @@ async def test_an_image_that_cannot_be_used_is_refused_with_the_fix(tmp_path, en
             pass
 
 
-def test_an_oci_runtime_that_fails_is_named_with_the_fix(tmp_path):
+def test_an_oci_runtime_that_fails_is_named_with_the_fix_and_as_the_default_one_it_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "broken").write_text("#!/bin/sh\necho is broken >&2; exit 1\n")
     (tmp_path / "broken").chmod(0o755)
     with pytest.raises(InputError, match=r"(?s)podman cannot start containers here: .*broken.*container_arguments = "):
         ContainerRuntime("podman", ["--runtime", str(tmp_path / "broken")]).check()
     with pytest.raises(InputError, match=r"podman does not work here: .*no-such-runtime"):
         ContainerRuntime("podman", ["--runtime", "no-such-runtime"]).check()
-
-
-def test_another_oci_runtime_is_taken_where_the_default_one_fails(tmp_path, monkeypatch):
-    (tmp_path / "broken").write_text("#!/bin/sh\nexit 1\n")
-    (tmp_path / "broken").chmod(0o755)
     settings = f'[engine]\nruntime = "broken"\n[engine.runtimes]\nbroken = ["{tmp_path}/broken"]\n'
     (tmp_path / "containers.conf").write_text(settings)
     monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path / "containers.conf"))
