@@ -13,10 +13,10 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.engine.serve import EngineServer
 from tests import deep
 from tests.recorder_process import Recorder
+from tests.scripted_engine import ScriptedEngine
 
 CONTEXT = 65536
 """Context window in tokens. The first prompt of some harnesses has 30,000."""

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import rolltap
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Recorded, group_keys, interrupted_sessions
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training.attempt import begun_online, require_same
 from rolltap.trainer.training.recipe import load_recipe
+from tests.scripted_engine import Say
 from tests.trainer.cli.program import run_rolltap as run_rolltap
 
 STORED = Path(__file__).with_name("stored_run")

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import recording
+from tests.scripted_engine import Say
 
 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
     import mitmproxy.addons  # noqa: F401 - its dependencies use deprecated names, and tests turn warnings into errors

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from rolltap.addons.secret import password
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Say
 
 
 def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start, scripted_engine):

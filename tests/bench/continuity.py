@@ -21,7 +21,6 @@ import click
 from transformers import AutoTokenizer
 
 from rolltap.addons.store.records import Call
-from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group
@@ -32,6 +31,7 @@ from tests.bench.awkward import replies
 from tests.bench.frame import Rows, command, model_option
 from tests.bench.verdict import first_words
 from tests.harness.programs import PROGRAMS
+from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 CONCURRENCY = 2
 TIMEOUT = 180.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from tests.harness.play import Played, play_session, tool_call
+from tests.scripted_engine import Say, ScriptedEngine
 
 KEYS = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY", "GOOGLE_API_KEY"), "placeholder")
 

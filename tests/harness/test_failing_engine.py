@@ -2,10 +2,10 @@
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.tasks.task import Task
 from tests.deep import cases
 from tests.harness.play import installed, shell
+from tests.scripted_engine import Answer, Say
 
 pytestmark = pytest.mark.harness
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from tests.harness.play import tool_call
 from tests.harness.programs import PROGRAMS
+from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 
 class Edit(NamedTuple):

@@ -12,12 +12,12 @@ import pytest
 
 import rolltap
 from rolltap.addons.errors import InputError
-from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from tests.conftest import ROOT
 from tests.deep import cases
 from tests.harness.play import installed
 from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
+from tests.scripted_engine import ScriptedEngine
 
 MAKE = ROOT / "recipes" / "swe" / "mini" / "make.py"
 BASE = "3fb9a65ae893c8749fba78377090211074d348ea"

@@ -7,8 +7,8 @@ import ssl
 import threading
 from contextlib import contextmanager, suppress
 
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.recorder_process import HELLO, Recorder
+from tests.scripted_engine import Say, ScriptedEngine
 
 
 @contextmanager

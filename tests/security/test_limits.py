@@ -4,8 +4,8 @@ import json
 import re
 from contextlib import ExitStack
 
-from rolltap.trainer.doctor.scripted_engine import Say
 from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Say
 from tests.security.raw import call, plain, read_head
 
 

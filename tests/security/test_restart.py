@@ -9,10 +9,10 @@ import pytest
 
 from rolltap.addons.dialects.model_call import sign
 from rolltap.addons.store.tables import run_files
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.deep import cases
 from tests.recorder_process import CHAT
+from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 LOOK = 'So:\n<tool_call>\n{"name": "look", "arguments": {"at":  "caf\\u00e9"}}\n</tool_call>'

@@ -9,8 +9,8 @@ import pytest
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.conftest import harness, rendering  # noqa: F401 - fixtures
+from tests.scripted_engine import Say
 
 SECRET = "sk-canary-0123456789abcdefghijklmnopqrstuvwxyz"
 FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}

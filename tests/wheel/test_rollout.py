@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import rolltap
-from rolltap.trainer.doctor.scripted_engine import Say
+from tests.scripted_engine import Say
 
 HARNESS = """
 import json, os, urllib.request

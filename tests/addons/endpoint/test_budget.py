@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
 from rolltap.addons.store.records import Call
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import RETRY, content, user
+from tests.scripted_engine import Answer, Say
 
 LONG = "One two three four five six seven eight nine ten."
 REQUESTS = {

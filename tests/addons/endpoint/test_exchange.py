@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from rolltap.addons.endpoint import exchange, generation
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import content, read_until, said, user
+from tests.scripted_engine import Answer, Say
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}]
 TOOL_CALL = (

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from rolltap.addons.endpoint import generation
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import content, read_until, said, spans, user
+from tests.scripted_engine import Answer, Say
 
 
 class TestContinuation:

@@ -18,7 +18,6 @@ from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.endpoint.test_retries import OTHERS
 from tests.addons.harness import RETRY, content, said, user, with_result
@@ -26,6 +25,7 @@ from tests.addons.prompts import test_continuity
 from tests.addons.prompts.test_continuity import THINKING, arguments, result
 from tests.deep import examples
 from tests.factories import START
+from tests.scripted_engine import Answer, Say
 
 NAME = openai_chat.NAME
 

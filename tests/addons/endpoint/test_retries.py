@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from rolltap.addons.endpoint import generation
-from rolltap.trainer.doctor.scripted_engine import Say
 from tests.addons.harness import RETRY, content, said, until, user
+from tests.scripted_engine import Say
 
 BODY = {"messages": [user()]}
 STREAM = {**BODY, "stream": True}

@@ -19,8 +19,8 @@ from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import PATH, recording, said, user
+from tests.scripted_engine import Answer, Say
 
 SCHEMA = '{"properties": {"a": ' * 400 + "{}" + "}}" * 400
 NESTED = (

@@ -7,11 +7,11 @@ import weakref
 import pytest
 
 from rolltap.addons.store import tables
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedCalls
 from tests.addons.harness import said, user, with_result
+from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "here"}}\n</tool_call>'

@@ -10,8 +10,8 @@ import pytest
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint import server, stored
 from rolltap.addons.endpoint.exchange import send_slowly
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import recording, user
+from tests.scripted_engine import Answer, Say
 
 RESPONSES, CONVERSATIONS, CACHED = "/v1/responses", "/v1/conversations", "/v1beta/cachedContents"
 GENERATE = "/v1beta/models/gemini-x:generateContent"

@@ -8,7 +8,7 @@ import pytest
 
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint import exchange, generation
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
+from tests.scripted_engine import Answer, Say
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}

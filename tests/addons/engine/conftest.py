@@ -2,8 +2,8 @@ from functools import partial
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.addons.harness import recording
+from tests.scripted_engine import Say, ScriptedEngine
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from rolltap.addons.engine.client import Engine
 from rolltap.addons.errors import EngineError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.records import VersionSpan
-from rolltap.trainer.doctor.scripted_engine import Answer, Say, ScriptedEngine
 from tests.conftest import CONTEXT
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import content, read_until, recording, spans, until, user
+from tests.scripted_engine import Answer, Say
 
 ONE, TWO, THREE = ("1a2b3c4d.1.0", "1a2b3c4d.2.0", "1a2b3c4d.3.0")
 NUMBERS = itertools.count()

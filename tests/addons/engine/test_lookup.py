@@ -12,9 +12,9 @@ from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from tests.addons.engine.test_pool import NOBODY, statuses
 from tests.addons.harness import user
+from tests.scripted_engine import Say, ScriptedEngine
 
 
 @pytest.fixture

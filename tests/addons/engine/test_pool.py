@@ -7,8 +7,8 @@ from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from tests.addons.harness import said, until, user
+from tests.scripted_engine import Answer, Say
 
 DOWN = EngineError("it is down", retryable=True)
 NOBODY = "http://127.0.0.1:9"

@@ -17,11 +17,11 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli.main import rolltap as command
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK, ROLLTAP, run_rolltap
 from tests.trainer.outgoing import METADATA, make_call
 

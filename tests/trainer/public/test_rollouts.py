@@ -8,10 +8,10 @@ import pytest
 
 import rolltap
 from rolltap.errors import EngineError, InputError, RecorderError, RunError
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK
 
 TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])

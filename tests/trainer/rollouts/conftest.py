@@ -2,8 +2,8 @@
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.rollouts.recorder import Recorder
+from tests.scripted_engine import Say, ScriptedEngine
 
 
 @pytest.fixture(scope="module")

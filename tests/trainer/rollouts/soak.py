@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import rolltap
-from rolltap.trainer.doctor.scripted_engine import Reply, Say, ScriptedEngine
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 FAILING_STARTS, FAILING_JUDGES = 0.25, 0.3
 TASKS, SESSIONS, SEED = 4, 16, 1

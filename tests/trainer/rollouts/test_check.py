@@ -3,10 +3,10 @@
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.trainer.doctor.scripted_engine import ScriptedEngine
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import check_engines, fit_tasks
 from rolltap.trainer.tasks.task import Task
+from tests.scripted_engine import ScriptedEngine
 
 
 def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine):

@@ -11,12 +11,12 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_fault
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from tests.scripted_engine import Answer, Say
 from tests.trainer.rollouts.stages import stage_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -13,10 +13,10 @@ import pytest
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_rows, run_files
-from rolltap.trainer.doctor.scripted_engine import Answer, Say
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.reader import load_sessions
 from tests.recorder_process import CHAT, HELLO
+from tests.scripted_engine import Answer, Say
 
 NOWHERE = "http://127.0.0.1:9"
 

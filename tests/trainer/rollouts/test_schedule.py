@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.errors import RecorderError
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -13,6 +12,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.scripted_engine import Say
 from tests.trainer.rollouts.stages import ONE_CALL, stage_of
 
 TASK = Task(id="count", instruction="go", evaluate=["true"])

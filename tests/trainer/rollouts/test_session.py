@@ -10,7 +10,6 @@ import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.rollouts import session as session_module
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.verdict import Judged
@@ -21,6 +20,7 @@ from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import tool_call
+from tests.scripted_engine import Say
 from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}

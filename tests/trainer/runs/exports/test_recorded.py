@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from rolltap.trainer.doctor.scripted_engine import Say
 from rolltap.trainer.runs.exports.atif import trajectory
 from rolltap.trainer.runs.exports.messages import session_conversations
 from rolltap.trainer.traces.reader import iter_sessions
 from tests.addons.harness import user
+from tests.scripted_engine import Say
 from tests.trainer.runs.exports.atif_schema import Trajectory
 from tests.trainer.runs.exports.openenv_schema import check_trace, training_trace
 from tests.trainer.runs.exports.recording import BASH
