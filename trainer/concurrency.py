@@ -42,6 +42,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         threading.Thread(target=work, name="rolltap").start()
         begin.set_result(True)
+        while not done.done():
+            wait([done], timeout=1)  # an interrupt that came just before a wait is handled after it
         return done.result()
     except KeyboardInterrupt:
         if not begin.done():

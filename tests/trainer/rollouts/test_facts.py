@@ -155,7 +155,7 @@ def play(tmp_path, engine, recorder_with, request):
     yield play
     engine.replies.clear()
     engine.release()
-    engine._loop.call_soon_threadsafe(engine._released.clear)  # the next generation is held again
+    engine.loop.call_soon_threadsafe(engine._released.clear)  # the next generation is held again
 
 
 async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_folder, tmp_path):
