@@ -160,7 +160,10 @@ class Generation:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen for the duration of the block. A reply is delivered when a block ends well after the call is done."""
+        """Listen for the duration of the block.
+
+        The reply counts as delivered when the block ends without an error after the call is done.
+        """
         self._linger.cancel()
         self.listeners += 1
         self._heard.set()

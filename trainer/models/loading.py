@@ -107,7 +107,7 @@ def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
         raise InputError(f"model: the folder {folder} cannot be loaded: {error}; is its download complete?") from error
     if missing := sorted(report["missing_keys"]):
         raise InputError(
-            f"model: the folder {folder} lacks {len(missing)} weights of {type(model).__name__} (as {missing[0]}), "
+            f"model: the folder {folder} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}, "
             "which would be random numbers: complete the checkpoint, or correct tie_word_embeddings in its config.json"
         )
     for name in frozen_modules(model):

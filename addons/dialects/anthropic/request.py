@@ -150,10 +150,19 @@ def _json_text(block: Fields, value: Any) -> str:
 
 
 _WORDING = Wording("{place}: Input should be {expected}.", index=".{}")
-_SAMPLING_FIELDS = """
-temperature top_p top_k tool_choice thinking output_config output_format context_management service_tier speed
-inference_geo
-"""
+_SAMPLING_FIELDS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "output_format",
+    "context_management",
+    "service_tier",
+    "speed",
+    "inference_geo",
+]
 
 
 def decode(body: bytes, target: str) -> ModelCall:
@@ -181,7 +190,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         may_call=request.inner("tool_choice")["type"] != "none",
         reasoning=_reasoning(request.inner("thinking")),
         schema=form.maybe("schema", dict) if form["type"] == "json_schema" else None,
-        requested_sampling=request.chosen(_SAMPLING_FIELDS.split()),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         hidden=hidden,
         hosted_tools=[*hosted, *(server.values for server in request.objects("mcp_servers"))],
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),

@@ -21,14 +21,18 @@ from rolltap.addons.dialects.model_call import (
 from rolltap.addons.dialects.tools import from_object
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")
-_PARTS = ["contents parts", "contents parts functionResponse parts", "contents parts function_response parts"]
+_PARTS = [
+    ("contents", "parts"),
+    ("contents", "parts", "functionResponse", "parts"),
+    ("contents", "parts", "function_response", "parts"),
+]
 """Places of the parts that may be no text, in both spellings of their fields."""
 _OTHER_FIELDS = frozenset({"thought", "thoughtSignature", "partMetadata", "mediaResolution", "videoMetadata"})
 
 
 def hide_media(request: Fields) -> int:
     """Replace the images, audio and files of a request, also those in results of functions: see `hide`."""
-    return hide(request.values, [place.split() for place in _PARTS], _text_for, None)
+    return hide(request.values, _PARTS, _text_for, None)
 
 
 def _text_for(part: dict[str, Any]) -> str | None:

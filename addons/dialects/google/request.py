@@ -31,10 +31,20 @@ METHOD = re.compile(
 
 _BODY_LEVELS = 100
 """The nesting that protobuf's parsers accept."""
-_SAMPLING_FIELDS = """
-temperature topP topK seed presencePenalty frequencyPenalty responseMimeType responseModalities thinkingConfig
-mediaResolution routingConfig modelSelectionConfig
-"""
+_SAMPLING_FIELDS = [
+    "temperature",
+    "topP",
+    "topK",
+    "seed",
+    "presencePenalty",
+    "frequencyPenalty",
+    "responseMimeType",
+    "responseModalities",
+    "thinkingConfig",
+    "mediaResolution",
+    "routingConfig",
+    "modelSelectionConfig",
+]
 
 
 def decode(body: bytes, target: str) -> ModelCall:
@@ -90,7 +100,7 @@ def _decode(request: Fields, model: str, method: str) -> ModelCall:
         may_call=calling["mode"] != "NONE",
         hidden=hidden,
         reasoning="shown" if thoughts is True else "signed",
-        requested_sampling=config.chosen(_SAMPLING_FIELDS.split()) | request.chosen(("toolConfig", "safetySettings")),
+        requested_sampling=config.chosen(_SAMPLING_FIELDS) | request.chosen(("toolConfig", "safetySettings")),
     )
     if config["responseMimeType"] == "application/json":
         model_call.schema = _schema(config, "responseJsonSchema", "responseSchema") or {}

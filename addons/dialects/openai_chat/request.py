@@ -16,10 +16,26 @@ from rolltap.addons.dialects.model_call import (
 from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, refuse_unsupported, wanted_schema
 from rolltap.addons.dialects.tools import freeform_tool
 
-_SAMPLING_FIELDS = """
-temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias seed n tool_choice
-parallel_tool_calls response_format reasoning_effort verbosity service_tier store modalities
-"""
+_SAMPLING_FIELDS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "reasoning_effort",
+    "verbosity",
+    "service_tier",
+    "store",
+    "modalities",
+]
 _LEGACY = ("functions", "function_call")
 _UNSUPPORTED = ("logprobs", "top_logprobs", "audio", "echo", "continue_final_message", "prompt_logprobs")
 """Fields that change what a reply is. The last three are vLLM's. Other fields that are not read here are hints."""
@@ -52,7 +68,7 @@ def decode(body: bytes, target: str) -> ModelCall:
         stop=request.stop_texts("stop"),
         may_call=request["tool_choice"] != "none",
         schema=wanted_schema(form, form.inner("json_schema")),
-        requested_sampling=request.chosen(_SAMPLING_FIELDS.split()),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         client_metadata=metadata.texts_by_place(*metadata.values),
         hidden=hidden,
     )

@@ -12,10 +12,20 @@ from rolltap.addons.dialects.openai_responses.items import decode_input, hide_it
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.stored import NamesStored, Stored
 
-_SAMPLING_FIELDS = """
-temperature top_p reasoning text tool_choice parallel_tool_calls service_tier truncation store include max_tool_calls
-context_management
-"""
+_SAMPLING_FIELDS = [
+    "temperature",
+    "top_p",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "parallel_tool_calls",
+    "service_tier",
+    "truncation",
+    "store",
+    "include",
+    "max_tool_calls",
+    "context_management",
+]
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -60,7 +70,7 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
         max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
         may_call=request["tool_choice"] != "none",
-        requested_sampling=request.chosen(_SAMPLING_FIELDS.split()),
+        requested_sampling=request.chosen(_SAMPLING_FIELDS),
         hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values)
         | request.texts_by_place("prompt_cache_key", "previous_response_id"),

@@ -151,7 +151,9 @@ def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: En
             yield f"# on {host}, with a copy of engine.key:"
         for gpu, url in enumerate(urls):
             command = ["rolltap", "serve", str(recipe.model), *(["--host", host] if host else [])]
-            yield _on_gpus(machine, gpu, 1) + shlex.join([*command, "--port", str(url.port or 80), *arguments])
+            if port := url.port or {"http": 80}.get(url.scheme):
+                command += ["--port", str(port)]
+            yield _on_gpus(machine, gpu, 1) + shlex.join([*command, *arguments])
     if any(hosts):
         yield "# here:"
 
