@@ -52,10 +52,10 @@ def printed(name: str) -> str:
     """Return a recipe's plan as the dry run prints it."""
     with tempfile.TemporaryDirectory() as folder:
         # CI may ask every program for colours, with FORCE_COLOR
-        console = Console(file=io.StringIO(), width=110, highlight=False, color_system=None)
+        console = Console(file=io.StringIO(), soft_wrap=True, highlight=False, color_system=None)
         console.print(planned(name, Path(folder)))
         text = console.file.getvalue()
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return text.rstrip()
 
 
 def with_plans(readme: str) -> str:

@@ -37,24 +37,29 @@ def refused(refusal: RolltapError) -> Finding:
 
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model."""
-    if machine.engines:
-        yield from _of_rollouts(recipe, machine)
     if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
         yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
     sessions = recipe.groups_per_step * recipe.sessions
-    parts = machine.processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
     if machine.processes > sessions:
         text = f"{machine.processes} processes have only {sessions} sessions a step to train on"
         yield Finding("error", text, f"at most {sessions} processes, or more groups or sessions")
-    elif parts > sessions:
-        text = f"a step has {sessions} sessions for {parts} micro-batches of all processes: some are empty"
-        yield Finding("warning", text, "a smaller grpo.gradient_accumulation_steps")
-    if machine.gpus is not None and machine.processes > machine.gpus:
-        text = f"{machine.processes} processes on a machine with {machine.gpus} GPUs"
+    another = recipe.machine is not None and recipe.machine.gpu_gib is not None
+    if not another and 0 < (gpus := torch.cuda.device_count()) < machine.processes:
+        text = f"{machine.processes} processes on a machine with {gpus} GPUs"
         yield Finding("error", text, "one process for each GPU that trains")
-    if torch.cuda.is_available() and machine.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
-        fix = 'dtype = "float16" with [lora], or dtype = "float32"'
-        yield Finding("error", "this GPU does not compute in bfloat16", fix)
+    if not machine.engines:
+        return
+    if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
+        text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
+        yield Finding("warning", text, f"add {missing[0]}")
+    elif recipe.tasks is not None and not recipe.tasks.is_file():
+        yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
+    if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
+        fix = 'install it, or publish = "checkpoint"'
+        yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
+    if recipe.publish == "nccl" and machine.shared_gpu:
+        fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
+        yield Finding("error", "NCCL does not join two processes on one GPU", fix)
 
 
 def of_numbers(
@@ -69,8 +74,7 @@ def of_numbers(
         text = f"max_tokens = {recipe.max_tokens:,} is more than {context}"
         yield Finding("error", text, f"max_tokens = {numbers.context} or less")
     if missing := [name for name, there in kernels(numbers.model_type).items() if not there]:
-        where = "" if torch.cuda.is_available() else " (here; look again on the machine that trains)"
-        text = f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)}{where}"
+        text = f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)} here"
         yield Finding("warning", text, f"{INSTALL} on the machine with the GPU")
     if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
         text = "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned"
@@ -80,16 +84,14 @@ def of_numbers(
         yield Finding("note", "the memory of a GPU is not known: nothing is said about what fits", "machine.gpu_gib")
         return
     gpu, always, engine = machine.gpu, memory.always.total, memory.engine
-    planned = memory.planned_traces or 0
+    planned, traced = memory.planned_traces or 0, memory.traces.sizes.total
     if always > SLACK * gpu:
         text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(gpu)}"
         fix = "more machine.processes, which share the optimizer's state, or a "
         yield Finding("error", text, fix + ("larger GPU" if recipe.lora else "[lora] table"))
         return
-    if memory.traces.sizes.total > planned:
-        text = (
-            f"a trace of {traces.longest:,} tokens takes {gib(memory.traces.sizes.total)}, and {gib(planned)} are left"
-        )
+    if traced > planned:
+        text = f"a trace of {traces.longest:,} tokens takes {gib(traced)}, and {gib(planned)} are left"
         fix = "a smaller max_tokens" + ("" if recipe.grpo.get("offload_states") else ", or offload_states = true")
         yield Finding("error", text, fix + (", or a machine with a GPU for each" if machine.shared_gpu else ""))
     elif always + planned + (engine.sizes.total if engine and machine.shared_gpu else 0) > gpu:
@@ -119,20 +121,3 @@ def check_start(recipe: Recipe, machine: Machine) -> None:
         sampling(recipe)
     if online and recipe.harness:
         Harness.load(recipe.harness)
-
-
-def _of_rollouts(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
-        text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
-        yield Finding("warning", text, f"add {missing[0]}")
-    elif recipe.tasks is not None and not recipe.tasks.is_file():
-        yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
-    if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
-        fix = 'install it, or publish = "checkpoint"'
-        yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
-    if recipe.publish == "nccl" and machine.shared_gpu:
-        fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
-        yield Finding("error", "NCCL does not join two processes on one GPU", fix)
-    if recipe.publish == "lora" and len(machine.engines) > 1:
-        text = f"{len(machine.engines)} engines, one a GPU: vLLM with --data-parallel-size cannot load adapters"
-        yield Finding("note", text, "start each as written")

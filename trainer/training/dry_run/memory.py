@@ -1,18 +1,17 @@
-"""Memory of a training process and of an engine, how one GPU is divided between them, and the files they write.
+"""Memory of a training process and of an engine, how one GPU is divided between them, and checkpoints.
 
 All sizes are bytes. A trace is as long as the recipe allows, and shares no prefix with another one.
 """
 
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import Any
 
 import torch
 
 from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
 from rolltap.trainer.training.dry_run.model import FLOAT32, ModelNumbers
-from rolltap.trainer.training.forward.sizes import SIZES, WORKING
+from rolltap.trainer.training.forward.sizes import SIZES
 from rolltap.trainer.training.grpo.forward import TOKENS_PER_SEGMENT
 from rolltap.trainer.training.grpo.optimizer import shares
 from rolltap.trainer.training.recipe import Machine as DeclaredMachine
@@ -31,10 +30,6 @@ SERVING = 4 * GIB
 """Activations, CUDA graphs and libraries of an engine. Assumed, not measured."""
 UTILIZATION = 0.92
 """vLLM's default of `--gpu-memory-utilization`: the share of a GPU that an engine takes. vLLM 0.32."""
-COMFORTABLE = TOKENS_PER_SEGMENT
-"""Tokens of a segment from which larger ones gain little. The engine of a shared GPU gets the rest."""
-PUBLISHED = 2
-"""Published checkpoints that exist at once: the previous one until all engines took the new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,6 @@ class Machine:
     """URLs. None to train on recorded runs."""
     gpu: float | None
     """Bytes of a GPU; None without one, or if it is not known."""
-    gpus: int | None
-    """GPUs of this machine that may train; None if the plan is for another one."""
     shared_gpu: bool
     dtype: Dtype
     """Type of the weights: the recipe's, or the one that a start on this machine chooses."""
@@ -60,19 +53,16 @@ def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, onl
     there are no engines.
     """
     declared = recipe.machine or DeclaredMachine()
-    cuda = torch.cuda.is_available()
-    here = float(torch.cuda.get_device_properties(0).total_memory) if cuda else None
-    gpu = declared.gpu_gib * GIB if declared.gpu_gib else here
+    gpu = declared.gpu_gib * GIB if declared.gpu_gib else None
+    if gpu is None and torch.cuda.is_available():
+        gpu = float(torch.cuda.get_device_properties(0).total_memory)
     if recipe.grpo.get("use_cpu"):
         gpu = None
-    urls = [url.strip() for url in engine.split(",")] if engine else []
-    if not urls and online:
-        urls = [f"http://127.0.0.1:{FIRST_PORT + i}" for i in range(declared.engines)]
+    here_by_default = (f"http://127.0.0.1:{FIRST_PORT + i}" for i in range(declared.engines if online else 0))
     return Machine(
         processes=processes or declared.processes,
-        engines=tuple(urls),
+        engines=tuple(map(str.strip, engine.split(","))) if engine else tuple(here_by_default),
         gpu=gpu,
-        gpus=torch.cuda.device_count() if cuda and gpu == here else None,
         shared_gpu=online and declared.shared_gpu,
         dtype=recipe.dtype or ("float32" if gpu is None else "bfloat16"),
     )
@@ -104,8 +94,8 @@ class Variable:
     """None if the states of all rows are kept at once."""
     sizes: Sizes
     """states: keys and values or recurrent states of the tokens in memory, and their gradients. activations: tensors
-    that one batch of segments saves for its backward pass. working room: needed by the running layer besides. logits:
-    one chunk, and the head's gradient."""
+    that one batch of segments saves for its backward pass, and a quarter of it for the running layer. logits: one
+    chunk, and the head's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +104,15 @@ class EngineShare:
 
     sizes: Sizes
     """Of the cache too: keys and values, and states of linear attention."""
-    cached_tokens: int
-    """Tokens of the longest sessions that fit into the cache; `sessions` is the number of these."""
     sessions: int
+    """Number of the longest sessions that fit into the cache."""
     utilization: float
     """Value of `--gpu-memory-utilization` that gives the engine this much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a training process and of an engine, and the files."""
+    """Memory of a training process and of an engine."""
 
     always: Sizes
     """Held whatever the length of the traces: see `fixed`."""
@@ -134,24 +123,19 @@ class Memory:
     """Value of `grpo.memory_gib` on a shared GPU, if the recipe gives none."""
     engine: EngineShare | None
     """None when the GPU's memory is not known, and for recorded runs."""
-    files: Sizes
-    """At most and besides the recorded run."""
 
 
 def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: Rows) -> Memory:
     """Return what each process and engine of a machine takes of a GPU. A total that is larger does not fit.
 
-    An engine and a training process that share one GPU: the trainer gets what its longest trace needs in segments of
-    `COMFORTABLE` tokens, or in smaller ones if the engine could not hold a session otherwise; the engine what its
-    sessions need; and the trainer the rest.
+    An engine and a training process that share one GPU: the trainer gets what its longest trace needs, in segments of
+    the default size, or `grpo.memory_gib`; the engine what its sessions need, at least for one; the trainer the rest.
     """
     gpu, grpo = machine.gpu, recipe.grpo
     always = fixed(recipe, numbers, machine.processes, cuda=gpu is not None)
-    files = files_of(recipe, numbers, online=bool(machine.engines))
     memory = int(grpo["memory_gib"] * GIB) if grpo.get("memory_gib") else None
     if gpu is None:
-        return Memory(always, variable(recipe, numbers, traces, memory), memory, None, None, files)
-    suggested = None
+        return Memory(always, variable(recipe, numbers, traces, memory), memory, None, None)
     adapters = recipe.adapters * numbers.adapter * numbers.item // FLOAT32 if recipe.publish == "lora" else 0
     held = numbers.weights + adapters + SERVING
     cache, utilization = max(0, int(UTILIZATION * gpu) - held), UTILIZATION
@@ -159,20 +143,16 @@ def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: R
     rest = int(SLACK * gpu) - always.total
     if machine.shared_gpu:
         rest -= held
-        if memory is None:
-            need = _need_of_longest(numbers, traces, rest - one, grpo)
-            cache = max(0, min(-(-recipe.concurrency // len(machine.engines)) * one, rest - need))
-            suggested = max(0, rest - cache) // (GIB // 10) / 10
-        else:
-            cache = max(0, rest - memory)
+        need = memory or variable(recipe, numbers, Rows(1, traces.longest), None).sizes.total
+        cache = max(0, min(-(-recipe.concurrency // len(machine.engines)) * one, max(rest - need, one), rest))
         rest -= cache
         utilization = floor(100 * (held + cache) / gpu) / 100
-    if memory is None:
-        memory = max(0, rest)
+    suggested = None if memory or not machine.shared_gpu else max(0, rest) // (GIB // 10) / 10
+    memory = memory or max(0, rest)
     sizes = {"weights": numbers.weights, "adapters": adapters, "working memory": SERVING, "cache": cache}
-    engine = EngineShare(Sizes(sizes), cache * traces.longest // one, cache // one, utilization)
+    engine = EngineShare(Sizes(sizes), cache // one, utilization)
     traced = variable(recipe, numbers, traces, memory)
-    return Memory(always, traced, memory, suggested, engine if machine.engines else None, files)
+    return Memory(always, traced, memory, suggested, engine if machine.engines else None)
 
 
 def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) -> Sizes:
@@ -215,15 +195,22 @@ def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float 
     Without a number of bytes, as on a CPU, segments have one size and all states are kept. If nothing fits, the
     smallest sizes: their total is then more than `memory`.
     """
-    grpo, given, tokens = recipe.grpo, recipe.grpo.get("tokens_per_segment"), traces.count * traces.longest
+    costs, grpo, tokens = numbers.costs, recipe.grpo, traces.count * traces.longest
+    size, in_memory, offload = grpo.get("tokens_per_segment"), None, bool(grpo.get("offload_states"))
     if grpo.get("activation_checkpointing") is False or grpo.get("forward") == "padded":
-        return _parts(numbers, traces, tokens, None, grpo)  # the activations of all tokens are kept at once
-    if memory is None:
-        return _parts(numbers, traces, given or TOKENS_PER_SEGMENT, None, grpo)
-    among, offload = (given,) if given else SIZES, bool(grpo.get("offload_states"))
-    chosen = numbers.costs.sizes_of(memory, tokens, traces.longest, offload_states=offload, among=among)
-    size, in_memory, _ = chosen
-    return _parts(numbers, traces, size, in_memory, grpo)
+        size = tokens  # the activations of all tokens are kept at once
+    elif memory is not None:
+        among = (size,) if size else SIZES
+        size, in_memory, _ = costs.sizes_of(memory, tokens, traces.longest, offload_states=offload, among=among)
+    size = size or TOKENS_PER_SEGMENT
+    kept = min(tokens, in_memory or tokens)
+    logits = costs.head_gradient + costs.logits_per_token * min(size, costs.logits_tokens)
+    sizes = {
+        "states": 0 if offload else ceil(costs.of_states(kept, size, traces.longest)),
+        "activations": ceil(costs.of_batch(size, traces.longest) - logits),
+        "logits": ceil(logits),
+    }
+    return Variable(size, in_memory, Sizes(sizes))
 
 
 def session_bytes(numbers: ModelNumbers, tokens: int) -> int:
@@ -236,23 +223,17 @@ def gib(size: float, digits: int = 1) -> str:
     return f"{size / GIB:.{digits}f} GiB"
 
 
-def files_of(recipe: Recipe, numbers: ModelNumbers, *, online: bool) -> Sizes:
-    """Return the files of a recipe's training. Without `online` nothing is published.
-
-    Published weights are memory if `publish_folder` is in /dev/shm. Checkpoints have weights and the optimizer's state.
-    """
-    published = {"lora": recipe.adapters * numbers.adapter, "checkpoint": PUBLISHED * numbers.weights, "nccl": 0}
-    one = (numbers.adapter if recipe.lora else numbers.weights) + _optimizer_state(recipe, numbers, numbers.trained)
-    finished = numbers.weights + numbers.other_towers + numbers.adapter  # an adapter is merged into it, and beside
-    checkpoints = checkpoints_of(recipe)[1] * one
-    return Sizes(published=published[recipe.publish] if online else 0, checkpoints=checkpoints, finished=finished)
-
-
-def checkpoints_of(recipe: Recipe) -> tuple[int, int]:
-    """Return the checkpoints of a training, and the most at once: an old one is removed after a new one is written."""
+def checkpoints_of(recipe: Recipe, numbers: ModelNumbers) -> dict[str, int]:
+    """Return how many checkpoints a training writes, the most at once, and the bytes of one, with the optimizer."""
     written = -(-recipe.steps // recipe.save_steps)  # after the last step too
     limit = int(recipe.grpo.get("save_total_limit", SAVE_TOTAL_LIMIT))
-    return written, min(written, limit + 1) if limit > 0 else written
+    return {
+        "checkpoints": written,
+        # an old one is removed after a new one is written
+        "checkpoints_at_once": min(written, limit + 1) if limit > 0 else written,
+        "checkpoint_bytes": (numbers.adapter if recipe.lora else numbers.weights)
+        + _optimizer_state(recipe, numbers, numbers.trained),
+    }
 
 
 def _optimizer_state(recipe: Recipe, numbers: ModelNumbers, stepped: int) -> int:
@@ -260,27 +241,3 @@ def _optimizer_state(recipe: Recipe, numbers: ModelNumbers, stepped: int) -> int
     moments = MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)
     copies = not recipe.lora and numbers.item != FLOAT32
     return (moments + copies) * FLOAT32 * stepped
-
-
-def _need_of_longest(numbers: ModelNumbers, traces: Rows, most: int, grpo: dict[str, Any]) -> int:
-    """Return what the longest trace alone takes in the best segments that need at most `most`, or in the smallest."""
-    given = grpo.get("tokens_per_segment")
-    sizes = (given,) if given else [size for size in SIZES if size <= COMFORTABLE]
-    needs = [_parts(numbers, Rows(1, traces.longest), size, None, grpo).sizes.total for size in sizes]
-    return next((need for need in needs if need <= most), needs[-1])
-
-
-def _parts(numbers: ModelNumbers, traces: Rows, size: int, in_memory: int | None, grpo: dict[str, Any]) -> Variable:
-    """Return the memory of traces in segments of `size` tokens, `in_memory` of them at once."""
-    costs = numbers.costs
-    tokens = traces.count * traces.longest
-    kept = min(tokens, in_memory or tokens)
-    logits = costs.head_gradient + costs.logits_per_token * min(size, costs.logits_tokens)
-    graph = (costs.of_batch(size, traces.longest) - logits) / WORKING
-    sizes = {
-        "states": 0 if grpo.get("offload_states") else ceil(costs.of_states(kept, size, traces.longest)),
-        "activations": ceil(graph),
-        "working room": ceil(graph * (WORKING - 1)),
-        "logits": ceil(logits),
-    }
-    return Variable(size, in_memory, Sizes(sizes))

@@ -32,8 +32,8 @@ class ModelNumbers:
     """In float32."""
     sizes: tuple[int, ...]
     """Number of values of each trained parameter."""
-    other_towers: int
-    """Weights of towers that are not trained, such as vision. 0 for a model of text alone."""
+    other_towers: bool
+    """True for a checkpoint that has more than the text part, such as vision."""
     item: int
     """Bytes of a value of the weights."""
     context: int
@@ -54,10 +54,11 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     Raises `InputError` for a model that cannot be built, for an adapter that does not fit it, and for one with layers
     whose states are not known.
     """
-    model = meta_policy(recipe.model, dtype, **model_arguments(recipe))
+    init = model_arguments(recipe)
+    model = meta_policy(recipe.model, dtype, **init)
     for name in frozen_modules(model):
         model.get_submodule(name).requires_grad_(False)
-    config = model.config.get_text_config(decoder=True)
+    config, stored = model.config.get_text_config(decoder=True), AutoConfig.from_pretrained(recipe.model, **init)
     parameters, item = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     weights = _bytes(model)
     if adapter := lora_config(recipe):
@@ -72,7 +73,7 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
         weights=weights,
         adapter=_bytes(model) - weights,
         sizes=tuple(p.numel() for p in model.parameters() if p.requires_grad),
-        other_towers=_other_towers(recipe, dtype, weights),
+        other_towers=type(stored) in AutoModelForImageTextToText._model_mapping and stored.get_text_config() != stored,
         item=item,
         context=int(config.max_position_embeddings),
         tied=bool(model.config.tie_word_embeddings),
@@ -96,16 +97,6 @@ def _costs(model: Any, dtype: Dtype) -> Costs:
                 parameter.grad_dtype = torch.float32
         autocast = partial(torch.autocast, "cpu", getattr(torch, dtype), enabled=dtype != "float32")
         return measure(model, autocast)
-
-
-def _other_towers(recipe: Recipe, dtype: Dtype, text: int) -> int:
-    """Return the bytes of what the checkpoint has besides the text part, as its configuration says."""
-    config, unused = AutoConfig.from_pretrained(recipe.model, return_unused_kwargs=True, **model_arguments(recipe))
-    if config.get_text_config(decoder=True) is config or type(config) not in AutoModelForImageTextToText._model_mapping:
-        return 0
-    with torch.device("meta"):
-        whole = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype), **unused)
-    return max(0, _bytes(whole) - text)
 
 
 def _bytes(model: Any) -> int:

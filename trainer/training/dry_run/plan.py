@@ -1,18 +1,16 @@
-"""The plan of a training: what a recipe takes and needs, found without starting anything, and printed as tables."""
+"""The plan of a training: what a recipe takes and needs, found without starting anything, and printed."""
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.errors import RolltapError
@@ -36,15 +34,7 @@ from rolltap.trainer.training.recipe import Recipe
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`. vLLM 0.32."""
-KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"
-"""Line of every terminal: the file is made if it does not exist."""
-WIDTH = 74
-"""Characters of a line of a command, without its end: a terminal has 80."""
-
-_WORK = (
-    "{steps:,} steps of {sessions_per_step:,} sessions = {sessions:,} sessions, {optimizer_steps:,} optimizer steps, "
-    "{checkpoints:,} checkpoints"
-)
+KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"  # in every terminal; the file is made if it does not exist
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -77,15 +67,18 @@ class TrainingPlan:
         return {"can_start": self.can_start, **own, "recipe": self.recipe.model_dump(mode="json")}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Print the plan as tables: its findings last, where they are read."""
+        """Print the plan: its findings last, where they are read. A command is one line, which can be copied."""
         if self.model is not None and self.traces_per_pass is not None and self.memory is not None:
-            yield _summary(self, self.model, self.traces_per_pass)
-            for title, table in _sizes(self, self.memory).items():
+            for name, text in _summary(self, self.model, self.traces_per_pass):
+                yield Text.assemble((f"{name:9}", "dim"), text)
+            for title, sizes, notes in _sizes(self, self.memory):
                 yield Text(f"\n{title}", style="bold")
-                yield Padding(table, (0, 0, 0, 2), expand=False)
+                for name, size in sizes.items():
+                    if size:
+                        line = f"{gib(size, 2):>10}  {notes.get(name, '')}".rstrip()
+                        yield Text.assemble((f"  {name:17}", "dim"), line)
             yield Text("\nTo start", style="bold")
-            # as text of its own, not in a frame, which would be cut at the edge of a narrow terminal
-            yield Text("\n".join(map(_broken, self.lines)))
+            yield Text("\n".join(self.lines))
         yield Text()
         for finding in sorted(self.findings, key=lambda finding: list(_STYLES).index(finding.level)):
             yield Text.assemble((f"{finding.level}: ", _STYLES[finding.level]), f"{finding.text}. Fix: {finding.fix}.")
@@ -97,7 +90,7 @@ def plan(
     *,
     engine: str | None = None,
     processes: int | None = None,
-    file: Path | None = None,
+    file: Path = Path("recipe.toml"),
     runs: Sequence[Path] = (),
     out: Path | None = None,
 ) -> TrainingPlan:
@@ -119,7 +112,6 @@ def plan(
     traces = rows(recipe, numbers, machine.processes)
     memory = memory_of(recipe, machine, numbers, traces)
     findings += found.of_numbers(recipe, machine, numbers, traces, memory)
-    file = file or Path("recipe.toml")
     train = _training(recipe, machine, file, runs, out or Path("runs", file.stem))
     sessions = recipe.groups_per_step * recipe.sessions
     return TrainingPlan(
@@ -132,7 +124,7 @@ def plan(
             "sessions_per_step": sessions,
             "sessions": sessions * recipe.steps,
             "optimizer_steps": recipe.steps * int(recipe.grpo.get("num_iterations", 1)),
-            "checkpoints": checkpoints_of(recipe)[0],
+            **checkpoints_of(recipe, numbers),
         },
         traces_per_pass=traces,
         memory=memory,
@@ -143,10 +135,8 @@ def plan(
 def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> Iterator[str]:
     """Yield the lines that start the engines. One that begins with `#` names the machine of the next, if another."""
     arguments = _engine_arguments(recipe, machine, numbers, engine)
-    hosts: dict[str, list[SplitResult]] = {}
-    for url in map(urlsplit, machine.engines):
-        hosts.setdefault("" if _is_here(url) else str(url.hostname), []).append(url)
-    for host, urls in hosts.items():
+    host = ""
+    for host, urls in groupby(sorted(map(urlsplit, machine.engines), key=_host), _host):
         if host:
             yield f"# on {host}, with a copy of engine.key:"
         for gpu, url in enumerate(urls):
@@ -154,7 +144,7 @@ def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: En
             if port := url.port or {"http": 80}.get(url.scheme):
                 command += ["--port", str(port)]
             yield _on_gpus(machine, gpu, 1) + shlex.join([*command, *arguments])
-    if any(hosts):
+    if host:
         yield "# here:"
 
 
@@ -178,16 +168,17 @@ def _training(recipe: Recipe, machine: Machine, file: Path, runs: Sequence[Path]
     command += ["train", str(file), *(word for run in runs for word in ("--from", str(run)))]
     if machine.engines:
         command += ["--engine", ",".join(machine.engines)]
-    first = 0 if machine.shared_gpu else sum(_is_here(urlsplit(url)) for url in machine.engines)
+    first = 0 if machine.shared_gpu else sum(not _host(urlsplit(url)) for url in machine.engines)
     return _on_gpus(machine, first, machine.processes) + shlex.join([*command, "--out", str(out)])
 
 
-def _is_here(url: SplitResult) -> bool:
-    """Return True for the URL of a server that only this machine reaches."""
+def _host(url: SplitResult) -> str:
+    """Return the host of a URL; empty for loopback, which is this machine."""
+    host = url.hostname or ""
     try:
-        return ip_address(url.hostname or "").is_loopback
+        return "" if ip_address(host).is_loopback else host
     except ValueError:
-        return url.hostname == "localhost"
+        return "" if host == "localhost" else host
 
 
 def _on_gpus(machine: Machine, first: int, number: int) -> str:
@@ -195,84 +186,45 @@ def _on_gpus(machine: Machine, first: int, number: int) -> str:
     return "" if machine.gpu is None else f"CUDA_VISIBLE_DEVICES={gpus} "
 
 
-def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Table:
-    recipe, machine = plan.recipe, plan.machine
+def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[tuple[str, str]]:
+    """Yield names and texts."""
+    recipe, machine, work = plan.recipe, plan.machine, plan.work
     default = "" if recipe.dtype else f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
+    yield "model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"
     trained = f"LoRA of {model.trained / 1e6:,.1f} M" if recipe.lora else "all weights"
-    engines = f", {_number(len(machine.engines), 'engine')}" if machine.engines else ""
+    yield "trains", trained + (f", published as {recipe.publish}" if machine.engines else ", on recorded runs")
+    engines = f", engines: {len(machine.engines)}" if machine.engines else ""
     shared = ", one GPU for both" if machine.shared_gpu else ""
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""
-    return _table(
-        ("model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"),
-        ("trains", trained + (f", published as {recipe.publish}" if machine.engines else ", on recorded runs")),
-        ("machine", _number(machine.processes, "training process", "es") + engines + shared + memory),
-        ("work", _WORK.format_map(plan.work)),
-        ("traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, one a session;"),
-        ("", "sub-agents, and calls that do not continue the one before, add more"),
+    yield "machine", f"training processes: {machine.processes}" + engines + shared + memory
+    sessions = f"{work['steps']:,} steps of {work['sessions_per_step']:,} sessions = {work['sessions']:,} sessions"
+    yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
+    size = gib(work["checkpoint_bytes"], 2)
+    yield "disk", f"checkpoints: {work['checkpoints']:,} of {size} each, {work['checkpoints_at_once']} at once"
+    yield "traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, if each session is one trace"
+
+
+def _sizes(plan: TrainingPlan, memory: Memory) -> Iterator[tuple[str, dict[str, int], dict[str, str]]]:
+    """Yield titles, bytes by names, and notes on the names."""
+    recipe, traces, engine, tokens = plan.recipe, memory.traces, memory.engine, memory.traces.tokens_in_memory
+    suggested = f": grpo.memory_gib = {memory.suggested_memory_gib}" if memory.suggested_memory_gib else ""
+    together = {"together": memory.always.total + traces.sizes.total, "room for traces": memory.planned_traces or 0}
+    yield (
+        "A training process",
+        memory.always | traces.sizes | together,
+        {
+            "gradients": "float32",
+            "optimizer": "float32, the largest share" if plan.machine.processes > 1 and not recipe.lora else "float32",
+            "reference model": "grpo.beta",
+            "CUDA": "assumed",
+            "states": f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass",
+            "activations": f"a batch of {traces.tokens_per_segment:,} tokens, and a quarter of it",
+            "logits": "a chunk",
+            "room for traces": f"states, activations and logits{suggested}",
+        },
     )
-
-
-def _sizes(plan: TrainingPlan, memory: Memory) -> dict[str, Table]:
-    """Return the tables of bytes by their titles."""
-    recipe, always, traces, engine = plan.recipe, memory.always, memory.traces, memory.engine
-    largest = ", the largest share" if plan.machine.processes > 1 and not recipe.lora else ""
-    tokens = traces.tokens_in_memory
-    trainer = {
-        "gradients": "float32",
-        "optimizer": f"float32{largest}",
-        "reference model": "grpo.beta",
-        "CUDA": "assumed",
-        "states": f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass",
-        "activations": f"a batch of {traces.tokens_per_segment:,} tokens",
-        "working room": "a quarter of it",
-        "logits": "a chunk",
-        "room for traces": "states, activations and logits",
-    }
-    sizes = always | traces.sizes | {"together": always.total + traces.sizes.total}
-    tables = {"A training process": _size_table(sizes | {"room for traces": memory.planned_traces or 0}, trainer)}
-    if memory.suggested_memory_gib:
-        tables["A training process"].add_row("", "", f"grpo.memory_gib = {memory.suggested_memory_gib}")
     if engine is not None:
-        about = {
-            "working memory": "assumed",
-            "cache": f"{engine.cached_tokens:,} tokens, {_number(engine.sessions, 'session')} of the longest at once",
-            "together": f"--gpu-memory-utilization {engine.utilization:.2f}",
-        }
-        tables["An engine"] = _size_table(engine.sizes | {"together": engine.sizes.total}, about)
-    files = {
-        "published": str(recipe.publish_folder or "in the run folder"),
-        "checkpoints": f"{_number(checkpoints_of(recipe)[1], 'checkpoint')} in the run folder, while one is written",
-        "finished": "the model in the run folder",
-    }
-    return tables | {"Files": _size_table(memory.files, files)}
-
-
-def _size_table(sizes: dict[str, int], about: dict[str, str]) -> Table:
-    """Return a table of names, sizes above 0, and texts."""
-    return _table(*((name, gib(size, 2), about.get(name, "")) for name, size in sizes.items() if size))
-
-
-def _table(*lines: tuple[str, ...]) -> Table:
-    """Return a table whose columns are a name, a size if there are three, and a text."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(justify="right" if len(lines[0]) == 3 else "left")
-    for line in lines:
-        table.add_row(*line)
-    return table
-
-
-def _broken(command: str) -> str:
-    """Return a command as indented lines of at most `WIDTH` characters, where its words allow it. A comment is one."""
-    if command.startswith("#"):
-        return f"  {command}"
-    lines = [" "]
-    for word in re.findall(r"(?:'[^']*'|\S)+", command):
-        if lines[-1].strip() and len(lines[-1]) + len(word) > WIDTH:
-            lines.append("     ")
-        lines[-1] += f" {word}"
-    return " \\\n".join(lines)
-
-
-def _number(count: int, one: str, plural: str = "s") -> str:
-    return f"{count:,} {one}{'' if count == 1 else plural}"
+        longest = f"{engine.sessions} of the longest sessions at once"
+        share = f"--gpu-memory-utilization {engine.utilization:.2f}"
+        notes = {"working memory": "assumed", "cache": longest, "together": share}
+        yield "An engine", engine.sizes | {"together": engine.sizes.total}, notes
