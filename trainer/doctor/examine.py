@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.engine.key import make_key
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.tables import read_rows
@@ -28,7 +29,6 @@ CONTEXT = 1_000_000
 """Context window of the engine in tokens, which are bytes. The first prompts of some programs have 150,000."""
 OPTIONS = {
     "rolltap_renderer": RENDERER,
-    "rolltap_engine_key_file": "",
     "rolltap_max_calls": "40",  # a program that goes on after the final answer ends there
     "rolltap_patience": "5",  # seconds: the engine is in this process, and does not come back
 }
@@ -78,7 +78,8 @@ def examine(
                     "install": preset.install,
                     "quirks": preset.quirks,
                 }
-            settings = {**OPTIONS, **(options or {})}
+            make_key(key := work / "engine.key")  # not that of the user's engines
+            settings = {**OPTIONS, "rolltap_engine_key_file": str(key), **(options or {})}
             with Recorder(work / "run", engine=engine.url, model=work / "model", options=settings) as recorder:
                 proxied = {**environment, **recorder.environment(_SESSION)}
                 log = work / "output.log"

@@ -358,7 +358,7 @@ def _is_alive(pid: int) -> bool:
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
     """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
 
-    The tail, which is held in memory, is kept in a file beside the segment (`kept_cuts`), unless it is all zeros.
+    The tail is kept in a file beside the segment (`kept_cuts`), unless it is all zeros.
     """
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
@@ -368,10 +368,7 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
                 pass
         if reader.uncommitted:
             size = os.fstat(descriptor).st_size - reader.uncommitted
-            with path.open("rb") as file:
-                file.seek(size)
-                tail = file.read()
-            kept = _keep(path, tail) if any(tail) else None
+            kept = _keep(path, size) if any(map(any, _pieces(path, size))) else None
             os.ftruncate(descriptor, size)
             os.fsync(descriptor)
             where = f", and are in {kept.name}" if kept else ""
@@ -383,16 +380,25 @@ def kept_cuts(run: Path) -> list[Path]:
     return sorted(run.glob("[!.]*.arrow.cut-*"))
 
 
-def _keep(path: Path, tail: bytes) -> Path:
-    """Write a tail to a new file, which is on the disk when this returns.
+def _keep(path: Path, start: int) -> Path:
+    """Write what a file has from `start` on to a new file, which is on the disk when this returns.
 
     A file that has the same bytes is that of a repair which was killed before it truncated.
     """
     for number in count(1):
         kept = path.with_name(f"{path.name}.cut-{number}")
         if not kept.exists():
-            with new_file(kept, "wb") as file:
-                file.write(tail)
-        if kept.read_bytes() == tail:
+            with new_file(kept, "wb") as copy:
+                copy.writelines(_pieces(path, start))
+        same = kept.stat().st_size == path.stat().st_size - start
+        if same and all(map(bytes.__eq__, _pieces(path, start), _pieces(kept, 0))):
             break
     return kept
+
+
+def _pieces(path: Path, start: int) -> Iterator[bytes]:
+    """Yield the bytes of a file from `start` on, of which few are in memory at once."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while piece := file.read(2**20):
+            yield piece

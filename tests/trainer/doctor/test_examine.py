@@ -21,7 +21,8 @@ def problems(diagnosis):
     return [finding.text for finding in diagnosis.findings if finding.level == "problem"]
 
 
-def test_a_program_whose_calls_are_continued_is_ready():
+def test_a_program_whose_calls_are_continued_is_ready_whatever_key_the_engines_of_the_user_have(monkeypatch):
+    monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "/missing.key")
     diagnosis = tried()
     seen = diagnosis.seen
     assert (diagnosis.findings, seen.exit_status, seen.output.strip()) == ([], 0, FINAL)
