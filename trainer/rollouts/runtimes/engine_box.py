@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import errno
 import io
 import os
 import re
@@ -212,7 +213,7 @@ class EngineBox:
         if output.marked or ended.status is None:
             return ended  # also when the program has ended its box: that is its own doing
         if f"{_ABSENT} {token}\n".encode() in output.before:
-            raise FileNotFoundError(f"there is no program {command[0]} in the container")
+            raise FileNotFoundError(errno.ENOENT, "there is no such program in the container", command[0])
         said = output.before.decode(errors="replace").strip()[-500:]
         raise OSError(f"{command[0]} could not be started in the container of {self._spec.name}: {said}")
 
