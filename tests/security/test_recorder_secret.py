@@ -99,7 +99,7 @@ def test_a_session_finds_no_secret_and_no_credentials_of_another_in_proc(
     (tmp_path / "thief.toml").write_text(
         'name = "thief"\nversion = "1"\n' + "".join(f"{key} = {json.dumps(value)}\n" for key, value in preset.items())
     )
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "t", "instruction": "Steal.", "evaluate": ["true"]}))
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": "theft", "instruction": "Steal.", "evaluate": ["true"]}))
     command = [*without_privileges, sys.executable, "-c", ROLLTAP, "rollout", tmp_path / "tasks.jsonl"]
     command += ["--harness", tmp_path / "thief.toml", "-n", "2", "--concurrency", "1", "--out", tmp_path / "run"]
     command += ["--engine", scripted_engine.url, "--model", tokenizer_folder]
@@ -110,5 +110,7 @@ def test_a_session_finds_no_secret_and_no_credentials_of_another_in_proc(
     assert len(logs) == 6  # a session without a call is tried twice more
     for log in logs:
         mine, *found = log.read_text().splitlines()
-        assert mine.startswith("mine http://t-")
-        assert found == ["looked everywhere"]
+        assert mine.startswith("mine http://theft-")
+        assert found.pop() == "looked everywhere"
+        # programs beside the test have credentials of their own recorders
+        assert not [line for line in found if "secret" in line or "http://theft-" in line]
