@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
 from rolltap.trainer.rollouts.runtimes.runtime import (
@@ -196,26 +198,35 @@ class EngineBox:
 
         Processes that the program leaves in the background run until `settle`; all are killed when it is stopped.
         """
-        if self._pid and not Path(f"/proc/{self._pid}").exists():  # the last program has ended it
-            await self.settle()
-        if not self._pid:
-            await run_to_end(call, self._engine.restart(self._name, self._spec, self._mounts))
-            await self._join()
-        token = secrets.token_hex(16)
-        script = self._folder / "scripts" / secrets.token_hex(8)
-        script.write_text(_script(command, env, self.workdir))
-        inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", token]
-        try:
-            async with written_to(log, marker=f"{_STARTS} {token}\n".encode()) as output:
-                ended = await self._execute(self._engine.execute(self._name, inside), timeout, log, output)
-        finally:
-            script.unlink()
-        if output.marked or ended.status is None:
-            return ended  # also when the program has ended its box: that is its own doing
-        if f"{_ABSENT} {token}\n".encode() in output.before:
-            raise FileNotFoundError(errno.ENOENT, "there is no such program in the container", command[0])
+        for _ in range(2):  # again when the box has ended as the program was to begin
+            if self._pid and not self._runs():  # the last program has ended it
+                await self.settle()
+            if not self._pid:
+                await run_to_end(call, self._engine.restart(self._name, self._spec, self._mounts))
+                await self._join()
+            token = secrets.token_hex(16)
+            script = self._folder / "scripts" / secrets.token_hex(8)
+            script.write_text(_script(command, env, self.workdir))
+            inside = ["/bin/sh", f"{_SCRIPTS}/{script.name}", token]
+            try:
+                async with written_to(log, marker=f"{_STARTS} {token}\n".encode()) as output:
+                    ended = await self._execute(self._engine.execute(self._name, inside), timeout, log, output)
+            finally:
+                script.unlink()
+            if output.marked or ended.status is None:
+                return ended  # also when the program has ended its box: that is its own doing
+            if f"{_ABSENT} {token}\n".encode() in output.before:
+                raise FileNotFoundError(errno.ENOENT, "there is no such program in the container", command[0])
+            if self._runs():
+                break
         said = output.before.decode(errors="replace").strip()[-500:]
         raise OSError(f"{command[0]} could not be started in the container of {self._spec.name}: {said}")
+
+    def _runs(self) -> bool:
+        try:
+            return bool(psutil.Process(self._pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
 
     async def _execute(self, command: Sequence[str], timeout: float, log: Path, output: Output) -> Ended:
         """Run a program of the engine. Stopping it stops the box, whose programs are no children of that one."""

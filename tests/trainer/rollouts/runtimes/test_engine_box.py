@@ -90,13 +90,25 @@ async def test_a_program_whose_box_ends_has_failed_and_the_next_has_a_box(tmp_pa
         assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
 
 
-async def test_a_box_that_has_ended_before_the_program_is_an_os_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_program_whose_box_ends_before_it_begins_in_another_and_fails_if_that_one_ends_too(
+    tmp_path, monkeypatch, times
+):
     async with ContainerRuntime().box(make_spec(tmp_path)) as box:
-        monkeypatch.setattr(Path, "exists", lambda _: True)
-        os.kill(box._pid, signal.SIGKILL)
-        wait_until_dead(box._pid)
-        with pytest.raises(OSError, match="bash could not be started in the container of"):
-            await sh(box, "true", tmp_path / "log")
+        execute, ends = box._execute, [box] * times
+
+        async def execute_late(*arguments):
+            if ends:
+                os.kill(ends.pop()._pid, signal.SIGKILL)
+                wait_until_dead(box._pid)
+            return await execute(*arguments)
+
+        monkeypatch.setattr(box, "_execute", execute_late)
+        if times == 1:
+            assert await sh(box, "echo alive", tmp_path / "log") == (Ended(0), "alive\n")
+        else:
+            with pytest.raises(OSError, match="bash could not be started in the container of"):
+                await sh(box, "true", tmp_path / "log")
 
 
 async def test_nothing_of_a_program_is_on_a_command_line_that_all_users_can_read(tmp_path):
