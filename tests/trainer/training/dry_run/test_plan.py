@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rolltap.trainer.cli.train import train_command
 from rolltap.trainer.training.dry_run import findings
-from rolltap.trainer.training.dry_run.memory import GIB
+from rolltap.trainer.training.dry_run.memory import GIB, machine_of
 from rolltap.trainer.training.dry_run.plan import plan
 from rolltap.trainer.training.recipe import Machine, Recipe
 from tests.trainer.training.grpo.tiny_models import FAMILIES
@@ -85,6 +85,16 @@ def test_what_cannot_work_is_an_error_with_a_fix(model, keys, text):
     named = [finding for finding in found.findings if finding.level == "error" and text in finding.text + finding.fix]
     assert named, found.findings
     assert all(finding.fix for finding in named)
+
+
+@pytest.mark.parametrize(("use_cpu", "refused"), [(False, True), (True, False)])
+def test_each_process_that_trains_on_this_machines_gpus_has_one(monkeypatch, tmp_path, use_cpu, refused):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    recipe = Recipe(model=tmp_path, steps=1, machine=Machine(processes=2), grpo={"use_cpu": use_cpu})
+    found = findings.of_recipe(recipe, machine_of(recipe, None, None, online=False))
+    assert any("2 processes on a machine with 1 GPUs" in finding.text for finding in found) == refused
 
 
 def test_a_folder_without_a_model_is_one_error_and_no_plan(tmp_path):
