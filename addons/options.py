@@ -154,6 +154,11 @@ class RecorderOptions:
         "Renderer from conversations to token ids: a name of the `renderers` library, for instance `qwen3`, or `auto` "
         "to find the one that agrees with the model's chat template.",
     )
+    tool_parser: str = _option(
+        "auto",
+        "Reader of tool calls and reasoning in replies: a family in `addons/prompts/families.toml`, for instance "
+        "`hermes`, or `auto` to find the renderer or family that reads what the model's chat template writes.",
+    )
     sampling: Mapping[str, Any] = _option(
         "{}",
         'Sampling parameters of all calls, a JSON object such as `{"temperature": 0.7}`. Keys: '
@@ -244,7 +249,7 @@ class RecorderOptions:
     ready: str = _option(
         "",
         "File, or `/dev/fd/NUMBER`, to write the proxy's address to once it listens: one line of JSON with the keys "
-        "`host`, `port` and `warnings`, a list of texts about the engines' models.",
+        "`host`, `port` and `warnings`, a list of texts about the model and the engines.",
         live=True,
     )
 

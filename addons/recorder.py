@@ -47,14 +47,10 @@ def open_run(settings: OptManager) -> Endpoint:
     options = RecorderOptions.read(settings)
     with _naming("rolltap_engine_key_file"):
         key = read_key(options.engine_key_file)
-    with _naming("rolltap_model, rolltap_renderer"):
-        rendering = Rendering(resolve_model(options.model), options.renderer)
-    if rendering.name == "default":
-        advice = "tool calls are not parsed. Set rolltap_renderer if a renderer of the model's family exists."
-        logger.warning("no renderer matches the chat template of %s: %s", rendering.model, advice)
-    if rendering.refusal:
-        why = "conversations cannot be continued token for token, each call is rendered"
-        logger.warning("%s: %s", why, rendering.refusal)
+    with _naming("rolltap_model, rolltap_renderer, rolltap_tool_parser"):
+        rendering = Rendering(resolve_model(options.model), options.renderer, options.tool_parser)
+    for text in (*rendering.lacks, *rendering.notes):
+        logger.warning("%s", text)
     own = OwnModel.of(rendering.model, rendering.encode)
     # mitmdump serves nobody yet: its event loop may wait
     with ThreadPoolExecutor(1) as pool, _naming("rolltap_model"):
@@ -62,6 +58,7 @@ def open_run(settings: OptManager) -> Endpoint:
     metadata = {
         "model": rendering.model,
         "renderer": rendering.name,
+        "tool_parser": rendering.family and rendering.family.name,
         "bridge_refusal": rendering.refusal,
         **rendering.digests,
     }
@@ -77,6 +74,7 @@ def open_run(settings: OptManager) -> Endpoint:
     with _naming("rolltap_out"):
         write_metadata(options.out, metadata)
         add_recorder(options.out, recorder)
+    warnings = [*rendering.lacks, *warnings]
     return Endpoint(rendering, RunWriter(options.out, options.fsync), options, engine_key=key, warnings=warnings)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.model_call import DialectError, UnreadableCallsError
 from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RolltapError, RunError
 from rolltap.addons.store.records import Event, EventKind
@@ -35,12 +35,13 @@ _TRANSIENT = frozenset({errno.ENOSPC, errno.EDQUOT})
 _OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
 """Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines are `EngineError`s,
 and a disk has none."""
-_DECISIVE = frozenset({"fault", "budget"})
+_DECISIVE = frozenset({"fault", "budget", "unreadable"})
 """Kinds of events on which the outcome of a session depends."""
 
 
 def event_kind(error: Exception) -> EventKind:
-    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget` or `rejected`.
+    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget`, `unreadable` or
+    `rejected`.
 
     An invalid request is a `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
     an engine's refusal with a status below 500, because the recorder made the request that it refuses. An unexpected
@@ -49,6 +50,8 @@ def event_kind(error: Exception) -> EventKind:
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
+    if isinstance(error, UnreadableCallsError):
+        return "unreadable"
     if isinstance(error, DialectError):
         return "rejected" if error.status < _OUR_STATUS else "fault"
     return "fault" if isinstance(error, _OURS) and not isinstance(error, ConnectionError) else "rejected"

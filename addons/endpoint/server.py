@@ -98,7 +98,7 @@ class Gate(asyncio.Protocol):
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `warnings` are sentences for the user about the engines."""
+    """An aiohttp application that answers model calls. `warnings` are texts for the user about model and engines."""
 
     def __init__(
         self,

@@ -245,6 +245,8 @@ class Session:
             num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
             stored = await self.workers.run(num_bytes, self._store.read)
             model_calls = await self.workers.run(num_bytes, named.decoded, stored)
+        if model_calls[-1].tools and model_calls[-1].may_call:
+            self.rendering.require_calls()
         if self.options.images == "refuse":
             refuse_hidden(model_calls[-1].hidden)
         return model_calls

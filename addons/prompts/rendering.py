@@ -12,7 +12,6 @@ from typing import Any
 from renderers.base import (
     MODEL_RENDERER_MAP,
     RENDERER_REGISTRY,
-    MultimodalRenderer,
     Renderer,
     ToolCallParseStatus,
     create_renderer,
@@ -20,8 +19,10 @@ from renderers.base import (
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, well_formed
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, UnreadableCallsError, well_formed
+from rolltap.addons.dialects.tools import as_object
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.families import Family, ReadReply, families, find_family, named_family, reads, written_turns
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -37,7 +38,7 @@ from rolltap.addons.store.metadata import tokenizer_digests
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], PROBE_TOOLS),
-    ([PROBE[0], {**PROBE[1], "content": "", "reasoning_content": "I look."}, PROBE[2]], PROBE_TOOLS),
+    ([PROBE[0], {**PROBE[1], "reasoning_content": "I look."}, PROBE[2]], PROBE_TOOLS),
     (PARALLEL_PROBE, PROBE_TOOLS),
 ]
 _READS_ONE_TURN = frozenset(
@@ -56,6 +57,8 @@ _LONG_PROMPT = 8
 """Characters per token of the context window. Texts have fewer: a longer prompt is counted before it is rendered."""
 _PIECE, _PIECE_SLACK = 65_536, 16
 """Characters that are counted together, and tokens that a cut between two pieces may add."""
+_PROMPT_END = 64
+"""Tokens of a prompt in which its last turn begins: a generation prompt, with reasoning that it may open."""
 
 
 class Rendering:
@@ -65,31 +68,46 @@ class Rendering:
     `renderers` library, or `auto`. `auto` tries in this order:
 
     1. the renderer registered for the model's name;
-    2. the first renderer that gives the token ids of the model's own chat template on all probe conversations;
+    2. the first renderer that gives the text of the model's own chat template on all probe conversations;
     3. the chat template itself (`default`).
 
-    Raises `InputError` when the tokenizer cannot be loaded or the renderer cannot be created.
+    Replies are read by the renderer if it reads all turns that the chat template writes, else by the family that does
+    (`find_family`), or by the one that `tool_parser` names.
+
+    Raises `InputError` when the tokenizer cannot be loaded, the renderer cannot be created, and for an unknown tool
+    parser.
     """
 
-    def __init__(self, model: str, renderer: str = "auto") -> None:
+    def __init__(self, model: str, renderer: str = "auto", tool_parser: str = "auto") -> None:
         try:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
             raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
         self.model = model
         """As it was given."""
+        self._splits_alike = True
+        """False when the renderer gives other tokens than the chat template for the same text."""
         self.name = self._choose_renderer(model) if renderer == "auto" else renderer
         try:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
+        self.family: Family | None = None
+        """The one that reads replies, None when the renderer does."""
+        if tool_parser != "auto":
+            self.family = named_family(tool_parser)
+        elif not reads(self._renderer_reads, written := written_turns(self._tokenizer)):
+            self.family = find_family(self._tokenizer, written)
+        self._accepts_text_calls = renderer == "default"
+        """True when a model whose tool calls stay text was chosen by hand."""
         self.markup = Markup(self._tokenizer)
         self.parse_budget = ParseBudget()
         """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
-        self._template = (
-            TemplateContinuation(self._tokenizer, self.stop_token_ids()) if self.name == "default" else None
-        )
+        self._template: TemplateContinuation | None = None
+        if self.name == "default":
+            past_end = self._ids([self.family.past_end] if self.family else [])
+            self._template = TemplateContinuation(self._tokenizer, self.stop_token_ids(), *past_end)
         self.digests = tokenizer_digests(self._tokenizer.get_vocab(), self._tokenizer.chat_template)
         """The entries of `run.json` that name the tokenizer and the chat template."""
 
@@ -100,6 +118,43 @@ class Rendering:
         A single `continued` may still be None.
         """
         return self._template.refusal if self._template is not None else None
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls in replies can be found."""
+        return self.name != "default" or self.family is not None
+
+    @property
+    def lacks(self) -> list[str]:
+        """What this model's rollouts will lack, and the setting that helps: a text each."""
+        found = []
+        if not self.reads_calls:
+            found.append(
+                f"the tool calls of {self.model} cannot be read: no renderer and no tool parser reads what its chat "
+                f"template writes. Name the parser of its family (rolltap_tool_parser: {', '.join(families())}) or its "
+                "renderer (rolltap_renderer); rolltap_renderer=default leaves them as text"
+            )
+        if self.refusal:
+            found.append(
+                f"the conversations of {self.model} cannot be continued token for token, each call is rendered: "
+                f"{self.refusal}. Name the renderer of its family (rolltap_renderer), if there is one"
+            )
+        return found
+
+    @property
+    def notes(self) -> list[str]:
+        """Other things to know of this model's runs: a text each."""
+        if self.name == "default" or self._splits_alike:
+            return []
+        return [
+            f"the chat template of {self.model} and the renderer {self.name} write the same text in different tokens: "
+            "prompts that continue no call may be split otherwise than elsewhere; sampled tokens stay as they are"
+        ]
+
+    def require_calls(self) -> None:
+        """Raise `UnreadableCallsError` when tool calls cannot be read, and that was not chosen by hand."""
+        if not self.reads_calls and not self._accepts_text_calls:
+            raise UnreadableCallsError(self.lacks[0])
 
     def _choose_renderer(self, model: str) -> str:
         if model in MODEL_RENDERER_MAP:
@@ -113,8 +168,7 @@ class Rendering:
     def _matches_template(self, name: str) -> bool:
         try:
             renderer = _create(self._tokenizer, name)
-            if isinstance(renderer, MultimodalRenderer):
-                return False
+            self._splits_alike = True
             return all(self._agrees(renderer, messages, tools) for messages, tools in _PROBES)
         except Exception:
             # most renderers require special tokens of their own model family
@@ -122,14 +176,17 @@ class Rendering:
 
     def _agrees(self, renderer: Renderer, messages: list[Message], tools: list[Tool] | None) -> bool:
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False
             )
         except Exception:
             if messages is PARALLEL_PROBE:
                 return True  # a template that takes one call a turn says nothing about several
             raise
-        return bool(renderer.render_ids(messages, tools=tools, add_generation_prompt=True) == ids)
+        ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        # a text can be split into tokens in several ways: what was sampled stays as it is
+        self._splits_alike = self._splits_alike and ids == self.encode(text)
+        return text == self._tokenizer.decode(ids)
 
     def _renders(self, messages: list[Message]) -> bool:
         try:
@@ -137,6 +194,14 @@ class Rendering:
         except Exception:
             return False  # templates raise for messages that they do not support
         return True
+
+    def _renderer_reads(self, prompt_end: str, text: str, tools: list[Tool]) -> ReadReply:
+        """Return what the renderer reads in a turn that the chat template has written."""
+        stop_ids = self.stop_token_ids()
+        ids = [*takewhile(lambda token_id: token_id not in stop_ids, self.encode(text))]
+        reply = self.parse(self.encode(prompt_end), ids + stop_ids[:1], tools)
+        calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
+        return ReadReply(reply.reasoning, reply.content, calls)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. Special tokens in it are found, none are added."""
@@ -235,6 +300,10 @@ class Rendering:
 
         A malformed tool call becomes text. With `partial` it is left out, because later tokens may complete it.
         """
+        if self.family is not None:
+            read = self._read(self.family, prompt_ids, completion_ids, tools, partial)
+            calls = [_tool_call(name, arguments) for name, arguments in read.calls]
+            return Reply(content=read.content, reasoning=read.reasoning, tool_calls=calls)
         try:
             parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
         except (ValueError, RecursionError):
@@ -244,20 +313,36 @@ class Rendering:
         tool_calls = []
         for call in parsed.tool_calls:
             if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
-                arguments = call.arguments
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                tool_call_id = f"call_{uuid.uuid4().hex[:24]}"
-                tool_calls.append(ToolCall(id=tool_call_id, name=well_formed(call.name), arguments=well_formed(text)))
+                tool_calls.append(_tool_call(call.name, call.arguments))
             elif not partial:
                 content += call.raw
         # renderers strip only complete reasoning; a stream needs the same text from partial and complete parses
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(content=content, reasoning=reasoning, tool_calls=tool_calls)
 
+    def _read(
+        self, family: Family, prompt_ids: Sequence[int], completion_ids: list[int], tools: list[Tool], partial: bool
+    ) -> ReadReply:
+        prompt_end, text = map(self._tokenizer.decode, ([*prompt_ids[-_PROMPT_END:]], completion_ids))
+        read = family.read(prompt_end, text, tools, partial=partial)
+        if completion_ids and completion_ids[-1] in self.stop_token_ids():
+            read.content = read.content.removesuffix(self._tokenizer.decode(completion_ids[-1:])).rstrip()
+        return read
+
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""
         ids: list[int] = self._renderer.get_stop_token_ids()
-        return ids
+        return [*dict.fromkeys(ids + self._ids(self.family.ends if self.family else []))]
+
+    def _ids(self, tokens: Sequence[str]) -> list[int]:
+        """Return the ids of those tokens that the tokenizer has."""
+        ids = map(self._tokenizer.convert_tokens_to_ids, tokens)
+        return [token_id for token_id in ids if token_id is not None]
+
+
+def _tool_call(name: str, arguments: Any) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=well_formed(name), arguments=well_formed(text))
 
 
 class ParseBudget:

@@ -2,8 +2,8 @@
 
 `TemplateContinuation` is for chat templates that no renderer knows. The template renders a placeholder conversation of
 one user message, one assistant message and the new messages. The text from the end of the assistant's turn on is
-encoded and appended. The real conversation is not rendered again. This is correct for templates that render each
-message independently of the others, which is checked on a few probe conversations before anything is recorded.
+encoded and appended. The real conversation is not rendered again. This is correct for templates that write new messages
+independently of those before, which is checked on a few probe conversations before anything is recorded.
 
 `tokens_of_turns` is for new messages among which are turns of the assistant that no call sampled. Renderers continue a
 sampled turn only with messages of others. The tokens are therefore taken from a full prompt of a placeholder turn and
@@ -73,7 +73,14 @@ def _find(part: list[int], ids: list[int]) -> int | None:
 
 _WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 PROBE_TOOLS: list[Tool] = [function_tool("look", "Looks.", _WHERE), function_tool("listen", "Listens.", _WHERE)]
-_CALLS = [message_tool_call(f"c{i}", name, {"where": "é"}) for i, name in enumerate(("look", "listen"))]
+_LAST_WORD = "door"
+"""Ends the last value of each turn of the probes."""
+_SECOND = "far"
+"""A word of the second of two calls."""
+_CALLS = [
+    message_tool_call("c0", "look", {"where": f"é {_LAST_WORD}"}),
+    message_tool_call("c1", "listen", {"where": f"{_SECOND} {_LAST_WORD}"}),
+]
 _RESULTS: list[Message] = [
     {"role": "tool", "content": "Nothing.", "tool_call_id": "c0"},
     {"role": "tool", "content": "Steps.", "tool_call_id": "c1"},
@@ -81,14 +88,14 @@ _RESULTS: list[Message] = [
 PROBE: list[Message] = name_results(
     [
         {"role": "user", "content": "Look."},
-        assistant_message("I do.", "", _CALLS[:1]),
+        assistant_message("", "", _CALLS[:1]),
         *_RESULTS[:1],
-        {"role": "assistant", "content": "There is nothing."},
+        {"role": "assistant", "content": f"There is no {_LAST_WORD}"},
         {"role": "user", "content": "Look again."},
     ]
 )
 PARALLEL_PROBE: list[Message] = name_results(
-    [{"role": "user", "content": "Look."}, assistant_message("I do.", "", _CALLS), *_RESULTS]
+    [{"role": "user", "content": "Look."}, assistant_message("", "", _CALLS), *_RESULTS]
 )
 """Several calls in one turn, which some templates refuse. Messages are in the form in which dialects decode them."""
 _PARALLEL_TURN = PARALLEL_PROBE[:2], PARALLEL_PROBE[2:]
@@ -99,13 +106,16 @@ _LATER_TURN = [*PROBE, *PROBE[:2]], PROBE[2:]
 class TemplateContinuation:
     """Token ids of new messages from a tokenizer's own chat template.
 
-    `refusal` is the reason for which this template cannot be used, or None.
+    `ends` are the ids of the tokens that end a sampled turn; `past_end` is that of the token which the template may
+    write in their place when the turn is over. `refusal` is the reason for which this template cannot be used, or None.
     """
 
-    def __init__(self, tokenizer: Any, stop_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Any, ends: list[int], past_end: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._stop_ids = set(stop_token_ids)
-        self._stop_texts = [tokenizer.convert_ids_to_tokens(stop_id) for stop_id in stop_token_ids]
+        self._stop_ids = set(ends)
+        self._ends = {*ends} if past_end is None else {*ends, past_end}
+        self._past_end = past_end
+        self._end_texts = [tokenizer.decode([end]) for end in self._ends]
         self.refusal = self._probe([(PROBE[:2], PROBE[2:3]), (PROBE[:4], PROBE[4:]), _PARALLEL_TURN])
         self._takes_turns = self.refusal is None and self._probe([_LATER_TURN]) is None
         """True when new messages may include assistant messages."""
@@ -113,47 +123,60 @@ class TemplateContinuation:
     def extension(self, completion_ids: list[int], messages: list[Message]) -> list[int] | None:
         """Return the token ids that follow a completion.
 
-        These are the stop token, unless the completion ends with one, the new messages and the generation prompt.
-        Returns None when the template cannot render these messages after an assistant message.
+        These are the end of the turn, unless the completion has one, the new messages and the generation prompt.
+        Returns None when the template cannot render these messages after an assistant message, and when it ends a turn
+        before them otherwise than the completion.
         """
         if self.refusal or (not self._takes_turns and any(message["role"] == "assistant" for message in messages)):
             return None
-        extension = self._extension_text(messages)
-        if extension is None:
+        found = self._after_turn(messages)
+        if found is None:
             return None
-        ids: list[int] = self._tokenizer.encode(extension, add_special_tokens=False)
-        ended = bool(completion_ids) and completion_ids[-1] in self._stop_ids
-        return ids[1:] if ended else ids
+        ids: list[int] = self._tokenizer.encode(found[1], add_special_tokens=False)
+        sampled = completion_ids[-1] if completion_ids else None
+        if sampled not in self._stop_ids:
+            return ids
+        return ids[1:] if ids[0] in (sampled, self._past_end) else None
 
-    def _extension_text(self, messages: list[Message]) -> str | None:
-        """Return the rendered text from the end of the assistant's turn on, or None."""
-        assistant = placeholder_turn(PLACEHOLDER, messages)
+    def _after_turn(self, messages: list[Message]) -> tuple[str, str] | None:
+        """Return what the template writes after the last value of a turn: up to the turn's end, and from it on."""
         try:
-            text = self._text([USER, assistant, *messages], [], generation=True)
+            text = self._text([USER, _stand_in(messages), *messages], [], generation=True)
         except Exception:
             return None  # templates raise for messages that they do not support
-        mark = text.find(PLACEHOLDER)
-        ends = [text.find(stop_text, mark) for stop_text in self._stop_texts]
-        return text[min(end for end in ends if end >= 0) :] if mark >= 0 and max(ends, default=-1) >= 0 else None
+        after = text.partition(PLACEHOLDER)[2]
+        ends = [place for place in map(after.find, self._end_texts) if place >= 0]
+        return (after[: min(ends)], after[min(ends) :]) if ends else None
 
     def _probe(self, turns: list[tuple[list[Message], list[Message]]]) -> str | None:
-        """Return the reason for which the template cannot be used, or None when it renders the turns as required."""
+        """Return the reason for which the template cannot be used, or None when it renders the turns as required.
+
+        It may render earlier turns differently when later ones follow: the sampled tokens stay. The new messages, and
+        how the turn before them is closed, must not depend on what is before.
+        """
         for tools in ([], PROBE_TOOLS):
             for before, new in turns:
+                parallel = before[0] is PARALLEL_PROBE[0]
                 try:
                     whole = self._text([*before, *new], tools, generation=True)
-                    prefix = self._text(before, tools, generation=False)
+                    last = self._text(before, tools, generation=False)
                 except Exception as error:
-                    if before[0] is PARALLEL_PROBE[0]:
+                    if parallel:
                         continue  # refused in full prompts too
                     return f"the chat template refuses a conversation with tools: {error}"
-                extension = self._extension_text(new)
-                if extension is None:
+                if before[-1].get("tool_calls") and (_SECOND if parallel else _LAST_WORD) not in last:
+                    continue  # it writes no calls, or one of a turn: results are not continued
+                found = self._after_turn(new)
+                if found is None:
                     return "the chat template does not end an assistant's turn with a stop token"
-                if self._tokenizer.encode(extension, add_special_tokens=False)[0] not in self._stop_ids:
+                closing, extension = found
+                if self._tokenizer.encode(extension, add_special_tokens=False)[0] not in self._ends:
                     return "the stop token that ends an assistant's turn is no token of its own"
-                if not whole.endswith(extension) or not prefix.startswith(whole.removesuffix(extension)):
-                    return "the chat template writes earlier messages differently when later ones follow"
+                if not whole.endswith(_LAST_WORD + closing + extension):
+                    return "the chat template writes new messages differently after other ones"
+                end = last.rpartition(_LAST_WORD + closing)[2]
+                if end == last or (end and not end.startswith(tuple(self._end_texts))):
+                    return "the chat template closes a turn differently when messages follow"
         return None
 
     def _text(self, messages: list[Message], tools: list[Tool], *, generation: bool) -> str:
@@ -161,3 +184,12 @@ class TemplateContinuation:
             messages, tools=tools or None, add_generation_prompt=generation, tokenize=False
         )
         return text
+
+
+def _stand_in(messages: list[Message]) -> Message:
+    """Return a turn before the new messages, whose last value is `PLACEHOLDER`."""
+    turn = placeholder_turn("", messages)
+    if not turn.get("tool_calls"):
+        return {**turn, "content": PLACEHOLDER}
+    turn["tool_calls"][-1]["function"]["arguments"] = {"value": PLACEHOLDER}
+    return turn

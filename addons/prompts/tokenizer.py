@@ -79,6 +79,17 @@ class CachingTokenizer:
         with self._encode_lock:  # encoding sets the tokenizer's state
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    unk_token_id = None
+    """`renderers` refuses a marker with this id. transformers fills it in with that of a marker, `<|endoftext|>`."""
+
+    def convert_tokens_to_ids(self, tokens: str) -> int | None:
+        """Return the id of a token, None for one that the tokenizer does not have."""
+        if self._backend is None:
+            found: int | None = self._tokenizer.convert_tokens_to_ids(tokens)
+        else:
+            found = self._backend.token_to_id(tokens)
+        return found
+
     def __getattr__(self, name: str) -> Any:
         if name == "__call__":
             raise AttributeError(name)

@@ -51,6 +51,7 @@ EventKind = Literal[
     "uncaptured",
     "unauthorised",
     "rejected",
+    "unreadable",
     "hidden",
     "budget",
     "fault",
@@ -258,6 +259,7 @@ class Event:
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |
     | `rejected` | model call that was refused for what it asked, before it reached the engine |
+    | `unreadable` | model call that was refused because it has tools, and the model's tool calls cannot be read |
     | `hidden` | model call with images, audio or files, of which the model gets a text instead; `detail` has their \
 number |
     | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |

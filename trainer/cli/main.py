@@ -56,8 +56,8 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command as a program.
 
-    Exit status: 1 after a `RolltapError` or `OSError`, with a message; 2 after a wrong option; 130 after Ctrl-C or
-    SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
+    Exit status: that of a `RolltapError`, or 1 after an `OSError`, with a message; 2 after a wrong option; 130 after
+    Ctrl-C or SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -68,7 +68,7 @@ def run(command: click.Command) -> None:
         sys.exit(error.exit_code)
     except (RolltapError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        sys.exit(getattr(error, "exit_status", 1))
     except (KeyboardInterrupt, click.Abort):
         if runs_first():
             Console(stderr=True).print("stopped by a signal; committed calls stay in the run")

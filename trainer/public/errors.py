@@ -9,5 +9,6 @@ from rolltap.addons.errors import RankError as RankError
 from rolltap.addons.errors import RecorderError as RecorderError
 from rolltap.addons.errors import RolltapError as RolltapError
 from rolltap.addons.errors import RunError as RunError
+from rolltap.addons.errors import UnreadableModelError as UnreadableModelError
 
 __all__ = [name for name in dir() if not name.startswith("_")]

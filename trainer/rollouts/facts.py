@@ -129,6 +129,7 @@ class Facts(NamedTuple):
         calls: Number of all recorded model calls.
         uncaptured: Number of requests that look like model calls and were not answered, as far as they are told.
         refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
+        unreadable: Why a call with tools was refused, when the model's tool calls cannot be read; None when none was.
         permanent: True when the session could not be run, and no retry can be before its task is fixed.
     """
 
@@ -138,6 +139,7 @@ class Facts(NamedTuple):
     calls: int = 0
     uncaptured: int = 0
     refusals: int = 0
+    unreadable: str | None = None
     permanent: bool = False
 
 
@@ -156,5 +158,6 @@ def session_facts(rows: SessionRows, session_id: str) -> Facts:
         completed_calls=sum(call.status == "completed" for call in calls),
         calls=len(calls),
         uncaptured=sum(event.kind == "uncaptured" for event in events),
+        unreadable=next((event.detail for event in events if event.kind == "unreadable"), None),
         refusals=sum(event.kind in ("refused", "rejected", "unauthorised") for event in events),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from rolltap.addons.concurrency import backoff
-from rolltap.addons.errors import RecorderError
+from rolltap.addons.errors import RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.outcomes import Tally
@@ -30,8 +30,9 @@ async def run_groups(
     sessions have the version that their calls say: see `Recorder.end`.
 
     Returns the sessions in the order in which they ended, all attempts. Raises `RecorderError` when the recorder dies,
-    and after `give_up_after` consecutive infrastructure failures; `InputError` for a task's path that cannot be read,
-    and `OSError` when the run folder cannot be written. The sessions that still run are stopped then, and have rows.
+    and after `give_up_after` consecutive infrastructure failures; `UnreadableModelError` after a call with tools of a
+    model whose tool calls cannot be read; `InputError` for a task's path that cannot be read, and `OSError` when the
+    run folder cannot be written. The sessions that still run are stopped then, and have rows.
     """
     config, recorder, runtime = stage.config, stage.recorder, stage.runtime
     if runtime.warning is not None:
@@ -54,6 +55,8 @@ async def run_groups(
             recorder.check()
             session, facts = await run_session(stage, group, session_id, policy_version=policy_version)
             sessions.append(session)
+            if facts.unreadable is not None:
+                raise UnreadableModelError(facts.unreadable)
             again = session.status == "infrastructure" and not facts.permanent and not last
             tally.add(session, facts, again=again)
             advance(tally.line(), tally.done, tally.total)

@@ -156,7 +156,9 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
     """
     recorder.end_calls(session.session_id)
     facts = recorder.facts(session.session_id)
-    if evaluate is not None:
+    if facts.unreadable is not None:
+        session.status, session.error = "cancelled", facts.unreadable
+    elif evaluate is not None:
         judged = None
         if is_judged(facts):
             judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
@@ -210,6 +212,9 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
             await box.settle()
             await run_to_end(recorder.stop_calls, session.session_id)
             facts = await asyncio.to_thread(recorder.facts, session.session_id)
+            if facts.unreadable is not None:
+                session.error = facts.unreadable  # no session of the rollout can have a result
+                return facts
             judged = await _judge(stage, session, task, start, made, box) if is_judged(facts) else None
         result = outcome(ended, timeout, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error

@@ -9,13 +9,15 @@ from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.template import PLACEHOLDER, placeholder_turn, tokens_of_turns
+from rolltap.addons.prompts.template import PLACEHOLDER, TemplateContinuation, placeholder_turn, tokens_of_turns
 from tests.addons.conftest import TEMPLATE
 from tests.addons.prompts.test_rendering import USER, VISION, pieces
 from tests.deep import examples
 
 TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content + '\\n' }}"
-CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}{% endfor %}"
+CALLS = "{% for call in message.tool_calls or [] %}{{ '@' + call.function.name }}" + (
+    "{% for value in call.function.arguments.values() %}{{ value }}{% endfor %}{% endfor %}"
+)
 END = "{{ '<|im_end|>\\n\\n' }}"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 PLAIN = "{% for message in messages %}" + TURN + CALLS + END + "{% endfor %}" + GENERATION
@@ -88,7 +90,7 @@ MARKED = "{% if message.role == 'assistant' and not loop.last %}{{ 'x' }}{% endi
 
 
 def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(rendering_of, encode):
-    marked = "{% if message.role == 'assistant' and loop.index == 4 %}{{ 'x' }}{% endif %}"
+    marked = "{% if message.role == 'assistant' and loop.index == 9 %}{{ 'x' }}{% endif %}"
     rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
     assert rendering.continued(prompt, completion, NEW, []) is not None
@@ -98,18 +100,54 @@ def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(ren
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (PLAIN.replace(TURN, FIRST_TOOL + TURN), "writes earlier messages differently"),
+        (PLAIN.replace(TURN, FIRST_TOOL + TURN), "writes new messages differently after other ones"),
         (PLAIN.replace(END, ""), "does not end an assistant's turn with a stop token"),
-        ("{{ messages | length }}" + PLAIN, "writes earlier messages differently"),
-        (PLAIN.replace(CALLS, MARKED), "writes earlier messages differently"),
+        (PLAIN.replace(CALLS, CALLS + MARKED), "closes a turn differently when messages follow"),
         ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN, "refuses a conversation with tools"),
     ],
-    ids=["the first tool's name", "no stop token", "counts the messages", "marks past turns", "no tools"],
+    ids=["the first tool's name", "no stop token", "marks past turns", "no tools"],
 )
-def test_a_template_that_changes_earlier_messages_is_refused(rendering_of, encode, template, reason):
+def test_a_template_that_closes_turns_or_writes_messages_in_several_ways_is_refused(
+    rendering_of, encode, template, reason
+):
     rendering = rendering_of(template)
     assert reason in rendering.refusal
     assert rendering.continued(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages | length }}" + PLAIN, PLAIN.replace(TURN, "{% if not loop.last %}{{ '!' }}{% endif %}" + TURN)],
+    ids=["counts the messages", "rewrites earlier turns"],
+)
+def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sampled_tokens(
+    rendering_of, encode, template
+):
+    rendering = rendering_of(template)
+    assert rendering.refusal is None
+    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
+    continued = rendering.continued(prompt, completion, NEW, [])
+    assert continued[: len(prompt) + len(completion)] == prompt + completion
+    whole = rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
+    after = continued[len(prompt) + len(completion) :]
+    assert after == whole[-len(after) :]
+
+
+def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(rendering_of, encode):
+    rendering = rendering_of(PLAIN)
+    other = encode("<|im_start|>")
+    template = TemplateContinuation(rendering._tokenizer, rendering.stop_token_ids() + other)
+    assert template.refusal is None
+    assert template.extension([*encode("Hi."), *rendering.stop_token_ids()], NEW) is not None
+    assert template.extension([*encode("Hi."), *other], NEW) is None
+
+
+def test_a_template_that_writes_no_calls_is_continued_with_text_only(rendering_of, encode):
+    rendering = rendering_of(PLAIN.replace(CALLS, ""))
+    assert rendering.refusal is None
+    prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
+    assert rendering.continued(prompt, completion, NEW, []) is not None
+    assert rendering.continued(prompt, completion, [RESULT], []) is None
 
 
 def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):

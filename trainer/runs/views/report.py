@@ -257,7 +257,7 @@ def summarize(run: Path) -> Summary:
         retried=kinds["joined"] + kinds["replayed"],
         continued=kinds["continued"],
         switched=kinds["switched"],
-        rejected=kinds["rejected"],
+        rejected=kinds["rejected"] + kinds["unreadable"],
         hidden=kinds["hidden"],
         faults=kinds["fault"],
         unauthorised=kinds["unauthorised"],

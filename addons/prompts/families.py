@@ -1,0 +1,269 @@
+"""Reasoning and tool calls in sampled text, by the response template of a model's family (`families.toml`).
+
+A response template says where the parts of a reply begin and end (transformers 5.23, utils/chat_parsing). A tokenizer
+may bring its own. A family is chosen by a test: it must read the calls that the model's own chat template writes.
+"""
+
+import ast
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.dialects.model_call import Message, Tool, assistant_message, message_tool_call
+from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.errors import InputError
+
+_END = "\0"
+"""A character after the text, which no mark holds: the parser waits at the end of a text for more of a mark."""
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError)
+"""Errors of the parsers for text that they cannot read."""
+
+
+@dataclass
+class ReadReply:
+    """What a family reads in a completion. A call that cannot be read is part of `content`."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    """Name and arguments."""
+
+
+class Family:
+    """How a family of models writes a reply.
+
+    `template` is a response template. Raises an error of transformers for one that is none.
+    """
+
+    def __init__(self, name: str, template: Mapping[str, Any], ends: Sequence[str] = (), past_end: str = "") -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        self.name, self.ends, self.past_end = name, ends, past_end
+        fields = {key: dict(value) for key, value in template["fields"].items()}
+        calls = fields["tool_calls"]
+        self._python = calls.get("content") == "python-calls"
+        if self._python:
+            calls["content"] = "text"
+        loaded = load_response_template({**template, "fields": fields})
+        self._call = loaded.fields["tool_calls"]
+        self._anchor = loaded.start_anchor_re
+        opening = self._call.open_re
+        # the text of a call is kept as it is, to be shown when it cannot be read
+        captured = {name: f"{{{name}}}" for name in ("opening", *opening.groupindex, "content")}
+        raw = {"content": "text", "content_args": {"strip": False}, "repeats": True, "transform": captured}
+        close = {key: value for key, value in calls.items() if key.startswith("close")}
+        fields["tool_calls"] = {"open_pattern": f"(?P<opening>{opening.pattern})", **close, **raw}
+        self._regions = load_response_template({**template, "fields": fields})
+        self.reads_reasoning = bool(fields.keys() - {"content", "tool_calls"})
+
+    def read(self, prompt_end: str, text: str, tools: Sequence[Tool], *, partial: bool = False) -> ReadReply:
+        """Return what is in `text`, which follows a prompt that ends with `prompt_end`.
+
+        With `partial`, text that may begin a mark is left out, and so is a call that has not ended.
+        """
+        from transformers.utils.chat_parsing.response_parser import ResponseParser
+
+        found = ReadReply()
+        try:
+            parser = ResponseParser(self._regions, prefix=prompt_end if self._anchor.search(prompt_end) else "")
+            self._add(found, parser.feed(text), text, tools)
+            if not partial:
+                self._add(found, parser.feed(_END), text, tools)
+                self._add(found, parser.finalize()[1], text, [], ended=False)
+        except _UNREADABLE:
+            return ReadReply(content="" if partial else text)
+        found.reasoning = found.reasoning.removesuffix(_END).strip()
+        found.content = found.content.removesuffix(_END).strip()
+        return found
+
+    def _add(
+        self, found: ReadReply, events: list[dict[str, Any]], text: str, tools: Sequence[Tool], *, ended: bool = True
+    ) -> None:
+        for event in events:
+            match event["type"], event["field"]:
+                case "region_close", "tool_calls":
+                    raw = event["value"]
+                    try:
+                        if not ended:
+                            raise ValueError("the call is not complete")
+                        found.calls += self._read_calls(raw, tools)
+                    except _UNREADABLE:
+                        found.content += _as_sampled(
+                            raw["opening"] + raw["content"].removesuffix(_END), text, self._call
+                        )
+                case "region_chunk", "content":
+                    found.content += event["text"]
+                case "region_open", part if part not in ("content", "tool_calls") and found.reasoning:
+                    found.reasoning += "\n\n"
+                case "region_chunk", part if part != "tool_calls":
+                    found.reasoning += event["text"]
+
+    def _read_calls(self, raw: dict[str, str], tools: Sequence[Tool]) -> list[tuple[str, Any]]:
+        """Return the calls in the text of one region. Raises one of `_UNREADABLE`."""
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        if self._python:
+            return _python_calls(raw["content"])
+        value = process_field(raw["content"], self._call, raw)
+        calls = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call)
+            name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+            if not isinstance(name, str) or not name or not isinstance(arguments, (dict, str)):
+                raise ValueError("no call")
+            if self._call.content == "xml-inline" and isinstance(arguments, dict):
+                arguments = _typed(name, arguments, tools)
+            calls.append((name, arguments))
+        return calls
+
+
+def _as_sampled(raw: str, text: str, call: Any) -> str:
+    """Return the text of a call with the mark that ends it."""
+    close = call.close_re and call.close_re.match(text, text.rfind(raw) + len(raw))
+    return raw + (close.group() if close else "")
+
+
+def _python_calls(text: str) -> list[tuple[str, Any]]:
+    """Return the calls in a Python list of them. Texts may hold newlines, and JSON's names stand for its values."""
+    (statement,) = ast.parse(text.strip().replace("\n", "\\n")).body
+    names = {"true": True, "false": False, "null": None}
+
+    class Names(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.Constant:
+            return ast.Constant(names[node.id])
+
+    calls = []
+    for call in statement.value.elts:  # type: ignore[attr-defined]
+        if call.args:
+            raise ValueError("an argument without a name")
+        arguments = {word.arg: ast.literal_eval(Names().visit(word.value)) for word in call.keywords}
+        json.dumps(arguments)  # sets and bytes are no JSON
+        calls.append((ast.unparse(call.func), arguments))
+    return calls
+
+
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Values as Jinja writes them."""
+
+
+def _typed(name: str, arguments: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the arguments, written as plain text, with the types of the tool's schema. Text is what fits no type."""
+    parameters = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), None)
+    properties = (parameters or {}).get("properties") or {}
+    return {key: _value(text, _types(properties.get(key))) for key, text in arguments.items()}
+
+
+def _value(text: Any, types: set[str]) -> Any:
+    if not isinstance(text, str) or not types:
+        return text
+    try:
+        value = json.loads(_JSON_WORDS.get(text.strip(), text))
+    except (ValueError, RecursionError):
+        return text
+    return value if "string" not in types or (value is None and "null" in types) else text
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a JSON schema allows; none when it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type", [])
+    types = {declared} if isinstance(declared, str) else {*declared}
+    return types.union(*(_types(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key, [])))
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return the families of `families.toml` by name."""
+    found = {}
+    for name, family in tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8")).items():
+        ends, past_end, calls = family.pop("ends"), family.pop("past_end", ""), family["fields"]["tool_calls"]
+        if "(?P<name>" in calls.get("open_pattern", ""):
+            calls["transform"] = {"name": "{name}", "arguments": "{content}"}
+        if calls["content"] == "xml-inline":
+            calls["content_args"]["value_parser"] = {"name": "text", "args": {"strip": False}}
+        found[name] = Family(name, family, ends, past_end)
+    return found
+
+
+_SCHEMA = {name: {"type": name} for name in ("string", "integer", "boolean", "array", "object")}
+_TOOLS = [function_tool(name, "Looks.", {"type": "object", "properties": _SCHEMA}) for name in ("look", "listen")]
+_ONE = message_tool_call("c0", "look", {"string": "é"})
+_AWKWARD = message_tool_call(
+    "c1", "listen", {"string": ' "x"\n<y> {z}, 3 ', "integer": 3, "boolean": True, "array": [1, {"a": "b"}]}
+)
+_ASKED: list[Message] = [{"role": "user", "content": "Look."}]
+TURNS: dict[str, Message] = {
+    "one call": assistant_message("", "", [_ONE]),
+    "awkward arguments": assistant_message("", "", [_AWKWARD]),
+    "two calls": assistant_message("", "", [_ONE, _AWKWARD]),
+    "text": assistant_message("Nothing there.", "", []),
+    "reasoning": assistant_message("Nothing there.", "I look around.", []),
+    "reasoning and a call": assistant_message("", "I look around.", [_ONE]),
+}
+"""Turns that a family must read as the chat template writes them."""
+
+
+def written_turns(tokenizer: Any) -> dict[str, tuple[str, str]]:
+    """Return the end of the prompt and the reply, as the chat template writes the `TURNS` that it takes."""
+    written = {}
+    for name, turn in TURNS.items():
+        try:
+            prompt, whole = (
+                tokenizer.apply_chat_template(messages, tools=_TOOLS, add_generation_prompt=generation, tokenize=False)
+                for messages, generation in ((_ASKED, True), ([*_ASKED, turn], False))
+            )
+        except Exception:
+            continue  # templates raise for messages that they do not support
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
+        written[name] = whole[:common], whole[common:]
+    return written
+
+
+Read = Callable[[str, str, list[Tool]], ReadReply]
+"""Reads a reply after the end of a prompt."""
+
+
+def reads(read: Read, written: Mapping[str, tuple[str, str]]) -> bool:
+    """Return whether `read` finds all that is written, and a call among it.
+
+    It need not read a turn of which the template has written a part only.
+    """
+    found_calls = False
+    for name, (prompt_end, text) in written.items():
+        turn = TURNS[name]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.get("tool_calls", [])]
+        reasoning = turn.get("reasoning_content", "")
+        if all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
+            reply = read(prompt_end, text, _TOOLS)
+            if (reply.reasoning, reply.content, reply.calls) != (reasoning, turn["content"], calls):
+                return False
+            found_calls = found_calls or bool(calls)
+    return found_calls
+
+
+def named_family(name: str) -> Family:
+    """Return a family by its name. Raises `InputError`."""
+    if name not in families():
+        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
+    return families()[name]
+
+
+def find_family(tokenizer: Any, written: Mapping[str, tuple[str, str]]) -> Family | None:
+    """Return the first family that `reads` what the tokenizer's chat template has written; None when none does.
+
+    The tokenizer's own response template comes first (`own`).
+    """
+    candidates = [*families().values()]
+    with suppress(*_UNREADABLE):  # most have none
+        candidates.insert(0, Family("own", tokenizer.response_template))
+    for family in candidates:
+        if reads(family.read, written):
+            return family
+    return None
