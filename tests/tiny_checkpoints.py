@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from transformers import (
     AutoTokenizer,
     Gemma3Config,
@@ -114,4 +115,44 @@ def _write(folder: Path, tokenizer_folder: Path, make, shard: str = "5GB") -> Pa
     AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
     if model.config.get_text_config() is not model.config:
         (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
+    return folder
+
+
+COUNT, SUBMIT = (
+    f"<function=bash>\n<parameter=command>\n{command}\n</parameter>\n</function>\n"
+    for command in ("wc -l < words.txt > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+)
+"""Calls of the quickstart's task, each a token of its own."""
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def counting_qwen35(folder: Path, tokenizer_folder: Path, template: str) -> Path:
+    """Write a Qwen3.5 with its own chat template that drives mini-swe-agent through the quickstart's task.
+
+    The next token depends on the last one only: each turn is a call, of `COUNT` or of `SUBMIT` alike. So about half of
+    the sessions succeed, and training can improve the rest.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION})
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (".\n\n", ">\n", COUNT, SUBMIT)])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(qwen35(folder, folder))
+    text = model.model.language_model
+    newline, think, call, count, submit, called, end = (
+        tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token)[-1])
+        for token in ("\n", "</think>", "<tool_call>", COUNT, SUBMIT, "</tool_call>", "<|im_end|>")
+    )
+    following = {newline: [think], think: [call], call: [count, submit], count: [called], submit: [called]}
+    with torch.no_grad():
+        for layer in text.layers:
+            mixer = layer.linear_attn.out_proj if hasattr(layer, "linear_attn") else layer.self_attn.o_proj
+            mixer.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        torch.nn.init.orthogonal_(text.embed_tokens.weight)
+        model.lm_head.weight.zero_()
+        for token, others in (following | {called: [end]}).items():
+            embedding = text.embed_tokens.weight[token]
+            model.lm_head.weight[others] += 3 * embedding / embedding.norm()
+    model.save_pretrained(folder)
     return folder

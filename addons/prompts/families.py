@@ -230,22 +230,23 @@ Read = Callable[[str, str, list[Tool]], ReadReply]
 """Reads a reply after the end of a prompt."""
 
 
-def reads(read: Read, written: Mapping[str, tuple[str, str]]) -> bool:
-    """Return whether `read` finds all that is written, and a call among it.
-
-    It need not read a turn of which the template has written a part only.
-    """
-    found_calls = False
+def read_turns(read: Read, written: Mapping[str, tuple[str, str]]) -> dict[str, bool]:
+    """Return whether `read` finds what is in each written turn. Those that the template writes in part are left out."""
+    found = {}
     for name, (prompt_end, text) in written.items():
         turn = TURNS[name]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.get("tool_calls", [])]
         reasoning = turn.get("reasoning_content", "")
         if all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
             reply = read(prompt_end, text, _TOOLS)
-            if (reply.reasoning, reply.content, reply.calls) != (reasoning, turn["content"], calls):
-                return False
-            found_calls = found_calls or bool(calls)
-    return found_calls
+            found[name] = (reply.reasoning, reply.content, reply.calls) == (reasoning, turn["content"], calls)
+    return found
+
+
+def reads(read: Read, written: Mapping[str, tuple[str, str]]) -> bool:
+    """Return whether `read` finds all that is written, and a call among it."""
+    turns = read_turns(read, written)
+    return all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns)
 
 
 def named_family(name: str) -> Family:

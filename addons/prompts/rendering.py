@@ -22,7 +22,16 @@ from renderers.configs import config_from_name
 from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, UnreadableCallsError, well_formed
 from rolltap.addons.dialects.tools import as_object
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.families import Family, ReadReply, families, find_family, named_family, reads, written_turns
+from rolltap.addons.prompts.families import (
+    Family,
+    ReadReply,
+    families,
+    find_family,
+    named_family,
+    read_turns,
+    reads,
+    written_turns,
+)
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -96,7 +105,7 @@ class Rendering:
         """The one that reads replies, None when the renderer does."""
         if tool_parser != "auto":
             self.family = named_family(tool_parser)
-        elif not reads(self._renderer_reads, written := written_turns(self._tokenizer)):
+        elif not reads(self._read_written, written := written_turns(self._tokenizer)):
             self.family = find_family(self._tokenizer, written)
         self._accepts_text_calls = renderer == "default"
         """True when a model whose tool calls stay text was chosen by hand."""
@@ -195,8 +204,12 @@ class Rendering:
             return False  # templates raise for messages that they do not support
         return True
 
-    def _renderer_reads(self, prompt_end: str, text: str, tools: list[Tool]) -> ReadReply:
-        """Return what the renderer reads in a turn that the chat template has written."""
+    def read_turns(self) -> dict[str, bool]:
+        """Return whether replies are read as the chat template writes them: see `families.read_turns`."""
+        return read_turns(self._read_written, written_turns(self._tokenizer))
+
+    def _read_written(self, prompt_end: str, text: str, tools: list[Tool]) -> ReadReply:
+        """Return what is read in a turn that the chat template has written."""
         stop_ids = self.stop_token_ids()
         ids = [*takewhile(lambda token_id: token_id not in stop_ids, self.encode(text))]
         reply = self.parse(self.encode(prompt_end), ids + stop_ids[:1], tools)
@@ -206,6 +219,10 @@ class Rendering:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. Special tokens in it are found, none are added."""
         return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of the tokens, with the texts of special ones."""
+        return self._tokenizer.decode(token_ids)
 
     def least_tokens(self, messages: list[Message], tools: list[Tool], limit: int) -> int:
         """Return a lower bound of the number of prompt tokens, without rendering the prompt. Thread-safe.

@@ -1,19 +1,22 @@
-"""`rolltap doctor`: tries a program without vLLM, and says what to set."""
+"""`rolltap doctor`: tries a program without vLLM, or examines a model, and says what to set."""
 
 import sys
 
 import click
 
-from rolltap.rollouts import examine
+from rolltap.rollouts import examine, examine_model
 from rolltap.trainer.cli.options import examples, harness_option, json_option, print_result, set_option
 
 
 @click.command(
     "doctor",
     context_settings={"ignore_unknown_options": True},
-    epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py"),
+    epilog=examples(
+        "rolltap doctor --harness pi", "rolltap doctor -- python agent.py", "rolltap doctor --model models/mine"
+    ),
 )
 @harness_option()
+@click.option("--model", metavar="FOLDER", help="Examine a model instead of a program: a folder, or a name on the Hub.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -26,9 +29,14 @@ from rolltap.trainer.cli.options import examples, harness_option, json_option, p
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def doctor_command(
-    preset: str | None, timeout: float, settings: dict[str, list[str]], as_json: bool, command: tuple[str, ...]
+    preset: str | None,
+    model: str | None,
+    timeout: float,
+    settings: dict[str, list[str]],
+    as_json: bool,
+    command: tuple[str, ...],
 ) -> None:
-    """Try a program once without an engine, and say what to set.
+    """Try a program once without an engine, or examine a model, and say what to set.
 
     Needs no GPU and no network.
 
@@ -40,9 +48,18 @@ def doctor_command(
     Says which APIs the program called, which calls were continued token for token, their roles, and what was refused.
     Exit status: 0 (ready) when all calls were captured and continued. 3 when all were captured and none has a history
     to continue, as with a program without tools. Else 1.
+
+    With --model, says how prompts are written and continued, how tool calls and reasoning are read, and which tokens
+    end a turn. Exit status: 0 when tool calls can be read and conversations continued, else 1.
     """
+    if model is not None:
+        if command or preset is not None:
+            raise click.UsageError("give a COMMAND after --, or --harness, or --model")
+        found = examine_model(model, settings)
+        print_result(found, as_json)
+        sys.exit(0 if found.ready else 1)
     if bool(command) == (preset is not None):
-        raise click.UsageError("give a COMMAND after --, or --harness")
+        raise click.UsageError("give a COMMAND after --, or --harness, or --model")
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
     diagnosis = examine(command, harness=preset, timeout=timeout, options=settings)
     print_result(diagnosis, as_json)

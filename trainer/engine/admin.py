@@ -5,6 +5,7 @@ Weight updates use vLLM's development routes. An engine of `rolltap serve` asks 
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -120,6 +121,12 @@ class EngineAdmin:
         """Return True when the printed form of vLLM's model names the CPU attention backend."""
         body = {"method": "get_model_inspection"}
         return self._ask("POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body)
+
+    def dtype(self) -> str | None:
+        """Return the type in which the engine computes, for instance `bfloat16`; None when it does not tell."""
+        response = self._send("GET", "/server_info", expected=(404,))
+        found = re.search(r"\bdtype=torch\.(\w+)", response.text)
+        return None if found is None else found[1]
 
     def is_paused(self) -> bool:
         """Return True when new calls wait for a resume."""

@@ -9,8 +9,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
@@ -54,8 +55,45 @@ def is_cpu_build(vllm: str) -> bool:
     return output.strip() == "True"
 
 
+_RECURRENT = ("linear_", "mamba_", "ssm_")
+"""Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention, state spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedParts:
+    """Parts of a model on which vLLM's arguments depend."""
+
+    vision: bool = False
+    recurrent: bool = False
+
+    @classmethod
+    def of(cls, model: str | Path) -> Self:
+        """Return the parts of a model by its `config.json`: a folder's, or one of the Hub. None if it cannot be had."""
+        from transformers import PreTrainedConfig  # takes seconds
+
+        try:
+            config = PreTrainedConfig.get_config_dict(model)[0]
+        except (OSError, ValueError):
+            return cls()  # vLLM says why
+        text = config.get("text_config") or config
+        return cls("vision_config" in config, any(key.startswith(_RECURRENT) for key in text))
+
+    @property
+    def cpu_type(self) -> Literal["bfloat16", "float32"]:
+        """Type of the weights on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM can."""
+        return "bfloat16" if self.recurrent else "float32"
+
+
 def engine_command(
-    vllm: str, model: str, *, host: str, port: int, max_model_len: int | None, lora_rank: int, cpu: bool
+    vllm: str,
+    model: str,
+    *,
+    host: str,
+    port: int,
+    max_model_len: int | None,
+    lora_rank: int,
+    cpu: bool,
+    parts: ServedParts = ServedParts(),
 ) -> list[str]:
     """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
@@ -72,12 +110,15 @@ def engine_command(
     if lora_rank:
         # in memory: those of a recipe's `adapters`, the next one and another training's; a batch has two of them
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "8"]
+    if parts.vision:
+        command += ["--language-model-only"]  # the recorder hides images
     if cpu:
         length = max_model_len or 16384
-        # float32: log-probabilities agree with the trainer's. The KV cache size is required on CPU. No chunked prefill:
-        # a seeded request whose prefill is chunked crashes the engine.
-        command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
-        command += ["--no-enable-chunked-prefill", "--max-model-len", str(length)]
+        # the KV cache size is required on CPU
+        command += ["--dtype", parts.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
+        # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent layers need chunks
+        command += ["--enable-chunked-prefill" if parts.recurrent else "--no-enable-chunked-prefill"]
+        command += ["--max-model-len", str(length)]
         command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
     return command
 
@@ -143,7 +184,14 @@ class EngineServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._model, self._log = model, None if log is None else Path(log)
         self._command = engine_command(
-            found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu
+            found,
+            str(model),
+            host=host,
+            port=port,
+            max_model_len=max_model_len,
+            lora_rank=lora_rank,
+            cpu=cpu,
+            parts=ServedParts.of(model),
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank

@@ -46,7 +46,7 @@ from rolltap.trainer.training.arguments import (
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.ranks import connect, initialise, is_main, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
-from rolltap.trainer.training.online import OnlineTraces
+from rolltap.trainer.training.online import OnlineTraces, typed_recipe
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.report import run_reports
 
@@ -76,6 +76,7 @@ def train(
     engines from another training. `title` is that of the plots. Raises `InputError`, `EngineError`, `RecorderError`,
     `RunError` and, on processes of which another one failed, `RankError`.
     """
+    recipe = on_main(partial(typed_recipe, recipe, engine))
     online = OnlineTraces(recipe, run, engine=engine, seed=seed, console=console, steal=steal)
     tasks = on_main(online.check)
     args = first_on_main(partial(training_arguments, recipe, run, seed, tasks))

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from rich.console import Console
 
@@ -29,6 +29,7 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import processes_started, progress_bar
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
+from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.worker import Worker
@@ -68,6 +69,12 @@ class _Counts:
 
     recorded_before: int = 0
     session_seconds: float = 0.0
+
+
+def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
+    """Return the recipe with the engines' type of the weights, if it has none. Raises `EngineError`."""
+    dtype = None if recipe.dtype else Engines(engine).dtype()
+    return recipe.model_copy(update={"dtype": dtype}) if dtype in get_args(Dtype) else recipe
 
 
 class OnlineTraces:

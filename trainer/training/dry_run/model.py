@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import hub_kernels
 
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
@@ -32,8 +31,6 @@ class ModelNumbers:
     """In float32."""
     sizes: tuple[int, ...]
     """Number of values of each trained parameter."""
-    other_towers: bool
-    """True for a checkpoint that has more than the text part, such as vision."""
     item: int
     """Bytes of a value of the weights."""
     context: int
@@ -58,7 +55,7 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     model = meta_policy(recipe.model, dtype, **init)
     for name in frozen_modules(model):
         model.get_submodule(name).requires_grad_(False)
-    config, stored = model.config.get_text_config(decoder=True), AutoConfig.from_pretrained(recipe.model, **init)
+    config = model.config.get_text_config(decoder=True)
     parameters, item = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     weights = _bytes(model)
     if adapter := lora_config(recipe):
@@ -73,7 +70,6 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
         weights=weights,
         adapter=_bytes(model) - weights,
         sizes=tuple(p.numel() for p in model.parameters() if p.requires_grad),
-        other_towers=type(stored) in AutoModelForImageTextToText._model_mapping and stored.get_text_config() != stored,
         item=item,
         context=int(config.max_position_embeddings),
         tied=bool(model.config.tie_word_embeddings),

@@ -128,13 +128,13 @@ def plan(
         },
         traces_per_pass=traces,
         memory=memory,
-        lines=[train] if runs else [KEY, *_serving(recipe, machine, numbers, memory.engine), train],
+        lines=[train] if runs else [KEY, *_serving(recipe, machine, memory.engine), train],
     )
 
 
-def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> Iterator[str]:
+def _serving(recipe: Recipe, machine: Machine, engine: EngineShare | None) -> Iterator[str]:
     """Yield the lines that start the engines. One that begins with `#` names the machine of the next, if another."""
-    arguments = _engine_arguments(recipe, machine, numbers, engine)
+    arguments = _engine_arguments(recipe, machine, engine)
     host = ""
     for host, urls in groupby(sorted(map(urlsplit, machine.engines), key=_host), _host):
         if host:
@@ -148,7 +148,7 @@ def _serving(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: En
         yield "# here:"
 
 
-def _engine_arguments(recipe: Recipe, machine: Machine, numbers: ModelNumbers, engine: EngineShare | None) -> list[str]:
+def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | None) -> list[str]:
     own = ["--max-model-len", str(recipe.max_tokens)] if recipe.max_tokens else []
     if recipe.publish == "lora":
         rank = max([recipe.lora.get("r", 8), *(recipe.lora.get("rank_pattern") or {}).values()])
@@ -156,8 +156,6 @@ def _engine_arguments(recipe: Recipe, machine: Machine, numbers: ModelNumbers, e
     extra = ["--dtype", machine.dtype] if recipe.dtype or machine.gpu is not None else []
     if engine is not None and engine.utilization != UTILIZATION:
         extra += ["--gpu-memory-utilization", f"{engine.utilization:.2f}"]
-    if numbers.other_towers:
-        extra += ["--language-model-only"]
     return [*own, "--", *extra] if extra else own
 
 
