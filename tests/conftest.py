@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
@@ -55,6 +56,23 @@ def tiny_model() -> Path:
     folder = ROOT / "runs" / "quickstart" / "model"
     subprocess.run([sys.executable, QUICKSTART / "make_model.py", folder], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def save_tokenizer(tokenizer_folder):
+    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens.
+
+    It returns the folder as text.
+    """
+
+    def save(folder, template, more=()):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return save
 
 
 class RunningEngine:
@@ -121,16 +139,12 @@ def second_engine(engine_key, tiny_model, tmp_path_factory) -> Iterator[RunningE
 
 @pytest.fixture(scope="module")  # an engine takes 2 GB
 def qwen35_engine(engine_key, tokenizer_folder, tmp_path_factory) -> Iterator[RunningEngine]:
-    """Yield a vLLM server with the text part of a tiny Qwen3.5. Tests that publish must restore its weights.
-
-    On CPU vLLM 0.32 computes linear attention in bfloat16 only. Prefix caching needs chunked prefill for it.
-    """
+    """Yield a vLLM server with a tiny Qwen3.5, by its defaults. Tests that publish must restore its weights."""
     folder = tmp_path_factory.mktemp("qwen35")
     from tests import tiny_checkpoints  # needs torch, which not every environment of the tests has
 
     model = tiny_checkpoints.qwen35(folder / "model", tokenizer_folder)
-    extra = ("--language-model-only", "--dtype", "bfloat16", "--no-enable-prefix-caching")
-    with running_engine(model, folder / "vllm.log", 4096, *extra) as engine:
+    with running_engine(model, folder / "vllm.log", 4096) as engine:
         yield engine
 
 

@@ -123,19 +123,16 @@ COUNT, SUBMIT = (
     for command in ("wc -l < words.txt > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 )
 """Calls of the quickstart's task, each a token of its own."""
-VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 
-def counting_qwen35(folder: Path, tokenizer_folder: Path, template: str) -> Path:
-    """Write a Qwen3.5 with its own chat template that drives mini-swe-agent through the quickstart's task.
+def counting_qwen35(folder: Path, tokenizer_folder: Path) -> Path:
+    """Write a Qwen3.5 with the tokenizer of one that drives mini-swe-agent through the quickstart's task.
 
     The next token depends on the last one only: each turn is a call, of `COUNT` or of `SUBMIT` alike. So about half of
     the sessions succeed, and training can improve the rest.
     """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": VISION})
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (".\n\n", ">\n", COUNT, SUBMIT)])
-    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     model = Qwen3_5ForConditionalGeneration.from_pretrained(qwen35(folder, folder))
     text = model.model.language_model

@@ -27,7 +27,7 @@ _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, 
 
 @dataclass
 class ReadReply:
-    """What a family reads in a completion. A call that cannot be read is part of `content`."""
+    """Parts that a family reads in a completion. A call that cannot be read is part of `content`."""
 
     reasoning: str = ""
     content: str = ""

@@ -135,7 +135,7 @@ class Rendering:
 
     @property
     def lacks(self) -> list[str]:
-        """What this model's rollouts will lack, and the setting that helps: a text each."""
+        """Things that this model's rollouts will lack, each with the setting that helps."""
         found = []
         if not self.reads_calls:
             found.append(

@@ -45,7 +45,7 @@ def engine_half(model: Path, vllm: str, cpu: bool, folder: Path) -> Iterator[Lin
     """Start an engine, and yield the lines. Logs, recipes and runs go into `folder`."""
     try:
         plans = {way: plan_of(model, way, cpu, folder) for way in TRAININGS}
-        extra = engine_arguments(model, plans, cpu)
+        extra = engine_arguments(plans, cpu)
         started = time.monotonic()
         with rolltap.EngineServer(
             model,
@@ -76,11 +76,9 @@ def with_engine(url: str, model: Path, cpu: bool, folder: Path, plans: dict[str,
     yield from guarded("verify", lambda: verify(folder))
 
 
-def engine_arguments(model: Path, plans: dict[str, Any], cpu: bool) -> list[str]:
+def engine_arguments(plans: dict[str, Any], cpu: bool) -> list[str]:
     """Return further arguments of vLLM: its type and share of the GPU, as `rolltap train --dry-run` says."""
     extra = ["--seed", "0"]
-    if "vision_config" in json.loads((model / "config.json").read_text()):
-        extra.append("--language-model-only")
     if not cpu:
         shares = [plan["memory"]["engine"]["utilization"] for plan in plans.values() if plan["can_start"]]
         extra += ["--dtype", "bfloat16", "--gpu-memory-utilization", f"{min(shares, default=0.4):.2f}"]

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
-from transformers import AutoTokenizer
 
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.client import Engine
@@ -20,23 +18,6 @@ with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
 TEMPLATE = Path(__file__).resolve().parents[2] / "recipes/quickstart/chat_template.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKUP = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-
-
-@pytest.fixture(scope="session")
-def save_tokenizer(tokenizer_folder):
-    """Return a function that saves the tokenizer in a folder, with another chat template and `more` special tokens.
-
-    It returns the folder as text.
-    """
-
-    def save(folder, template, more=()):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in more], special_tokens=True)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder)
-        return str(folder)
-
-    return save
 
 
 @pytest.fixture(scope="session")

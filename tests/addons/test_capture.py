@@ -226,8 +226,13 @@ class TestOptions:
             ("rolltap_out", "", r"rolltap_out is not set: add --set rolltap_out="),
             ("rolltap_model", "", r"rolltap_model is not set: add --set rolltap_model="),
             ("rolltap_engine", "http://", r"rolltap_engine is 'http://': give a URL such as http://"),
-            ("rolltap_model", "{tmp}", r"rolltap_model, rolltap_renderer: cannot load a tokenizer from '.*'"),
-            ("rolltap_renderer", "gpt-oss", r"rolltap_model, rolltap_renderer: cannot use the renderer 'gpt-oss' with"),
+            (
+                "rolltap_model",
+                "{tmp}",
+                r"rolltap_model, rolltap_renderer, rolltap_tool_parser: cannot load a tokenizer from '.*'",
+            ),
+            ("rolltap_renderer", "gpt-oss", r"rolltap_renderer, .*: cannot use the renderer 'gpt-oss' with"),
+            ("rolltap_tool_parser", "gpt", r"rolltap_tool_parser: there is no tool parser 'gpt': choose auto, hermes"),
             ("rolltap_sampling", "{", r"rolltap_sampling is not JSON"),
             ("rolltap_sampling", "[1]", r"rolltap_sampling is '\[1\]': give a JSON object"),
             ("rolltap_sampling", '{"temp": 1}', r"unknown key 'temp': use .*temperature"),
@@ -262,7 +267,8 @@ class TestOptions:
     def test_a_template_that_no_renderer_knows_is_warned_of(self, configure, caplog, tmp_path, save_tokenizer):
         save_tokenizer(tmp_path / "model", "{% for message in messages %}{{ message.content }}{% endfor %}")
         configure(rolltap_model=str(tmp_path / "model"), rolltap_renderer="auto")
-        assert "Set rolltap_renderer" in caplog.text
+        assert "rolltap_tool_parser" in caplog.text
+        assert "rolltap_renderer" in caplog.text
 
 
 class TestRun:

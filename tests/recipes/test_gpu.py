@@ -117,10 +117,9 @@ def test_the_engine_gets_the_share_that_both_plans_leave_it(half, tmp_path):
         "lora": {"can_start": True, "memory": {"engine": {"utilization": 0.3}}},
         "other": {"can_start": True, "memory": {"engine": {"utilization": 0.2}}},
     }
-    arguments = half.engine_arguments(TINY, plans, False)
+    arguments = half.engine_arguments(plans, False)
     assert arguments[-2:] == ["--gpu-memory-utilization", "0.20"]
-    assert "--language-model-only" in half.engine_arguments(ROOT / "tests" / "models" / "qwen3.5-4b", plans, False)
-    assert "--gpu-memory-utilization" not in half.engine_arguments(TINY, plans, True)
+    assert "--gpu-memory-utilization" not in half.engine_arguments(plans, True)
 
 
 def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):

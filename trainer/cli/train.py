@@ -5,6 +5,7 @@
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -12,7 +13,8 @@ from click.core import ParameterSource
 from rich.console import Console
 
 import rolltap
-from rolltap.errors import RankError
+from rolltap.errors import RankError, RolltapError
+from rolltap.rollouts import examine_model
 from rolltap.trainer.cli.options import (
     FILE,
     FOLDER,
@@ -46,7 +48,8 @@ def serve_command(
 ) -> None:
     """Start vLLM for recording and publishing.
 
-    It serves MODEL with the endpoints and flags that these need, on the GPUs, or on the CPU if vLLM is a CPU build.
+    It serves MODEL with the endpoints and flags that these and the model need, on the GPUs, or on the CPU if vLLM is a
+    CPU build: of a vision-language model the text part, and linear attention on a CPU in bfloat16.
     Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. A start-up that takes
     more than two hours is stopped.
     """
@@ -57,6 +60,9 @@ def serve_command(
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print(f"vLLM serves {model} at {server.url}", style="bold", markup=False)
         console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}", markup=False)
+        with suppress(RolltapError):  # without the recorder's packages, the recorder says it
+            for problem in examine_model(model).problems:
+                console.print(f"warning: {problem}", style="yellow", markup=False)
         sys.exit(server.wait())
 
 

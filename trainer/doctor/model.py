@@ -1,4 +1,4 @@
-"""What a model gives to the recorder, by its tokenizer and chat template alone: for `rolltap doctor --model`."""
+"""A model as the recorder sees it, by its tokenizer and chat template alone: for `rolltap doctor --model`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

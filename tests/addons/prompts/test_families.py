@@ -13,15 +13,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.dialects.model_call import ModelCall
-from rolltap.addons.dialects.tools import as_object
-from rolltap.addons.prompts.families import _TOOLS, TURNS, written_turns
+from rolltap.addons.dialects.tools import as_object, function_tool
+from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
+from tests.deep import examples
 
 TRL = find_spec("trl")
 if TRL is None or TRL.origin is None:
@@ -151,20 +155,145 @@ def sampled(rendering, text, following):
     return ids + rendering.encode(following) if end is None else ids[: end + 1]
 
 
+HERMES, XML = families()["hermes"], families()["qwen-xml"]
+GOOD = '<tool_call>\n{"name": "look", "arguments": {"string": "x"}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=look>\n<parameter=string>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+class TestRead:
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            '<tool_call>\n{"name": "look", "arguments"}\n</tool_call>',
+            '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>',
+            '<tool_call>\n["look"]\n</tool_call>',
+            '<tool_call>\n{"name": "look", "arguments": {"string": "x"}}',
+        ],
+        ids=["no JSON", "no name", "no object", "not ended"],
+    )
+    def test_a_call_that_cannot_be_read_is_text_as_it_was_sampled(self, broken):
+        reply = HERMES.read("", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", _TOOLS)
+        assert (reply.reasoning, reply.calls) == ("I look.", [("look", {"string": "x"})])
+        assert reply.content == f"So. {broken}".strip()
+
+    @pytest.mark.parametrize("family", [HERMES, XML], ids=["hermes", "qwen-xml"])
+    def test_a_part_of_a_reply_has_only_what_later_text_cannot_change(self, family):
+        text = f"<think>\nI look.\n</think>\n\nSo. {GOOD if family is HERMES else XML_CALL.format('x')}<|im_end|>"
+        whole = family.read("<|im_start|>assistant\n", text, _TOOLS)
+        assert len(whole.calls) == 1
+        for end in range(len(text)):
+            part = family.read("<|im_start|>assistant\n", text[:end], _TOOLS, partial=True)
+            assert whole.reasoning.startswith(part.reasoning)
+            assert whole.content.startswith(part.content)
+            assert part.calls in ([], whole.calls)
+
+    def test_reasoning_that_the_prompt_has_opened_is_none_of_the_replys_text(self):
+        reply = XML.read("<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", [])
+        assert (reply.reasoning, reply.content) == ("I look.", "Hi.")
+
+    @pytest.mark.parametrize(
+        ("schema", "text", "value"),
+        [
+            ({"type": "string"}, "3", "3"),
+            ({"type": "integer"}, "3", 3),
+            ({"type": "boolean"}, "True", True),
+            ({"type": ["string", "null"]}, "null", None),
+            ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+            ({"type": "integer"}, "three", "three"),
+            ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+            ({}, "3", "3"),
+        ],
+    )
+    def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
+        tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
+        assert XML.read("", XML_CALL.format(text), tools).calls == [("look", {"string": value})]
+
+    @pytest.mark.parametrize(
+        ("call", "calls"),
+        [
+            ("[look(a='x', b=[1, true], c=null), go()]", [("look", {"a": "x", "b": [1, True], "c": None}), ("go", {})]),
+            ("[look('x')]", []),
+            ("[look(a=go())]", []),
+            ("[look(a={1})]", []),
+            ("look", []),
+        ],
+        ids=["two", "without its name", "a call in it", "a set", "no list"],
+    )
+    def test_a_list_of_python_calls_holds_json_values_by_name(self, call, calls):
+        text = f"<|tool_call_start|>{call}<|tool_call_end|>"
+        reply = families()["lfm"].read("", text, [])
+        assert reply.calls == calls
+        assert reply.content == ("" if calls else text)
+
+
+@given(st.lists(st.sampled_from([GOOD, *GOOD, "<think>", "</think>", "<|im_end|>", "é", "\0", "{", "}"])).map("".join))
+@examples(200)
+def test_whatever_is_sampled_is_read(text):
+    for family in families().values():
+        reply = family.read("", text, _TOOLS)
+        part = family.read("", text, _TOOLS, partial=True)
+        assert isinstance(reply.content, str)
+        assert len(part.calls) <= len(reply.calls)
+
+
+class TestChoice:
+    def test_a_tokenizers_own_response_template_comes_first(self, tmp_path):
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+        tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
+        tokenizer.response_template = {
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {
+                "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+                "content": {"close_pattern": r"<\|im_end\|>\s*"},
+            },
+        }
+        tokenizer.save_pretrained(tmp_path)
+        rendering = Rendering(str(tmp_path))
+        assert (rendering.family.name, rendering.lacks) == ("own", [])
+        assert examine(rendering).works
+
+    @pytest.mark.parametrize("own", [{}, {"fields": {}}, "x", {"fields": {"tool_calls": {}}, "start_anchor": "x"}])
+    def test_an_own_response_template_that_is_none_is_passed_over(self, own):
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+        tokenizer.response_template = own
+        assert find_family(tokenizer, written_turns(tokenizer)).name == "hermes"
+
+    def test_a_family_can_be_named_for_a_template_that_writes_no_calls(self, tmp_path):
+        save(tmp_path, (TEMPLATES / "lfm2.jinja").read_text())
+        rendering = Rendering(str(tmp_path), tool_parser="lfm")
+        assert (rendering.reads_calls, rendering.lacks) == (True, [])
+        ids = rendering.encode("<|tool_call_start|>[look(string='x')]<|tool_call_end|><|im_end|>")
+        assert [call.name for call in rendering.parse([], ids, _TOOLS).tool_calls] == ["look"]
+
+    def test_an_unknown_one_is_refused_with_all_names(self):
+        with pytest.raises(InputError, match=r"no tool parser 'hermès': choose auto, hermes, qwen-xml, glm"):
+            Rendering(str(ROOT / "tests/models/qwen3-4b"), tool_parser="hermès")
+
+
+def test_the_tests_qwen35_has_the_template_of_its_family():
+    assert (ROOT / "tests/models/qwen3.5-4b/chat_template.jinja").read_text() == variants("qwen3_5_think")["as it is"]
+
+
 CASES = [(stem, variant) for stem in WITH_TOOLS for variant in variants(stem)]
 
 
+@cache
+def examined(stem, variant):
+    """Return how a variant of a template does, None when its calls cannot be read, and what its model lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendering = save(folder, variants(stem)[variant])
+        return examine(rendering) if rendering.reads_calls else None, rendering.lacks
+
+
 @pytest.mark.parametrize(("stem", "variant"), CASES)
-def test_a_template_is_read_and_continued_by_its_defaults_or_refused_by_name(tmp_path, stem, variant):
-    rendering = save(tmp_path, variants(stem)[variant])
+def test_a_template_is_read_and_continued_by_its_defaults_or_refused_by_name(stem, variant):
+    found, lacks = examined(stem, variant)
     if stem in WITHOUT_CALLS:
-        lack, _ = rendering.lacks
-        assert f"the tool calls of {tmp_path} cannot be read" in lack
-        assert "rolltap_tool_parser" in lack
-        return
-    assert rendering.lacks == []
-    found = examine(rendering)
-    assert found.works, found
+        (lack,) = lacks
+        assert re.search(r"^the tool calls of /.* cannot be read: .*rolltap_tool_parser: hermes, qwen-xml", lack)
+    else:
+        assert lacks == []
+        assert found.works, found
 
 
 def table():
@@ -174,20 +303,15 @@ def table():
         "| --- " * 8 + "|",
     ]
     for stem in WITH_TOOLS:
-        cells = []
-        for text in variants(stem).values():
-            with tempfile.TemporaryDirectory() as folder:
-                rendering = save(folder, text)
-                cells.append(examine(rendering) if rendering.reads_calls else None)
+        cells = [examined(stem, variant)[0] for variant in variants(stem)]
         found = cells[0]
         if found is None:
             lines.append(f"| `{stem}` | `default` | refused: it writes no calls | | | | | |")
             continue
         turns = [found.turns[name] for name in ("one call", "two calls", "awkward arguments", "reasoning")]
         good = sum(each is not None and each.works for each in cells)
-        lines.append(
-            f"| `{stem}` | `{found.prompts}` | `{found.replies}` | {' | '.join(turns)} | {good} of {len(cells)} |"
-        )
+        names = f"`{found.prompts}` | `{found.replies}`"
+        lines.append(f"| `{stem}` | {names} | {' | '.join(turns)} | {good} of {len(cells)} |")
     return lines
 
 

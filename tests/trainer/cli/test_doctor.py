@@ -34,6 +34,30 @@ def test_doctor_says_what_a_program_lacks(command, status, words):
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--harness", "pi", "--", "true"], ["--timeout", "0", "--", "true"]])
+def test_doctor_tells_what_a_model_gives(tokenizer_folder):
+    ended = run_rolltap("doctor", "--model", tokenizer_folder, "--json")
+    told = json.loads(ended.stdout)
+    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (0, True, "qwen3", None)
+    assert told["stop_tokens"].keys() == {"<|im_end|>", "<|endoftext|>"}
+    assert set(told["turns"].values()) == {True}
+    named = run_rolltap("doctor", "--model", tokenizer_folder, "--set", "rolltap_tool_parser=hermes")
+    assert "replies     family hermes" in named.stdout
+
+
+def test_doctor_says_what_a_model_lacks_and_why(tmp_path, save_tokenizer):
+    save_tokenizer(tmp_path, "{% for message in messages %}{{ message.content }}{% endfor %}")
+    ended = run_rolltap("doctor", "--model", tmp_path)
+    assert ended.returncode == 1
+    words = " ".join(ended.stdout.split())
+    assert "2 problems." in words
+    assert "tool calls the chat template writes none" in words
+    assert "problem: the tool calls of" in words
+    assert "does not end an assistant's turn with a stop token" in words
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--model", ".", "--", "true"], [], ["--harness", "pi", "--", "true"], ["--timeout", "0", "--", "true"]],
+)
 def test_a_wrong_command_line_is_status_2(arguments):
     assert run_rolltap("doctor", *arguments).returncode == 2

@@ -118,6 +118,49 @@ def test_stopping_it_leaves_no_process_and_a_readable_run(options, tmp_path, tas
     assert list(read_rows(tmp_path / "run", "calls")) == []
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+ASK_WITH_TOOLS = ASK.replace("json={", f"json={{'tools': [{TOOL!r}], ").replace(
+    "reply.json()", "reply.raise_for_status().json()"
+)
+
+
+@pytest.fixture
+def unreadable(options, tmp_path, save_tokenizer):
+    """The `options` with a model whose tool calls nothing can read."""
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    return [*options[:-1], save_tokenizer(tmp_path / "model", template)]
+
+
+def test_a_rollout_of_a_model_whose_calls_cannot_be_read_ends_at_the_first_call_with_tools(
+    unreadable, tmp_path, tasks, preset
+):
+    harness = preset([sys.executable, "-c", ASK_WITH_TOOLS])
+    ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 4, *unreadable)
+    assert ended.returncode == 2
+    assert ended.stderr.count("cannot be read") == 2  # at the start, and at the end
+    assert "rolltap_tool_parser: hermes, qwen-xml" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    sessions = load_sessions(tmp_path / "run").values()
+    assert {session.status for session in sessions} == {"cancelled"}
+    assert any("cannot be read" in session.error for session in sessions)
+
+
+def test_such_a_model_is_recorded_when_its_template_was_chosen_by_hand(unreadable, tmp_path, tasks, preset):
+    harness = preset([sys.executable, "-c", ASK_WITH_TOOLS])
+    how = ("--set", "rolltap_renderer=default", "-n", 1)
+    ended = run_rolltap("rollout", tasks, "--harness", harness, *unreadable, *how, "--json")
+    assert json.loads(ended.stdout)["calls"] == {"completed": 1}
+
+
+def test_record_answers_the_apis_400_to_tools_whose_calls_cannot_be_read_and_says_it(unreadable, tmp_path):
+    ended = run_rolltap("record", *unreadable, "--", sys.executable, "-c", ASK_WITH_TOOLS)
+    assert "400 Bad Request" in ended.stderr
+    assert "cannot be read" in ended.stderr.splitlines()[0]
+    (session,) = load_sessions(tmp_path / "run").values()
+    assert session.status == "cancelled"
+    assert "cannot be read" in session.error
+
+
 def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     ended = run_rolltap("record", *options, "--", sys.executable, "-c", ASK)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")

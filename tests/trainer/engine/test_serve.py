@@ -1,3 +1,4 @@
+import json
 import signal
 import socket
 import stat
@@ -8,7 +9,7 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.serve import EngineServer, engine_command, is_cpu_build
+from rolltap.trainer.engine.serve import EngineServer, ServedParts, engine_command, is_cpu_build
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine.answering import AS_VLLM
 
@@ -37,6 +38,36 @@ def test_on_cpu_a_prefill_is_never_split():
     assert flag(command, "--max-num-batched-tokens") == flag(command, "--max-model-len") == "4096"
     assert "--no-enable-chunked-prefill" in command
     assert flag(command, "--dtype") == "float32"
+
+
+GDN = {"text_config": {"linear_num_key_heads": 2}, "vision_config": {}}
+
+
+@pytest.mark.parametrize(
+    ("config", "parts", "cpu_type"),
+    [
+        (GDN, ServedParts(vision=True, recurrent=True), "bfloat16"),
+        ({"linear_num_key_heads": 2}, ServedParts(recurrent=True), "bfloat16"),
+        ({"mamba_d_state": 16}, ServedParts(recurrent=True), "bfloat16"),
+        ({"text_config": {"hidden_size": 64}, "vision_config": {}}, ServedParts(vision=True), "float32"),
+        ({"hidden_size": 64}, ServedParts(), "float32"),
+    ],
+)
+def test_what_a_model_needs_is_read_in_its_configuration(tmp_path, config, parts, cpu_type):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = ServedParts.of(tmp_path)
+    assert (found, found.cpu_type) == (parts, cpu_type)
+    command = engine_command("vllm", "model", **DEFAULTS, cpu=True, parts=found)
+    assert flag(command, "--dtype") == cpu_type
+    assert ("--language-model-only" in command) == parts.vision
+    assert ("--enable-chunked-prefill" in command) == parts.recurrent
+    on_gpu = engine_command("vllm", "model", **DEFAULTS, cpu=False, parts=found)
+    assert ("--language-model-only" in on_gpu) == parts.vision
+    assert "--dtype" not in on_gpu
+
+
+def test_a_model_without_a_configuration_is_left_to_vllm(tmp_path):
+    assert ServedParts.of(tmp_path) == ServedParts()
 
 
 def fake_vllm(folder, script):

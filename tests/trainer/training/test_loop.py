@@ -16,9 +16,13 @@ from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
+from tests import tiny_checkpoints
+from tests.conftest import running_engine
 from tests.trainer.training.grpo.tiny import largest_difference
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "recipes" / "quickstart"
+MODELS = ROOT / "tests" / "models"
 
 
 def write_recipe(folder: Path, text: str = "", **values) -> Path:
@@ -80,6 +84,53 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     assert all(line["engine_difference"] < 1e-3 for line in read_metrics(run / METRICS))
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def counting_engine(engine_key, tmp_path_factory):
+    """Yield a vLLM server, by its defaults, with a tiny Qwen3.5 in its vision-language layout and its own template."""
+    folder = tmp_path_factory.mktemp("counting")
+    model = tiny_checkpoints.counting_qwen35(folder / "model", MODELS / "qwen3.5-4b")
+    with running_engine(model, folder / "vllm.log", 8192) as engine:
+        yield engine
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+@pytest.mark.parametrize("publish", ["checkpoint", "lora"])
+def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_path, publish):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    engine, run = counting_engine, tmp_path / "run"
+    text = "[grpo]\nlearning_rate = 1e-2\n" + (
+        '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
+    )
+    recipe = write_recipe(tmp_path, text, steps=1, sessions=4, publish=publish, model=str(engine.model_dir))
+    try:
+        arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
+        assert CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False).exit_code == 0
+    finally:
+        restore(engine)
+
+    described = json.loads((run / "run.json").read_text())
+    assert (described["renderer"], described["tool_parser"], described["bridge_refusal"]) == (
+        "qwen3.5",
+        "qwen-xml",
+        None,
+    )
+    (configuration,) = (each["configuration"] for each in described["engines"].values())
+    assert "enable_prefix_caching=True" in configuration
+    assert json.loads((run / TRAINING_FILE).read_text())["begun"]["dtype"] == "bfloat16"
+    assert {session.status for session in load_sessions(run).values()} == {"completed"}
+    calls = [call for calls in RecordedCalls(run).values() for call in calls]
+    assert {call.kind for call in calls} <= {"root", "bridged"}
+    assert all(call.parsed_reply["tool_calls"] for call in calls)
+    (line,) = read_metrics(run / METRICS)
+    assert line["tokens_trained"] + line["left_out/no_signal"] == sum(len(call.completion_ids) for call in calls)
+    assert 0.9 < line.get("ratio/min", 1) <= line.get("ratio/max", 1) < 1.1
+    finished, base = (load_file(folder / "model.safetensors") for folder in (run / FINISHED, engine.model_dir))
+    assert finished.keys() == base.keys()
+    assert any(name.startswith("model.visual.") for name in finished)
 
 
 def distance(one, two):

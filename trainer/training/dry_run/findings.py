@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from rolltap.addons.errors import RolltapError
+from rolltap.trainer.doctor.model import diagnose
 from rolltap.trainer.models.loading import INSTALL, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
@@ -60,6 +62,15 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if recipe.publish == "nccl" and machine.shared_gpu:
         fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
         yield Finding("error", "NCCL does not join two processes on one GPU", fix)
+
+
+def of_replies(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what the rollouts of the model will lack. A folder without a tokenizer is left to the start."""
+    with suppress(RolltapError):
+        options = {name: [value] if isinstance(value, str) else value for name, value in recipe.recorder.items()}
+        for problem in diagnose(str(recipe.model), options).problems:
+            text, _, fix = problem.partition(". ")
+            yield Finding("warning", text, fix)
 
 
 def of_numbers(

@@ -103,7 +103,7 @@ def plan(
     """
     machine = machine_of(recipe, engine, processes, online=not runs)
     typed = recipe.model_copy(update={"dtype": machine.dtype})  # this machine's GPU does not decide
-    findings = list(found.of_recipe(recipe, machine))
+    findings = [*found.of_recipe(recipe, machine), *(() if runs else found.of_replies(recipe))]
     try:
         found.check_start(typed, machine)
         numbers = model_numbers(recipe, machine.dtype)
