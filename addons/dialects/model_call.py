@@ -130,9 +130,6 @@ class DialectError(Exception):
 class UnreadableCallsError(DialectError):
     """The model's tool calls cannot be read: a harness with tools would wait for calls that it never gets."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="unreadable_tool_calls")
-
 
 class ContextOverflow(DialectError):
     """A prompt of `prompt_tokens` tokens that leaves no room for a reply in a context window of `limit` tokens.

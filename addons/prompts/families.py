@@ -36,9 +36,9 @@ class ReadReply:
 
 
 class Family:
-    """How a family of models writes a reply.
+    """A family of models that write replies by one response template. Raises `ValueError` for one that is none.
 
-    `template` is a response template. Raises an error of transformers for one that is none.
+    `ends` are tokens that end a turn; `past_end` is the one that a chat template may write in their place.
     """
 
     def __init__(self, name: str, template: Mapping[str, Any], ends: Sequence[str] = (), past_end: str = "") -> None:
@@ -47,20 +47,16 @@ class Family:
         self.name, self.ends, self.past_end = name, ends, past_end
         fields = {key: dict(value) for key, value in template["fields"].items()}
         calls = fields["tool_calls"]
-        self._python = calls.get("content") == "python-calls"
-        if self._python:
+        self._content = calls.get("content", "text")
+        if self._content == "python-calls":
             calls["content"] = "text"
-        loaded = load_response_template({**template, "fields": fields})
-        self._call = loaded.fields["tool_calls"]
-        self._anchor = loaded.start_anchor_re
-        opening = self._call.open_re
-        # the text of a call is kept as it is, to be shown when it cannot be read
-        captured = {name: f"{{{name}}}" for name in ("opening", *opening.groupindex, "content")}
-        raw = {"content": "text", "content_args": {"strip": False}, "repeats": True, "transform": captured}
+        self._whole = load_response_template({**template, "fields": fields})
+        opening = self._whole.fields["tool_calls"].open_re
+        # calls are kept as text: one that cannot be read must not end the reading of the others
+        raw = {"repeats": True, "content_args": {"strip": False}, "transform": ["{opening}", "{content}"]}
         close = {key: value for key, value in calls.items() if key.startswith("close")}
         fields["tool_calls"] = {"open_pattern": f"(?P<opening>{opening.pattern})", **close, **raw}
         self._regions = load_response_template({**template, "fields": fields})
-        self.reads_reasoning = bool(fields.keys() - {"content", "tool_calls"})
 
     def read(self, prompt_end: str, text: str, tools: Sequence[Tool], *, partial: bool = False) -> ReadReply:
         """Return what is in `text`, which follows a prompt that ends with `prompt_end`.
@@ -71,11 +67,12 @@ class Family:
 
         found = ReadReply()
         try:
-            parser = ResponseParser(self._regions, prefix=prompt_end if self._anchor.search(prompt_end) else "")
+            anchored = self._whole.start_anchor_re.search(prompt_end)
+            parser = ResponseParser(self._regions, prefix=prompt_end if anchored else "")
             self._add(found, parser.feed(text), text, tools)
             if not partial:
                 self._add(found, parser.feed(_END), text, tools)
-                self._add(found, parser.finalize()[1], text, [], ended=False)
+                self._add(found, parser.finalize()[1], text, tools, ended=False)
         except _UNREADABLE:
             return ReadReply(content="" if partial else text)
         found.reasoning = found.reasoning.removesuffix(_END).strip()
@@ -88,15 +85,12 @@ class Family:
         for event in events:
             match event["type"], event["field"]:
                 case "region_close", "tool_calls":
-                    raw = event["value"]
-                    try:
-                        if not ended:
-                            raise ValueError("the call is not complete")
-                        found.calls += self._read_calls(raw, tools)
-                    except _UNREADABLE:
-                        found.content += _as_sampled(
-                            raw["opening"] + raw["content"].removesuffix(_END), text, self._call
-                        )
+                    raw = "".join(event["value"]).removesuffix(_END)
+                    close = self._whole.fields["tool_calls"].close_re.match(text, text.rfind(raw) + len(raw))
+                    raw += close.group() if close else ""
+                    calls = self._read_calls(raw, event["value"][1], tools) if ended else []
+                    found.calls += calls
+                    found.content += "" if calls else raw
                 case "region_chunk", "content":
                     found.content += event["text"]
                 case "region_open", part if part not in ("content", "tool_calls") and found.reasoning:
@@ -104,29 +98,22 @@ class Family:
                 case "region_chunk", part if part != "tool_calls":
                     found.reasoning += event["text"]
 
-    def _read_calls(self, raw: dict[str, str], tools: Sequence[Tool]) -> list[tuple[str, Any]]:
-        """Return the calls in the text of one region. Raises one of `_UNREADABLE`."""
-        from transformers.utils.chat_parsing.content_parsers import process_field
+    def _read_calls(self, raw: str, content: str, tools: Sequence[Tool]) -> list[tuple[str, Any]]:
+        """Return the calls in the text of one region; none when one of them cannot be read."""
+        from transformers.utils.chat_parsing.response_parser import parse_response
 
-        if self._python:
-            return _python_calls(raw["content"])
-        value = process_field(raw["content"], self._call, raw)
-        calls = []
-        for call in value if isinstance(value, list) else [value]:
-            function = call.get("function", call)
-            name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
-            if not isinstance(name, str) or not name or not isinstance(arguments, (dict, str)):
-                raise ValueError("no call")
-            if self._call.content == "xml-inline" and isinstance(arguments, dict):
-                arguments = _typed(name, arguments, tools)
-            calls.append((name, arguments))
-        return calls
-
-
-def _as_sampled(raw: str, text: str, call: Any) -> str:
-    """Return the text of a call with the mark that ends it."""
-    close = call.close_re and call.close_re.match(text, text.rfind(raw) + len(raw))
-    return raw + (close.group() if close else "")
+        # arguments that are written as plain text get the types of their tool; those in JSON have types
+        typing = list(tools) if self._content == "xml-inline" else None
+        try:
+            if self._content == "python-calls":
+                return _python_calls(content)
+            value = parse_response(raw, self._whole, prefix="", tools=typing)["tool_calls"]
+            functions = [call.get("function", call) for call in (value if isinstance(value, list) else [value])]
+            calls = [(each["name"], each.get("arguments", each.get("parameters", {}))) for each in functions]
+        except _UNREADABLE:
+            return []
+        sound = all(name and isinstance(name, str) and isinstance(arguments, (dict, str)) for name, arguments in calls)
+        return calls if sound else []
 
 
 def _python_calls(text: str) -> list[tuple[str, Any]]:
@@ -148,36 +135,6 @@ def _python_calls(text: str) -> list[tuple[str, Any]]:
     return calls
 
 
-_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Values as Jinja writes them."""
-
-
-def _typed(name: str, arguments: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the arguments, written as plain text, with the types of the tool's schema. Text is what fits no type."""
-    parameters = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), None)
-    properties = (parameters or {}).get("properties") or {}
-    return {key: _value(text, _types(properties.get(key))) for key, text in arguments.items()}
-
-
-def _value(text: Any, types: set[str]) -> Any:
-    if not isinstance(text, str) or not types:
-        return text
-    try:
-        value = json.loads(_JSON_WORDS.get(text.strip(), text))
-    except (ValueError, RecursionError):
-        return text
-    return value if "string" not in types or (value is None and "null" in types) else text
-
-
-def _types(schema: Any) -> set[str]:
-    """Return the types that a JSON schema allows; none when it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type", [])
-    types = {declared} if isinstance(declared, str) else {*declared}
-    return types.union(*(_types(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key, [])))
-
-
 @cache
 def families() -> dict[str, Family]:
     """Return the families of `families.toml` by name."""
@@ -185,7 +142,7 @@ def families() -> dict[str, Family]:
     for name, family in tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8")).items():
         ends, past_end, calls = family.pop("ends"), family.pop("past_end", ""), family["fields"]["tool_calls"]
         if "(?P<name>" in calls.get("open_pattern", ""):
-            calls["transform"] = {"name": "{name}", "arguments": "{content}"}
+            calls["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
         if calls["content"] == "xml-inline":
             calls["content_args"]["value_parser"] = {"name": "text", "args": {"strip": False}}
         found[name] = Family(name, family, ends, past_end)

@@ -52,14 +52,12 @@ def doctor_command(
     With --model, says how prompts are written and continued, how tool calls and reasoning are read, and which tokens
     end a turn. Exit status: 0 when tool calls can be read and conversations continued, else 1.
     """
+    if [bool(command), preset is not None, model is not None].count(True) != 1:
+        raise click.UsageError("give a COMMAND after --, or --harness, or --model")
     if model is not None:
-        if command or preset is not None:
-            raise click.UsageError("give a COMMAND after --, or --harness, or --model")
         found = examine_model(model, settings)
         print_result(found, as_json)
-        sys.exit(0 if found.ready else 1)
-    if bool(command) == (preset is not None):
-        raise click.UsageError("give a COMMAND after --, or --harness, or --model")
+        sys.exit(1 if found.problems else 0)
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
     diagnosis = examine(command, harness=preset, timeout=timeout, options=settings)
     print_result(diagnosis, as_json)

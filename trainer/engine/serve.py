@@ -9,9 +9,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
@@ -59,8 +58,7 @@ _RECURRENT = ("linear_", "mamba_", "ssm_")
 """Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention, state spaces."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedParts:
+class ServedParts(NamedTuple):
     """Parts of a model on which vLLM's arguments depend."""
 
     vision: bool = False
@@ -68,7 +66,7 @@ class ServedParts:
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
-        """Return the parts of a model by its `config.json`: a folder's, or one of the Hub. None if it cannot be had."""
+        """Return the parts that a model's `config.json` names, in a folder or on the Hub; without it, none."""
         from transformers import PreTrainedConfig  # takes seconds
 
         try:

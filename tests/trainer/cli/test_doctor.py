@@ -41,7 +41,7 @@ def test_doctor_tells_what_a_model_gives(tokenizer_folder):
     assert told["stop_tokens"].keys() == {"<|im_end|>", "<|endoftext|>"}
     assert set(told["turns"].values()) == {True}
     named = run_rolltap("doctor", "--model", tokenizer_folder, "--set", "rolltap_tool_parser=hermes")
-    assert "replies     family hermes" in named.stdout
+    assert "replies by  hermes" in named.stdout
 
 
 def test_doctor_says_what_a_model_lacks_and_why(tmp_path, save_tokenizer):
@@ -49,9 +49,8 @@ def test_doctor_says_what_a_model_lacks_and_why(tmp_path, save_tokenizer):
     ended = run_rolltap("doctor", "--model", tmp_path)
     assert ended.returncode == 1
     words = " ".join(ended.stdout.split())
-    assert "2 problems." in words
-    assert "tool calls the chat template writes none" in words
-    assert "problem: the tool calls of" in words
+    assert f"{tmp_path}: not ready." in words
+    assert "problem the tool calls of" in words
     assert "does not end an assistant's turn with a stop token" in words
 
 
