@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, UnreadableCallsError
 from rolltap.addons.dialects.stored import NamesStored
 from rolltap.addons.endpoint.budget import Budgets, Grant, SessionBudget
 from rolltap.addons.endpoint.errors import Refusals
@@ -245,8 +245,8 @@ class Session:
             num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
             stored = await self.workers.run(num_bytes, self._store.read)
             model_calls = await self.workers.run(num_bytes, named.decoded, stored)
-        if model_calls[-1].tools and model_calls[-1].may_call:
-            self.rendering.require_calls()
+        if self.rendering.refuses_tools and model_calls[-1].tools and model_calls[-1].may_call:
+            raise UnreadableCallsError(str(self.rendering.unreadable), code="unreadable_tool_calls")
         if self.options.images == "refuse":
             refuse_hidden(model_calls[-1].hidden)
         return model_calls

@@ -6,33 +6,32 @@ may bring its own. A family is chosen by a test: it must read the calls that the
 
 import ast
 import json
+import re
 import tomllib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Message, Tool, assistant_message, message_tool_call
-from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.dialects.model_call import (
+    Message,
+    Reply,
+    Tool,
+    ToolCall,
+    assistant_message,
+    message_tool_call,
+    well_formed,
+)
+from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
 
 _END = "\0"
 """A character after the text, which no mark holds: the parser waits at the end of a text for more of a mark."""
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError)
 """Errors of the parsers for text that they cannot read."""
-
-
-@dataclass
-class ReadReply:
-    """Parts that a family reads in a completion. A call that cannot be read is part of `content`."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-    """Name and arguments."""
 
 
 class Family:
@@ -58,14 +57,15 @@ class Family:
         fields["tool_calls"] = {"open_pattern": f"(?P<opening>{opening.pattern})", **close, **raw}
         self._regions = load_response_template({**template, "fields": fields})
 
-    def read(self, prompt_end: str, text: str, tools: Sequence[Tool], *, partial: bool = False) -> ReadReply:
-        """Return what is in `text`, which follows a prompt that ends with `prompt_end`.
+    def read(self, prompt_end: str, text: str, tools: Sequence[Tool], *, partial: bool = False) -> Reply:
+        """Return the reply in `text`, which follows a prompt that ends with `prompt_end`.
 
-        With `partial`, text that may begin a mark is left out, and so is a call that has not ended.
+        A call that cannot be read is part of its content. With `partial`, text that may begin a mark is left out, and
+        so is a call that has not ended.
         """
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-        found = ReadReply()
+        found = Reply()
         try:
             anchored = self._whole.start_anchor_re.search(prompt_end)
             parser = ResponseParser(self._regions, prefix=prompt_end if anchored else "")
@@ -74,13 +74,13 @@ class Family:
                 self._add(found, parser.feed(_END), text, tools)
                 self._add(found, parser.finalize()[1], text, tools, ended=False)
         except _UNREADABLE:
-            return ReadReply(content="" if partial else text)
+            return Reply(content="" if partial else text)
         found.reasoning = found.reasoning.removesuffix(_END).strip()
         found.content = found.content.removesuffix(_END).strip()
         return found
 
     def _add(
-        self, found: ReadReply, events: list[dict[str, Any]], text: str, tools: Sequence[Tool], *, ended: bool = True
+        self, found: Reply, events: list[dict[str, Any]], text: str, tools: Sequence[Tool], *, ended: bool = True
     ) -> None:
         for event in events:
             match event["type"], event["field"]:
@@ -89,7 +89,7 @@ class Family:
                     close = self._whole.fields["tool_calls"].close_re.match(text, text.rfind(raw) + len(raw))
                     raw += close.group() if close else ""
                     calls = self._read_calls(raw, event["value"][1], tools) if ended else []
-                    found.calls += calls
+                    found.tool_calls += calls
                     found.content += "" if calls else raw
                 case "region_chunk", "content":
                     found.content += event["text"]
@@ -98,7 +98,7 @@ class Family:
                 case "region_chunk", part if part != "tool_calls":
                     found.reasoning += event["text"]
 
-    def _read_calls(self, raw: str, content: str, tools: Sequence[Tool]) -> list[tuple[str, Any]]:
+    def _read_calls(self, raw: str, content: str, tools: Sequence[Tool]) -> list[ToolCall]:
         """Return the calls in the text of one region; none when one of them cannot be read."""
         from transformers.utils.chat_parsing.response_parser import parse_response
 
@@ -106,14 +106,20 @@ class Family:
         typing = list(tools) if self._content == "xml-inline" else None
         try:
             if self._content == "python-calls":
-                return _python_calls(content)
+                return [sampled_call(*call) for call in _python_calls(content)]
             value = parse_response(raw, self._whole, prefix="", tools=typing)["tool_calls"]
             functions = [call.get("function", call) for call in (value if isinstance(value, list) else [value])]
             calls = [(each["name"], each.get("arguments", each.get("parameters", {}))) for each in functions]
         except _UNREADABLE:
             return []
         sound = all(name and isinstance(name, str) and isinstance(arguments, (dict, str)) for name, arguments in calls)
-        return calls if sound else []
+        return [sampled_call(*call) for call in calls] if sound else []
+
+
+def sampled_call(name: str, arguments: Any) -> ToolCall:
+    """Return a tool call with a new random id. Arguments that are text stay as they are."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=well_formed(name), arguments=well_formed(text))
 
 
 def _python_calls(text: str) -> list[tuple[str, Any]]:
@@ -135,15 +141,21 @@ def _python_calls(text: str) -> list[tuple[str, Any]]:
     return calls
 
 
+_THINK = {"open": "<think>", "close_pattern": r"</think>\s*"}
+
+
 @cache
 def families() -> dict[str, Family]:
     """Return the families of `families.toml` by name."""
     found = {}
     for name, family in tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8")).items():
         ends, past_end, calls = family.pop("ends"), family.pop("past_end", ""), family["fields"]["tool_calls"]
+        content = {"close_pattern": rf"(?:{'|'.join(map(re.escape, ends))})\s*"}
+        family["fields"] = {"reasoning_content": _THINK, "content": content, **family["fields"]}
         if "(?P<name>" in calls.get("open_pattern", ""):
             calls["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
-        if calls["content"] == "xml-inline":
+        if "tag_pattern" in calls.get("content_args", {}):
+            calls["content"] = "xml-inline"
             calls["content_args"]["value_parser"] = {"name": "text", "args": {"strip": False}}
         found[name] = Family(name, family, ends, past_end)
     return found
@@ -167,15 +179,13 @@ TURNS: dict[str, Message] = {
 """Turns that a family must read as the chat template writes them."""
 
 
-def written_turns(tokenizer: Any) -> dict[str, tuple[str, str]]:
-    """Return the end of the prompt and the reply, as the chat template writes the `TURNS` that it takes."""
+def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> dict[str, tuple[str, str]]:
+    """Return the prompt and the reply as `render` writes those `TURNS` that it takes. Its last argument is True for a
+    prompt, which ends with what begins the reply."""
     written = {}
     for name, turn in TURNS.items():
         try:
-            prompt, whole = (
-                tokenizer.apply_chat_template(messages, tools=_TOOLS, add_generation_prompt=generation, tokenize=False)
-                for messages, generation in ((_ASKED, True), ([*_ASKED, turn], False))
-            )
+            prompt, whole = render(_ASKED, _TOOLS, True), render([*_ASKED, turn], _TOOLS, False)
         except Exception:
             continue  # templates raise for messages that they do not support
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
@@ -183,7 +193,7 @@ def written_turns(tokenizer: Any) -> dict[str, tuple[str, str]]:
     return written
 
 
-Read = Callable[[str, str, list[Tool]], ReadReply]
+Read = Callable[[str, str, list[Tool]], Reply]
 """Reads a reply after the end of a prompt."""
 
 
@@ -196,7 +206,8 @@ def read_turns(read: Read, written: Mapping[str, tuple[str, str]]) -> dict[str, 
         reasoning = turn.get("reasoning_content", "")
         if all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
             reply = read(prompt_end, text, _TOOLS)
-            found[name] = (reply.reasoning, reply.content, reply.calls) == (reasoning, turn["content"], calls)
+            read_calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
+            found[name] = (reply.reasoning, reply.content, read_calls) == (reasoning, turn["content"], calls)
     return found
 
 
@@ -206,18 +217,15 @@ def reads(read: Read, written: Mapping[str, tuple[str, str]]) -> bool:
     return all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns)
 
 
-def named_family(name: str) -> Family:
-    """Return a family by its name. Raises `InputError`."""
-    if name not in families():
-        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
-    return families()[name]
+def find_family(tokenizer: Any, written: Mapping[str, tuple[str, str]], name: str = "auto") -> Family | None:
+    """Return the first family that `reads` what was written, None when none does; or the one with this name.
 
-
-def find_family(tokenizer: Any, written: Mapping[str, tuple[str, str]]) -> Family | None:
-    """Return the first family that `reads` what the tokenizer's chat template has written; None when none does.
-
-    The tokenizer's own response template comes first (`own`).
+    The tokenizer's own response template comes first (`own`). Raises `InputError` for an unknown name.
     """
+    if name not in ("auto", *families()):
+        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
+    if name != "auto":
+        return families()[name]
     candidates = [*families().values()]
     with suppress(*_UNREADABLE):  # most have none
         candidates.insert(0, Family("own", tokenizer.response_template))

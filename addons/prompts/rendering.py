@@ -2,7 +2,6 @@
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
@@ -19,19 +18,9 @@ from renderers.base import (
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, UnreadableCallsError, well_formed
-from rolltap.addons.dialects.tools import as_object
+from rolltap.addons.dialects.model_call import Message, Reply, Tool
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.families import (
-    Family,
-    ReadReply,
-    families,
-    find_family,
-    named_family,
-    read_turns,
-    reads,
-    written_turns,
-)
+from rolltap.addons.prompts.families import families, find_family, read_turns, reads, sampled_call, written_turns
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -101,14 +90,21 @@ class Rendering:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
-        self.family: Family | None = None
+        self.family = None
         """The one that reads replies, None when the renderer does."""
-        if tool_parser != "auto":
-            self.family = named_family(tool_parser)
-        elif not reads(self._read_written, written := written_turns(self._tokenizer)):
-            self.family = find_family(self._tokenizer, written)
-        self._accepts_text_calls = renderer == "default"
-        """True when a model whose tool calls stay text was chosen by hand."""
+        written = written_turns(self._write)
+        if tool_parser != "auto" or not reads(self._read_written, written):
+            self.family = find_family(self._tokenizer, written, tool_parser)
+        self.unreadable: str | None = None
+        """Why tool calls in replies cannot be found, and the settings that help; None when they can."""
+        if self.name == "default" and self.family is None:
+            self.unreadable = (
+                f"the tool calls of {self.model} cannot be read: no renderer and no tool parser reads what its chat "
+                f"template writes. Name the parser of its family (rolltap_tool_parser: {', '.join(families())}) or its "
+                "renderer (rolltap_renderer); rolltap_renderer=default leaves them as text"
+            )
+        self.refuses_tools = self.unreadable is not None and renderer != "default"
+        """True when calls with tools are refused: that they stay text was not chosen by hand."""
         self.markup = Markup(self._tokenizer)
         self.parse_budget = ParseBudget()
         """Of all streams of the recorder."""
@@ -129,20 +125,9 @@ class Rendering:
         return self._template.refusal if self._template is not None else None
 
     @property
-    def reads_calls(self) -> bool:
-        """Whether tool calls in replies can be found."""
-        return self.name != "default" or self.family is not None
-
-    @property
     def lacks(self) -> list[str]:
         """Things that this model's rollouts will lack, each with the setting that helps."""
-        found = []
-        if not self.reads_calls:
-            found.append(
-                f"the tool calls of {self.model} cannot be read: no renderer and no tool parser reads what its chat "
-                f"template writes. Name the parser of its family (rolltap_tool_parser: {', '.join(families())}) or its "
-                "renderer (rolltap_renderer); rolltap_renderer=default leaves them as text"
-            )
+        found = [self.unreadable] if self.unreadable else []
         if self.refusal:
             found.append(
                 f"the conversations of {self.model} cannot be continued token for token, each call is rendered: "
@@ -159,11 +144,6 @@ class Rendering:
             f"the chat template of {self.model} and the renderer {self.name} write the same text in different tokens: "
             "prompts that continue no call may be split otherwise than elsewhere; sampled tokens stay as they are"
         ]
-
-    def require_calls(self) -> None:
-        """Raise `UnreadableCallsError` when tool calls cannot be read, and that was not chosen by hand."""
-        if not self.reads_calls and not self._accepts_text_calls:
-            raise UnreadableCallsError(self.lacks[0])
 
     def _choose_renderer(self, model: str) -> str:
         if model in MODEL_RENDERER_MAP:
@@ -205,24 +185,22 @@ class Rendering:
         return True
 
     def read_turns(self) -> dict[str, bool]:
-        """Return whether replies are read as the chat template writes them: see `families.read_turns`."""
-        return read_turns(self._read_written, written_turns(self._tokenizer))
+        """Return whether replies are read as the renderer or the chat template writes them, by `families.TURNS`."""
+        return read_turns(self._read_written, written_turns(self._write))
 
-    def _read_written(self, prompt_end: str, text: str, tools: list[Tool]) -> ReadReply:
-        """Return what is read in a turn that the chat template has written."""
+    def _write(self, messages: list[Message], tools: list[Tool], generation: bool) -> str:
+        ids = self._renderer.render_ids(messages, tools=tools, add_generation_prompt=generation)
+        return self._tokenizer.decode(ids)
+
+    def _read_written(self, prompt_end: str, text: str, tools: list[Tool]) -> Reply:
+        """Return what is read in a turn that was written, up to the token that ends it."""
         stop_ids = self.stop_token_ids()
         ids = [*takewhile(lambda token_id: token_id not in stop_ids, self.encode(text))]
-        reply = self.parse(self.encode(prompt_end), ids + stop_ids[:1], tools)
-        calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
-        return ReadReply(reply.reasoning, reply.content, calls)
+        return self.parse(self.encode(prompt_end), ids + stop_ids[:1], tools)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. Special tokens in it are found, none are added."""
         return self._tokenizer.encode(text)
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the tokens, with the texts of special ones."""
-        return self._tokenizer.decode(token_ids)
 
     def least_tokens(self, messages: list[Message], tools: list[Tool], limit: int) -> int:
         """Return a lower bound of the number of prompt tokens, without rendering the prompt. Thread-safe.
@@ -318,9 +296,11 @@ class Rendering:
         A malformed tool call becomes text. With `partial` it is left out, because later tokens may complete it.
         """
         if self.family is not None:
-            read = self._read(self.family, prompt_ids, completion_ids, tools, partial)
-            calls = [_tool_call(name, arguments) for name, arguments in read.calls]
-            return Reply(content=read.content, reasoning=read.reasoning, tool_calls=calls)
+            prompt_end, text = map(self._tokenizer.decode, ([*prompt_ids[-_PROMPT_END:]], completion_ids))
+            reply = self.family.read(prompt_end, text, tools, partial=partial)
+            if completion_ids and completion_ids[-1] in self.stop_token_ids():
+                reply.content = reply.content.removesuffix(self._tokenizer.decode(completion_ids[-1:])).rstrip()
+            return reply
         try:
             parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
         except (ValueError, RecursionError):
@@ -330,21 +310,12 @@ class Rendering:
         tool_calls = []
         for call in parsed.tool_calls:
             if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
-                tool_calls.append(_tool_call(call.name, call.arguments))
+                tool_calls.append(sampled_call(call.name, call.arguments))
             elif not partial:
                 content += call.raw
         # renderers strip only complete reasoning; a stream needs the same text from partial and complete parses
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(content=content, reasoning=reasoning, tool_calls=tool_calls)
-
-    def _read(
-        self, family: Family, prompt_ids: Sequence[int], completion_ids: list[int], tools: list[Tool], partial: bool
-    ) -> ReadReply:
-        prompt_end, text = map(self._tokenizer.decode, ([*prompt_ids[-_PROMPT_END:]], completion_ids))
-        read = family.read(prompt_end, text, tools, partial=partial)
-        if completion_ids and completion_ids[-1] in self.stop_token_ids():
-            read.content = read.content.removesuffix(self._tokenizer.decode(completion_ids[-1:])).rstrip()
-        return read
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""
@@ -355,11 +326,6 @@ class Rendering:
         """Return the ids of those tokens that the tokenizer has."""
         ids = map(self._tokenizer.convert_tokens_to_ids, tokens)
         return [token_id for token_id in ids if token_id is not None]
-
-
-def _tool_call(name: str, arguments: Any) -> ToolCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", name=well_formed(name), arguments=well_formed(text))
 
 
 class ParseBudget:

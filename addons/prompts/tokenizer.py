@@ -84,11 +84,8 @@ class CachingTokenizer:
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         """Return the id of a token, None for one that the tokenizer does not have."""
-        if self._backend is None:
-            found: int | None = self._tokenizer.convert_tokens_to_ids(tokens)
-        else:
-            found = self._backend.token_to_id(tokens)
-        return found
+        found: int | None = self._tokenizer.convert_tokens_to_ids(tokens)
+        return None if found is None or self._tokenizer.convert_ids_to_tokens(found) != tokens else found
 
     def __getattr__(self, name: str) -> Any:
         if name == "__call__":

@@ -1,6 +1,6 @@
 """Rollouts of tasks, and the doctor: functions for scripts, notebooks and the command line."""
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
@@ -18,13 +18,12 @@ from rolltap.trainer.tasks.task import Task
 
 if TYPE_CHECKING:
     from rolltap.trainer.doctor.diagnosis import Diagnosis
-    from rolltap.trainer.doctor.model import ModelDiagnosis
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-__all__ = ["RolloutConfig", "end_recorded", "examine", "examine_model", "rollout", "rollout_async", "set_provenance"]
+__all__ = ["RolloutConfig", "end_recorded", "examine", "rollout", "rollout_async", "set_provenance"]
 
 
 async def rollout_async(
@@ -103,14 +102,3 @@ def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":
         message = f"rolltap doctor needs packages that are not installed ({error}): pip install 'rolltap[record]'"
         raise MissingPackageError(message) from error
     return module.examine(command, **how)
-
-
-def examine_model(model: str | Path, options: Mapping[str, Sequence[str]] | None = None) -> "ModelDiagnosis":
-    """Return what a model's folder, or its name on the Hub, gives to the recorder. Starts nothing.
-
-    `options` are those of the recorder, of which `rolltap_renderer` and `rolltap_tool_parser` count. Raises
-    `InputError` as the recorder does, and `MissingPackageError` without the extra `record`.
-    """
-    from rolltap.trainer.doctor.model import diagnose
-
-    return diagnose(str(model), options or {})
