@@ -7,9 +7,6 @@ A message says what failed and where and, when the user can act on it, what to d
 class RolltapError(Exception):
     """Base class of rolltap's public errors. A failed commit raises `OSError` instead."""
 
-    exit_status = 1
-    """That of a command which ends with this error."""
-
 
 class InputError(RolltapError, ValueError):
     """An argument, an option or an input file is wrong. The user has to change it."""

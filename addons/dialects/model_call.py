@@ -127,10 +127,6 @@ class DialectError(Exception):
         self.retry_after = retry_after
 
 
-class UnreadableCallsError(DialectError):
-    """The model's tool calls cannot be read: a harness with tools would wait for calls that it never gets."""
-
-
 class ContextOverflow(DialectError):
     """A prompt of `prompt_tokens` tokens that leaves no room for a reply in a context window of `limit` tokens.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.model_call import DialectError, UnreadableCallsError
+from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RolltapError, RunError
 from rolltap.addons.store.records import Event, EventKind
@@ -18,6 +18,8 @@ from rolltap.addons.wire.protocol import Bucket
 
 logger = logging.getLogger(__name__)
 
+UNREADABLE = "unreadable_tool_calls"
+"""Code of the error for a call with tools when the model's tool calls cannot be read: it would wait for them."""
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
 LISTED = 64
@@ -50,7 +52,7 @@ def event_kind(error: Exception) -> EventKind:
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
-    if isinstance(error, UnreadableCallsError):
+    if isinstance(error, DialectError) and error.code == UNREADABLE:
         return "unreadable"
     if isinstance(error, DialectError):
         return "rejected" if error.status < _OUR_STATUS else "fault"

@@ -15,10 +15,10 @@ from typing import ParamSpec, TypeVar
 from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, UnreadableCallsError
+from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
 from rolltap.addons.dialects.stored import NamesStored
 from rolltap.addons.endpoint.budget import Budgets, Grant, SessionBudget
-from rolltap.addons.endpoint.errors import Refusals
+from rolltap.addons.endpoint.errors import UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
@@ -246,7 +246,7 @@ class Session:
             stored = await self.workers.run(num_bytes, self._store.read)
             model_calls = await self.workers.run(num_bytes, named.decoded, stored)
         if self.rendering.refuses_tools and model_calls[-1].tools and model_calls[-1].may_call:
-            raise UnreadableCallsError(str(self.rendering.unreadable), code="unreadable_tool_calls")
+            raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":
             refuse_hidden(model_calls[-1].hidden)
         return model_calls

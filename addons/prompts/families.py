@@ -193,11 +193,7 @@ def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> d
     return written
 
 
-Read = Callable[[str, str, list[Tool]], Reply]
-"""Reads a reply after the end of a prompt."""
-
-
-def read_turns(read: Read, written: Mapping[str, tuple[str, str]]) -> dict[str, bool]:
+def read_turns(read: Callable[[str, str, list[Tool]], Reply], written: dict[str, tuple[str, str]]) -> dict[str, bool]:
     """Return whether `read` finds what is in each written turn. Those that the template writes in part are left out."""
     found = {}
     for name, (prompt_end, text) in written.items():
@@ -211,13 +207,13 @@ def read_turns(read: Read, written: Mapping[str, tuple[str, str]]) -> dict[str, 
     return found
 
 
-def reads(read: Read, written: Mapping[str, tuple[str, str]]) -> bool:
+def reads(read: Callable[[str, str, list[Tool]], Reply], written: dict[str, tuple[str, str]]) -> bool:
     """Return whether `read` finds all that is written, and a call among it."""
     turns = read_turns(read, written)
     return all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns)
 
 
-def find_family(tokenizer: Any, written: Mapping[str, tuple[str, str]], name: str = "auto") -> Family | None:
+def find_family(tokenizer: Any, written: dict[str, tuple[str, str]], name: str = "auto") -> Family | None:
     """Return the first family that `reads` what was written, None when none does; or the one with this name.
 
     The tokenizer's own response template comes first (`own`). Raises `InputError` for an unknown name.

@@ -127,13 +127,11 @@ class Rendering:
     @property
     def lacks(self) -> list[str]:
         """Things that this model's rollouts will lack, each with the setting that helps."""
-        found = [self.unreadable] if self.unreadable else []
-        if self.refusal:
-            found.append(
-                f"the conversations of {self.model} cannot be continued token for token, each call is rendered: "
-                f"{self.refusal}. Name the renderer of its family (rolltap_renderer), if there is one"
-            )
-        return found
+        rendered = self.refusal and (
+            f"the conversations of {self.model} cannot be continued token for token, each call is rendered: "
+            f"{self.refusal}. Name the renderer of its family (rolltap_renderer), if there is one"
+        )
+        return [text for text in (self.unreadable, rendered) if text]
 
     @property
     def notes(self) -> list[str]:

@@ -73,14 +73,9 @@ def _find(part: list[int], ids: list[int]) -> int | None:
 
 _WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 PROBE_TOOLS: list[Tool] = [function_tool("look", "Looks.", _WHERE), function_tool("listen", "Listens.", _WHERE)]
-_LAST_WORD = "door"
-"""Ends the last value of each turn of the probes."""
-_SECOND = "far"
-"""A word of the second of two calls."""
-_CALLS = [
-    message_tool_call("c0", "look", {"where": f"é {_LAST_WORD}"}),
-    message_tool_call("c1", "listen", {"where": f"{_SECOND} {_LAST_WORD}"}),
-]
+_LAST_WORD, _SECOND = "door", "far"
+_WHERES = {"look": f"é {_LAST_WORD}", "listen": f"{_SECOND} {_LAST_WORD}"}
+_CALLS = [message_tool_call(f"c{i}", name, {"where": where}) for i, (name, where) in enumerate(_WHERES.items())]
 _RESULTS: list[Message] = [
     {"role": "tool", "content": "Nothing.", "tool_call_id": "c0"},
     {"role": "tool", "content": "Steps.", "tool_call_id": "c1"},

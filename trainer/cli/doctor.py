@@ -12,9 +12,7 @@ from rolltap.trainer.doctor.model import diagnose
 @click.command(
     "doctor",
     context_settings={"ignore_unknown_options": True},
-    epilog=examples(
-        "rolltap doctor --harness pi", "rolltap doctor -- python agent.py", "rolltap doctor --model models/mine"
-    ),
+    epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py", "rolltap doctor --model mine"),
 )
 @harness_option()
 @click.option("--model", metavar="FOLDER", help="Examine a model instead of a program: a folder, or a name on the Hub.")

@@ -56,9 +56,8 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command as a program.
 
-    Exit status: that of a `RolltapError`, or 1 after an `OSError`, with a message; 2 after a wrong option; 130 after
-    Ctrl-C or SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of
-    them.
+    Exit status: 1 after a `RolltapError` or `OSError`, with a message; 2 after a wrong option or model; 130 after Ctrl-C
+    or SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:

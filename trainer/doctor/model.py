@@ -51,13 +51,13 @@ class ModelDiagnosis:
         )
 
 
-def diagnose(model: str, options: Mapping[str, Sequence[str]]) -> ModelDiagnosis:
+def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDiagnosis:
     """Return what a model gives with options of the recorder. Raises `InputError`, and `MissingPackageError`."""
     try:
         from rolltap.addons.prompts.rendering import Rendering, resolve_model
     except ImportError as error:
         raise MissingPackageError(f"the recorder is not installed ({error}): pip install 'rolltap[record]'") from error
-    given, wrong = typed({name: [*values] for name, values in options.items()})
+    given, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in options.items()})
     if wrong:
         raise InputError("\n".join(wrong))
     names = ("rolltap_renderer", "rolltap_tool_parser")

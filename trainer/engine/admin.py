@@ -123,9 +123,9 @@ class EngineAdmin:
         return self._ask("POST", "/collective_rpc", lambda answer: "backend=CPU" in answer["results"][0], body)
 
     def dtype(self) -> str | None:
-        """Return the type in which the engine computes, for instance `bfloat16`; None when it does not tell."""
+        """Return the type in which the engine computes; None when it does not tell, or for one of no recipe."""
         response = self._send("GET", "/server_info", expected=(404,))
-        found = re.search(r"\bdtype=torch\.(\w+)", response.text)
+        found = re.search(r"\bdtype=torch\.(bfloat16|float16|float32)\b", response.text)
         return None if found is None else found[1]
 
     def is_paused(self) -> bool:

@@ -50,11 +50,6 @@ class Engines:
         """Return the models that each engine serves, in the order of the URLs."""
         return self.each(EngineAdmin.models)
 
-    def dtype(self) -> str | None:
-        """Return the type in which the engines compute; None when one does not tell, or they differ."""
-        found = {*self.each(EngineAdmin.dtype)}
-        return found.pop() if len(found) == 1 else None
-
     def runs_on_cpu(self) -> bool:
         """Return True when an engine runs on CPU."""
         return any(self.each(EngineAdmin.runs_on_cpu))

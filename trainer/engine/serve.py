@@ -82,9 +82,6 @@ class ServedParts(NamedTuple):
         return "bfloat16" if self.recurrent else "float32"
 
 
-_NO_PARTS = ServedParts()
-
-
 def engine_command(
     vllm: str,
     model: str,
@@ -94,7 +91,7 @@ def engine_command(
     max_model_len: int | None,
     lora_rank: int,
     cpu: bool,
-    parts: ServedParts = _NO_PARTS,
+    parts: ServedParts,
 ) -> list[str]:
     """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -29,7 +29,6 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import processes_started, progress_bar
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
-from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.worker import Worker
@@ -72,9 +71,8 @@ class _Counts:
 
 
 def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
-    """Return the recipe with the engines' type of the weights, if it has none. Raises `EngineError`."""
-    dtype = None if recipe.dtype else Engines(engine).dtype()
-    return recipe.model_copy(update={"dtype": dtype}) if dtype in get_args(Dtype) else recipe
+    """Return the recipe with the first engine's type of the weights, if it has none. Raises `EngineError`."""
+    return recipe if recipe.dtype else recipe.model_copy(update={"dtype": Engines(engine).admins[0].dtype()})
 
 
 class OnlineTraces:

@@ -13,7 +13,7 @@ from rolltap.trainer.engine.serve import EngineServer, ServedParts, engine_comma
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine.answering import AS_VLLM
 
-DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0}
+DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "parts": ServedParts()}
 
 
 def flag(command, name):
@@ -57,11 +57,11 @@ def test_what_a_model_needs_is_read_in_its_configuration(tmp_path, config, parts
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = ServedParts.of(tmp_path)
     assert (found, found.cpu_type) == (parts, cpu_type)
-    command = engine_command("vllm", "model", **DEFAULTS, cpu=True, parts=found)
+    command = engine_command("vllm", "model", **DEFAULTS | {"parts": found}, cpu=True)
     assert flag(command, "--dtype") == cpu_type
     assert ("--language-model-only" in command) == parts.vision
     assert ("--enable-chunked-prefill" in command) == parts.recurrent
-    on_gpu = engine_command("vllm", "model", **DEFAULTS, cpu=False, parts=found)
+    on_gpu = engine_command("vllm", "model", **DEFAULTS | {"parts": found}, cpu=False)
     assert ("--language-model-only" in on_gpu) == parts.vision
     assert "--dtype" not in on_gpu
 

@@ -67,8 +67,7 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
 def of_replies(recipe: Recipe) -> Iterator[Finding]:
     """Yield what the rollouts of the model will lack. A folder without a tokenizer is left to the start."""
     with suppress(RolltapError):
-        options = {name: [value] if isinstance(value, str) else value for name, value in recipe.recorder.items()}
-        for problem in diagnose(str(recipe.model), options).problems:
+        for problem in diagnose(str(recipe.model), recipe.recorder).problems:
             text, _, fix = problem.partition(". ")
             yield Finding("warning", text, fix)
 
