@@ -56,7 +56,7 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command as a program.
 
-    Exit status: 1 after a `RolltapError` or `OSError`, with a message; 2 after a wrong option or model; 130 after Ctrl-C
+    Exit status: 1 after `RolltapError` or `OSError`, with a message; 2 after a wrong option or model; 130 after Ctrl-C
     or SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
     """
     signal.signal(signal.SIGTERM, _interrupt)

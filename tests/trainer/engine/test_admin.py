@@ -8,6 +8,8 @@ import pytest
 
 from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin, Models
+from rolltap.trainer.training.online import typed_recipe
+from rolltap.trainer.training.recipe import Recipe
 
 BASE = {"id": "tiny", "root": "/models/tiny", "parent": None, "max_model_len": 4096}
 ADAPTER = {"id": "policy-1", "root": "/published/policy-1", "parent": "tiny", "max_model_len": None}
@@ -41,6 +43,26 @@ def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_
     answering.answers["/health"] = (503, "")
     assert not admin.healthy()
     assert not EngineAdmin("http://127.0.0.1:9").healthy()
+
+
+@pytest.mark.parametrize(
+    ("answer", "dtype"),
+    [
+        ({"vllm_config": "model='m', dtype=torch.bfloat16, max_seq_len=4096, kv_cache_dtype=auto"}, "bfloat16"),
+        ({"vllm_config": "model='m', dtype=torch.float8_e4m3fn"}, None),
+        ((404, "no development routes"), None),
+    ],
+)
+def test_an_engine_tells_the_type_in_which_it_computes(answering, admin, answer, dtype):
+    answering.answers["/server_info"] = answer
+    assert admin.dtype() == dtype
+
+
+def test_a_recipe_without_a_type_takes_its_engines(answering):
+    answering.answers["/server_info"] = {"vllm_config": "dtype=torch.bfloat16"}
+    recipe = Recipe(model=Path("m"), steps=1)
+    assert typed_recipe(recipe, answering.url).dtype == "bfloat16"
+    assert typed_recipe(recipe.model_copy(update={"dtype": "float32"}), answering.url).dtype == "float32"
 
 
 def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):

@@ -89,6 +89,9 @@ class FolderEngine:
     def require_endpoints(self) -> None:
         """Do nothing."""
 
+    def dtype(self) -> None:
+        return None
+
     def runs_on_cpu(self) -> bool:
         return False
 

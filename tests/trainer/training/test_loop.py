@@ -97,6 +97,7 @@ def counting_engine(engine_key, tmp_path_factory):
 
 @pytest.mark.engine
 @pytest.mark.harness
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("publish", ["checkpoint", "lora"])
 def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_path, publish):
     if shutil.which("mini") is None:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from tests.trainer.training.grpo.tiny_models import FAMILIES
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 GPU = {"gpu_gib": 80}
+MODELS = Path(__file__).resolve().parents[3] / "models"
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +182,20 @@ def test_the_type_is_the_recipes_or_follows_from_the_planned_gpu(model, dtype, m
     assert f"--dtype {expected}" in found.lines[1] or not (dtype or machine)
     assert ("the default with" in text_of(found)) == (dtype is None)
     assert found.to_json()["recipe"]["dtype"] == dtype
+
+
+def test_without_a_gpu_linear_attention_is_planned_in_the_type_that_vllm_computes_it_in(tmp_path):
+    shutil.copytree(MODELS / "qwen3.5-4b", tmp_path / "model")
+    assert machine_of(Recipe(model=tmp_path / "model", steps=1), None, None, online=True).dtype == "bfloat16"
+    assert machine_of(Recipe(model=tmp_path / "model", steps=1), None, None, online=False).dtype == "float32"
+
+
+def test_what_rollouts_of_the_model_lack_is_a_warning_with_its_fix(model, save_tokenizer):
+    save_tokenizer(model, "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}")
+    (finding,) = [finding for finding in planned(model, lora=LORA).findings if "cannot be read" in finding.text]
+    assert (finding.level, "rolltap_tool_parser" in finding.fix) == ("warning", True)
+    chosen = planned(model, lora=LORA, recorder={"rolltap_tool_parser": "hermes"})
+    assert not any("cannot be read" in finding.text for finding in chosen.findings)
 
 
 def test_arguments_of_the_model_reach_the_plan(model):
