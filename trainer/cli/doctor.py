@@ -4,9 +4,8 @@ import sys
 
 import click
 
-from rolltap.rollouts import examine
+from rolltap.rollouts import examine, examine_model
 from rolltap.trainer.cli.options import examples, harness_option, json_option, print_result, set_option
-from rolltap.trainer.doctor.model import diagnose
 
 
 @click.command(
@@ -54,7 +53,7 @@ def doctor_command(
     if [bool(command), preset is not None, model is not None].count(True) != 1:
         raise click.UsageError("give a COMMAND after --, or --harness, or --model")
     if model is not None:
-        found = diagnose(model, settings)
+        found = examine_model(model, settings)
         print_result(found, as_json)
         sys.exit(1 if found.problems else 0)
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError, RolltapError
+from rolltap.rollouts import examine_model
 from rolltap.trainer.cli.options import (
     FILE,
     FOLDER,
@@ -25,7 +26,6 @@ from rolltap.trainer.cli.options import (
     print_result,
 )
 from rolltap.trainer.console import runs_first
-from rolltap.trainer.doctor.model import diagnose
 
 
 @click.command(
@@ -61,7 +61,7 @@ def serve_command(
         console.print(f"vLLM serves {model} at {server.url}", style="bold", markup=False)
         console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}", markup=False)
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
-            for problem in diagnose(model, {}).problems:
+            for problem in examine_model(model, {}).problems:
                 console.print(f"warning: {problem}", style="yellow", markup=False)
         sys.exit(server.wait())
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 import signal
@@ -69,6 +70,7 @@ class ServedParts(NamedTuple):
         """Return the parts that a model's `config.json` names, in a folder or on the Hub; without it, none."""
         from transformers import PreTrainedConfig  # takes seconds
 
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network, it warns of each attempt
         try:
             config = PreTrainedConfig.get_config_dict(model)[0]
         except (OSError, ValueError):

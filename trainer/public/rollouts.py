@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 from rolltap.addons.errors import MissingPackageError
 from rolltap.runs import Run, open_run
 from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.doctor.model import diagnose as examine_model
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import set_provenance
@@ -23,7 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-__all__ = ["RolloutConfig", "end_recorded", "examine", "rollout", "rollout_async", "set_provenance"]
+__all__ = ["RolloutConfig", "end_recorded", "examine", "examine_model", "rollout", "rollout_async", "set_provenance"]
 
 
 async def rollout_async(
