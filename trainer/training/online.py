@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -71,8 +71,10 @@ class _Counts:
 
 
 def typed_recipe(recipe: Recipe, engine: str) -> Recipe:
-    """Return the recipe with the first engine's type of the weights, if it has none. Raises `EngineError`."""
-    return recipe if recipe.dtype else recipe.model_copy(update={"dtype": Engines(engine).admins[0].dtype()})
+    """Return the recipe with the first engine's type of the weights, if it has none and the engine answers."""
+    with suppress(EngineError):
+        return recipe if recipe.dtype else recipe.model_copy(update={"dtype": Engines(engine).admins[0].dtype()})
+    return recipe
 
 
 class OnlineTraces:

@@ -63,6 +63,7 @@ def test_a_recipe_without_a_type_takes_its_engines(answering):
     recipe = Recipe(model=Path("m"), steps=1)
     assert typed_recipe(recipe, answering.url).dtype == "bfloat16"
     assert typed_recipe(recipe.model_copy(update={"dtype": "float32"}), answering.url).dtype == "float32"
+    assert typed_recipe(recipe, "http://127.0.0.1:9") == recipe  # no server listens there
 
 
 def test_a_vllm_that_is_too_old_says_what_is_missing(answering, admin):
