@@ -30,8 +30,8 @@ from rolltap.addons.errors import InputError
 
 _END = "\0"
 """A character after the text, which no mark holds: the parser waits at the end of a text for more of a mark."""
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError)
-"""Errors of the parsers for text that they cannot read."""
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
+"""Errors of the parsers for text that they cannot read. Python's own has too little memory for deep nesting."""
 
 
 class Family:
@@ -47,6 +47,7 @@ class Family:
         fields = {key: dict(value) for key, value in template["fields"].items()}
         calls = fields["tool_calls"]
         self._content = calls.get("content", "text")
+        self._tag = calls.get("content_args", {}).get("tag_pattern")
         if self._content == "python-calls":
             calls["content"] = "text"
         self._whole = load_response_template({**template, "fields": fields})
@@ -77,6 +78,8 @@ class Family:
             return Reply(content="" if partial else text)
         found.reasoning = found.reasoning.removesuffix(_END).strip()
         found.content = found.content.removesuffix(_END).strip()
+        if not (partial or found.reasoning or found.content or found.tool_calls):
+            found.content = text  # outside of all parts
         return found
 
     def _add(
@@ -109,11 +112,26 @@ class Family:
                 return [sampled_call(*call) for call in _python_calls(content)]
             value = parse_response(raw, self._whole, prefix="", tools=typing)["tool_calls"]
             functions = [call.get("function", call) for call in (value if isinstance(value, list) else [value])]
-            calls = [(each["name"], each.get("arguments", each.get("parameters", {}))) for each in functions]
+            calls = [(each["name"], each["arguments" if "arguments" in each else "parameters"]) for each in functions]
+            if typing is not None and not re.sub(self._tag, "", content, flags=re.DOTALL).strip():
+                calls = [(name, _untyped_read(arguments, typing, name)) for name, arguments in calls]
+            elif typing is not None:
+                return []  # a part of the call is no argument
         except _UNREADABLE:
             return []
         sound = all(name and isinstance(name, str) and isinstance(arguments, (dict, str)) for name, arguments in calls)
         return [sampled_call(*call) for call in calls] if sound else []
+
+
+def _untyped_read(arguments: dict[str, Any], tools: list[Tool], name: str) -> dict[str, Any]:
+    """Return arguments, read as JSON those for which the tool's schema has no type of its own: `$ref`, `allOf`."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    properties = (schemas.get(name) or {}).get("properties") or {}
+    for key, text in arguments.items():
+        if isinstance(text, str) and not {"type", "anyOf", "oneOf"} & properties.get(key, {"type": ""}).keys():
+            with suppress(ValueError):
+                arguments[key] = json.loads(text)
+    return arguments
 
 
 def sampled_call(name: str, arguments: Any) -> ToolCall:
@@ -141,7 +159,7 @@ def _python_calls(text: str) -> list[tuple[str, Any]]:
     return calls
 
 
-_THINK = {"open": "<think>", "close_pattern": r"</think>\s*"}
+_THINK = {"open_pattern": r"\A\s*<think>", "close_pattern": r"</think>\s*"}
 
 
 @cache
@@ -218,14 +236,11 @@ def find_family(tokenizer: Any, written: dict[str, tuple[str, str]], name: str =
 
     The tokenizer's own response template comes first (`own`). Raises `InputError` for an unknown name.
     """
-    if name not in ("auto", *families()):
-        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
-    if name != "auto":
+    if name in families():
         return families()[name]
+    if name != "auto":
+        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
     candidates = [*families().values()]
     with suppress(*_UNREADABLE):  # most have none
         candidates.insert(0, Family("own", tokenizer.response_template))
-    for family in candidates:
-        if reads(family.read, written):
-            return family
-    return None
+    return next((family for family in candidates if reads(family.read, written)), None)

@@ -296,8 +296,9 @@ class Rendering:
         if self.family is not None:
             prompt_end, text = map(self._tokenizer.decode, ([*prompt_ids[-_PROMPT_END:]], completion_ids))
             reply = self.family.read(prompt_end, text, tools, partial=partial)
-            if completion_ids and completion_ids[-1] in self.stop_token_ids():
-                reply.content = reply.content.removesuffix(self._tokenizer.decode(completion_ids[-1:])).rstrip()
+            end = self._tokenizer.decode([i for i in completion_ids[-1:] if i in self.stop_token_ids()])
+            reply.content = reply.content.removesuffix(end).rstrip()
+            reply.reasoning = reply.reasoning.removesuffix(end).rstrip()
             return reply
         try:
             parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)

@@ -183,8 +183,7 @@ class TemplateContinuation:
 
 def _stand_in(messages: list[Message]) -> Message:
     """Return a turn before the new messages, whose last value is `PLACEHOLDER`."""
-    turn = placeholder_turn("", messages)
-    if not turn.get("tool_calls"):
-        return {**turn, "content": PLACEHOLDER}
-    turn["tool_calls"][-1]["function"]["arguments"] = {"value": PLACEHOLDER}
+    turn = placeholder_turn(PLACEHOLDER, messages)
+    if calls := turn.get("tool_calls"):
+        turn["content"], calls[-1]["function"]["arguments"] = "", {"value": PLACEHOLDER}
     return turn

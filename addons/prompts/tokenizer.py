@@ -143,7 +143,7 @@ def _find_backend(tokenizer: Any) -> Any:
     return backend
 
 
-_TEXTS = ["</?think>", "\uff5c"]
+_TEXTS = ["</?think>", "\uff5c", "</?tool_call>", "<function=", "<atem:", r"<\|"]
 
 
 class Markup:
@@ -155,7 +155,7 @@ class Markup:
         texts = sorted((text for text in added if text.strip()), key=len, reverse=True)  # some are white space
         self._ids = frozenset(added[text] for text in texts)
         self._pattern = re.compile("|".join([*map(re.escape, texts), *_TEXTS]))
-        self.longest = max((len(text) for text in texts), default=0)
+        self.longest = max(map(len, [*texts, *_TEXTS]))
         """The length of the longest text of an added token in characters."""
 
     def in_tokens(self, token_ids: Sequence[int]) -> bool:

@@ -48,8 +48,7 @@ def serve_command(
 ) -> None:
     """Start vLLM for recording and publishing.
 
-    It serves MODEL with the endpoints and flags that these and the model need, on the GPUs, or on the CPU if vLLM is a
-    CPU build: of a vision-language model the text part, and linear attention on a CPU in bfloat16.
+    It serves MODEL with endpoints and flags that these and the model need, on GPUs, or on a CPU with vLLM's CPU build.
     Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. A start-up that takes
     more than two hours is stopped.
     """

@@ -33,13 +33,12 @@ class ModelDiagnosis:
         return {"ok": not self.problems, **asdict(self)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        named = self.renderer != "default"
-        prompts = f"the renderer {self.renderer}" if named else "the chat template, whose text no renderer writes"
-        read = [f"{name}: {'yes' if good else 'no'}" for name, good in self.turns.items()]
+        writer = "the chat template" if self.renderer == "default" else f"the renderer {self.renderer}"
+        read = ", ".join(f"{name}: {'yes' if good else 'no'}" for name, good in self.turns.items())
         for name, text in (
-            ("prompts by", prompts),
-            ("replies by", f"the renderer {self.renderer}" if self.tool_parser is None else self.tool_parser),
-            ("read", ", ".join(read) + "; other turns the chat template does not write"),
+            ("prompts by", writer),
+            ("replies by", self.tool_parser or writer),
+            ("read", f"{read}; other turns are not written"),
             ("continued", self.refusal or "token for token"),
             ("stop tokens", ", ".join(f"{text} ({number})" for text, number in self.stop_tokens.items())),
             *(("problem", problem) for problem in self.problems),

@@ -125,7 +125,7 @@ class EngineAdmin:
     def dtype(self) -> str | None:
         """Return the type in which the engine computes; None when it does not tell, or for one of no recipe."""
         response = self._send("GET", "/server_info", expected=(404,))
-        found = re.search(r"\bdtype=torch\.(bfloat16|float16|float32)\b", response.text)
+        found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
     def is_paused(self) -> bool:

@@ -59,7 +59,7 @@ _RECURRENT = ("linear_", "mamba_", "ssm_")
 """Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention, state spaces."""
 
 
-class ServedParts(NamedTuple):
+class Parts(NamedTuple):
     """Parts of a model on which vLLM's arguments depend."""
 
     vision: bool = False
@@ -80,20 +80,12 @@ class ServedParts(NamedTuple):
 
     @property
     def cpu_type(self) -> Literal["bfloat16", "float32"]:
-        """Type of the weights on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM can."""
+        """float32, in which log-probabilities agree with the trainer's, where vLLM computes in it on a CPU."""
         return "bfloat16" if self.recurrent else "float32"
 
 
 def engine_command(
-    vllm: str,
-    model: str,
-    *,
-    host: str,
-    port: int,
-    max_model_len: int | None,
-    lora_rank: int,
-    cpu: bool,
-    parts: ServedParts,
+    vllm: str, model: str, *, host: str, port: int, max_model_len: int | None, lora_rank: int, cpu: bool, has: Parts
 ) -> list[str]:
     """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
@@ -110,14 +102,14 @@ def engine_command(
     if lora_rank:
         # in memory: those of a recipe's `adapters`, the next one and another training's; a batch has two of them
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "8"]
-    if parts.vision:
+    if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
     if cpu:
         length = max_model_len or 16384
         # the KV cache size is required on CPU
-        command += ["--dtype", parts.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
+        command += ["--dtype", has.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
         # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent layers need chunks
-        command += ["--enable-chunked-prefill" if parts.recurrent else "--no-enable-chunked-prefill"]
+        command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
         command += ["--max-model-len", str(length)]
         command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
     return command
@@ -178,20 +170,13 @@ class EngineServer:
             advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
             raise InputError(f"{vllm!r} is not on the PATH: {advice}")
         require_model(str(model))
-        cpu = is_cpu_build(found)
+        cpu, has = is_cpu_build(found), Parts.of(model)
         self.key_file: Path
         """The file with the key, once entered."""
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._model, self._log = model, None if log is None else Path(log)
         self._command = engine_command(
-            found,
-            str(model),
-            host=host,
-            port=port,
-            max_model_len=max_model_len,
-            lora_rank=lora_rank,
-            cpu=cpu,
-            parts=ServedParts.of(model),
+            found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu, has=has
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank

@@ -167,7 +167,7 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
         session.status, session.reward, session.error = result.status, result.reward, result.error
     elif facts.budget is not None:
         session.status, session.error = "budget", facts.budget
-    if rows := session_rows(recorder.path, session.session_id):
+    if facts.unreadable is None and (rows := session_rows(recorder.path, session.session_id)):
         own = rows[-1]
         session.revision = own.revision + 1
         session.status = "completed" if session.exit_status == 0 else "failed"

@@ -5,6 +5,7 @@ another sentence, and as its training variant. `python -m tests.addons.prompts.t
 addons/README.md.
 """
 
+import json
 import re
 import tempfile
 from dataclasses import dataclass
@@ -206,12 +207,51 @@ class TestRead:
             ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
             ({"type": "integer"}, "three", "three"),
             ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
-            ({}, "3", "3"),
+            ({}, "3", 3),
+            ({"enum": [1, 2]}, "1", 1),
+            ({"$ref": "#/$defs/a"}, '{"line": 3}', {"line": 3}),
+            ({"enum": ["a"]}, "a", "a"),
         ],
     )
     def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
         tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
         assert called(XML.read("", XML_CALL.format(text), tools)) == [("look", {"string": value})]
+
+    @pytest.mark.parametrize(
+        ("body", "arguments"),
+        [
+            ("<parameter=string>x</parameter>", {"string": "x"}),
+            ("<parameter=a>\n</parameter>\n<parameter=b>\nx\n</parameter>", {"a": "", "b": "x"}),
+            ("<parameter=a>\n\n x\n\n</parameter>", {"a": "\n x\n"}),
+            ('{"string": "x"}', None),
+            ("<parameter=string>\nx", None),
+        ],
+        ids=["inline", "an empty value", "lines around a value", "JSON", "not ended"],
+    )
+    def test_all_of_a_call_in_tags_is_arguments_or_it_is_text(self, body, arguments):
+        text = f"<tool_call>\n<function=other>\n{body}\n</function>\n</tool_call>"
+        reply = XML.read("", text, _TOOLS)
+        assert called(reply) == ([] if arguments is None else [("other", arguments)])
+        assert reply.content == (text if arguments is None else "")
+
+    @pytest.mark.parametrize(
+        ("name", "text", "content"),
+        [
+            ("llama", '{"name": "Alice", "age": 5}', '{"name": "Alice", "age": 5}'),
+            ("harmony", "Hello there.", "Hello there."),
+            ("muse", "Hello there.", "Hello there."),
+            ("harmony", '<|channel|>final <|constrain|>json<|message|>{"a": 1}', '{"a": 1}'),
+            ("hermes", "Use the <think> tag.", "Use the <think> tag."),
+            ("lfm", f"<|tool_call_start|>[look(a={'-' * 7000}1)]<|tool_call_end|>", None),
+        ],
+    )
+    def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
+        reply = families()[name].read("", text, _TOOLS)
+        assert (reply.content, reply.reasoning, reply.tool_calls) == (text if content is None else content, "", [])
+
+    def test_a_llama_call_may_begin_with_its_type(self):
+        text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
+        assert called(families()["llama"].read("", text, _TOOLS)) == [("look", {"string": "x"})]
 
     @pytest.mark.parametrize(
         ("call", "calls"),
@@ -239,6 +279,30 @@ def test_whatever_is_sampled_is_read(text):
         part = family.read("", text, _TOOLS, partial=True)
         assert isinstance(reply.content, str)
         assert len(called(part)) <= len(called(reply))
+
+
+def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
+    """Of Hermes models on other bases: the tags of calls are spelled by ordinary tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend["added_tokens"] = [each for each in backend["added_tokens"] if "tool" not in each["content"]]
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)), eos_token="<|im_end|>")
+    plain.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    plain.save_pretrained(tmp_path)
+    rendering = Rendering(str(tmp_path))
+    assert rendering.family.name == "hermes"
+    ids = rendering.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
+    growing = GrowingReply(rendering, [], ModelCall(model="m", messages=[], tools=_TOOLS))
+    streamed = "".join(growing.feed(ids[:end])[1] for end in range(1, len(ids) + 1))
+    whole, (_, rest) = growing.finish(ids)
+    assert (streamed + rest, whole.content) == ("One sentence. Another one. And a third.",) * 2
+    assert called(whole) == [("look", {"string": "x"})]
+
+
+def test_a_stop_token_is_no_part_of_reasoning(tmp_path):
+    rendering = save(tmp_path, variants("qwen3_5_think")["as it is"])
+    reply = rendering.parse(rendering.encode("<|im_start|>assistant\n<think>\n"), rendering.encode("I<|im_end|>"), [])
+    assert (reply.reasoning, reply.content) == ("I", "")
 
 
 class TestChoice:

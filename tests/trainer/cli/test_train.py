@@ -142,6 +142,7 @@ class TestSeveralProcesses:
 
 def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monkeypatch):
     monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port = free_port()
     command = [ROLLTAP, "serve", "a-model", "--vllm", fake_vllm(tmp_path, AS_VLLM), "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

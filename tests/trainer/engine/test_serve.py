@@ -9,11 +9,17 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.serve import EngineServer, ServedParts, engine_command, is_cpu_build
+from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine.answering import AS_VLLM
 
-DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "parts": ServedParts()}
+DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "has": Parts()}
+
+
+@pytest.fixture(autouse=True)
+def _without_a_hub(monkeypatch):
+    """Ask no Hub for the configuration of a model that is no folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def flag(command, name):
@@ -46,28 +52,28 @@ GDN = {"text_config": {"linear_num_key_heads": 2}, "vision_config": {}}
 @pytest.mark.parametrize(
     ("config", "parts", "cpu_type"),
     [
-        (GDN, ServedParts(vision=True, recurrent=True), "bfloat16"),
-        ({"linear_num_key_heads": 2}, ServedParts(recurrent=True), "bfloat16"),
-        ({"mamba_d_state": 16}, ServedParts(recurrent=True), "bfloat16"),
-        ({"text_config": {"hidden_size": 64}, "vision_config": {}}, ServedParts(vision=True), "float32"),
-        ({"hidden_size": 64}, ServedParts(), "float32"),
+        (GDN, Parts(vision=True, recurrent=True), "bfloat16"),
+        ({"linear_num_key_heads": 2}, Parts(recurrent=True), "bfloat16"),
+        ({"mamba_d_state": 16}, Parts(recurrent=True), "bfloat16"),
+        ({"text_config": {"hidden_size": 64}, "vision_config": {}}, Parts(vision=True), "float32"),
+        ({"hidden_size": 64}, Parts(), "float32"),
     ],
 )
 def test_what_a_model_needs_is_read_in_its_configuration(tmp_path, config, parts, cpu_type):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = ServedParts.of(tmp_path)
+    found = Parts.of(tmp_path)
     assert (found, found.cpu_type) == (parts, cpu_type)
-    command = engine_command("vllm", "model", **DEFAULTS | {"parts": found}, cpu=True)
+    command = engine_command("vllm", "model", **DEFAULTS | {"has": found}, cpu=True)
     assert flag(command, "--dtype") == cpu_type
     assert ("--language-model-only" in command) == parts.vision
     assert ("--enable-chunked-prefill" in command) == parts.recurrent
-    on_gpu = engine_command("vllm", "model", **DEFAULTS | {"parts": found}, cpu=False)
+    on_gpu = engine_command("vllm", "model", **DEFAULTS | {"has": found}, cpu=False)
     assert ("--language-model-only" in on_gpu) == parts.vision
     assert "--dtype" not in on_gpu
 
 
 def test_a_model_without_a_configuration_is_left_to_vllm(tmp_path):
-    assert ServedParts.of(tmp_path) == ServedParts()
+    assert Parts.of(tmp_path) == Parts()
 
 
 def fake_vllm(folder, script):

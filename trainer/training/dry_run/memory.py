@@ -8,7 +8,7 @@ from math import ceil, floor
 
 import torch
 
-from rolltap.trainer.engine.serve import ServedParts
+from rolltap.trainer.engine.serve import Parts
 from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
 from rolltap.trainer.training.dry_run.model import FLOAT32, ModelNumbers
@@ -65,7 +65,7 @@ def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, onl
         engines=tuple(map(str.strip, engine.split(","))) if engine else tuple(here_by_default),
         gpu=gpu,
         shared_gpu=online and declared.shared_gpu,
-        dtype=recipe.dtype or ("bfloat16" if gpu else ServedParts.of(recipe.model).cpu_type if online else "float32"),
+        dtype=recipe.dtype or ("bfloat16" if gpu else Parts.of(recipe.model).cpu_type if online else "float32"),
     )
 
 
