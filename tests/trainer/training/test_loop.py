@@ -1,6 +1,7 @@
 """The online loop on real parts."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from rolltap import plan_training
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
@@ -107,6 +109,10 @@ def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_p
         '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
     )
     recipe = write_recipe(tmp_path, text, steps=1, sessions=4, publish=publish, model=str(engine.model_dir))
+    plan, port = plan_training(recipe, engine=engine.url), engine.url.rpartition(":")[2]
+    rank = ["--lora-rank", "8"] if publish == "lora" else []
+    assert shlex.split(plan.lines[1]) == ["rolltap", "serve", str(engine.model_dir), "--port", port, *rank]
+    assert plan.can_start
     try:
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
         assert CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False).exit_code == 0
