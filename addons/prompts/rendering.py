@@ -36,7 +36,7 @@ from rolltap.addons.store.metadata import tokenizer_digests
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
     ([{"role": "user", "content": "Hello"}], None),
     ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}], PROBE_TOOLS),
-    ([PROBE[0], {**PROBE[1], "reasoning_content": "I look."}, PROBE[2]], PROBE_TOOLS),
+    ([PROBE[0], {**PROBE[1], "content": "I do.", "reasoning_content": "I look."}, PROBE[2]], PROBE_TOOLS),
     (PARALLEL_PROBE, PROBE_TOOLS),
 ]
 _READS_ONE_TURN = frozenset(

@@ -306,6 +306,12 @@ def test_a_stop_token_is_no_part_of_reasoning(tmp_path):
 
 
 class TestChoice:
+    def test_a_renderer_that_splits_the_templates_text_into_other_tokens_is_used_and_told_of(self, tmp_path):
+        rendering = save(tmp_path, variants("qwen3_5_think")["as it is"])
+        (note,) = rendering.notes
+        assert "the renderer qwen3.5 write the same text in different tokens" in note
+        assert save(tmp_path, variants("qwen3")["as it is"]).notes == []
+
     def test_a_tokenizers_own_response_template_comes_first(self, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
         tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
