@@ -1,7 +1,7 @@
 """Reasoning and tool calls in sampled text, by the response template of a model's family (`families.toml`).
 
 A response template says where the parts of a reply begin and end (transformers 5.23, utils/chat_parsing). A tokenizer
-may bring its own. A family is chosen by a test: it must read the calls that the model's own chat template writes.
+may bring its own. A family is chosen by a test: it must read the turns that the model's own prompts write.
 """
 
 import ast
@@ -78,8 +78,8 @@ class Family:
             return Reply(content="" if partial else text)
         found.reasoning = found.reasoning.removesuffix(_END).strip()
         found.content = found.content.removesuffix(_END).strip()
-        if not (partial or found.reasoning or found.content or found.tool_calls):
-            found.content = text  # outside of all parts
+        if self._regions.implicit is None and not (partial or found.reasoning or found.content or found.tool_calls):
+            found.content = text  # outside of all parts, of a family that marks its content
         return found
 
     def _add(
@@ -198,8 +198,7 @@ TURNS: dict[str, Message] = {
 
 
 def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> dict[str, tuple[str, str]]:
-    """Return the prompt and the reply as `render` writes those `TURNS` that it takes. Its last argument is True for a
-    prompt, which ends with what begins the reply."""
+    """Return the prompt and the reply of those `TURNS` that `render` takes: messages, tools, whether it is a prompt."""
     written = {}
     for name, turn in TURNS.items():
         try:

@@ -33,11 +33,15 @@ class ModelDiagnosis:
         return {"ok": not self.problems, **asdict(self)}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        writer = "the chat template" if self.renderer == "default" else f"the renderer {self.renderer}"
+        writer = (
+            "the chat template, whose text no renderer writes"
+            if self.renderer == "default"
+            else f"the renderer {self.renderer}"
+        )
         read = ", ".join(f"{name}: {'yes' if good else 'no'}" for name, good in self.turns.items())
         for name, text in (
             ("prompts by", writer),
-            ("replies by", self.tool_parser or writer),
+            ("replies by", self.tool_parser or ("none" if self.renderer == "default" else writer)),
             ("read", f"{read}; other turns are not written"),
             ("continued", self.refusal or "token for token"),
             ("stop tokens", ", ".join(f"{text} ({number})" for text, number in self.stop_tokens.items())),
@@ -45,9 +49,8 @@ class ModelDiagnosis:
             *(("note", note) for note in self.notes),
         ):
             yield Text.assemble((f"{name:12}", "red" if name == "problem" else "dim"), text)
-        yield Text(
-            f"{self.model}: {'not ' if self.problems else ''}ready.", "bold red" if self.problems else "bold green"
-        )
+        verdict, style = ("not ready", "bold red") if self.problems else ("ready", "bold green")
+        yield Text(f"{self.model}: {verdict}.", style)
 
 
 def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDiagnosis:

@@ -68,19 +68,19 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, model: str | Path) -> Self:
         """Return the parts that a model's `config.json` names, in a folder or on the Hub; without it, none."""
-        from transformers import PreTrainedConfig  # takes seconds
-
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network, it warns of each attempt
         try:
+            from transformers import PreTrainedConfig  # takes seconds; the base installation does not have it
+
             config = PreTrainedConfig.get_config_dict(model)[0]
-        except (OSError, ValueError):
+        except (ImportError, OSError, ValueError):
             return cls()  # vLLM says why
         text = config.get("text_config") or config
         return cls("vision_config" in config, any(key.startswith(_RECURRENT) for key in text))
 
     @property
     def cpu_type(self) -> Literal["bfloat16", "float32"]:
-        """float32, in which log-probabilities agree with the trainer's, where vLLM computes in it on a CPU."""
+        """The type on a CPU: float32, in which log-probabilities agree with the trainer's, if vLLM computes in it."""
         return "bfloat16" if self.recurrent else "float32"
 
 

@@ -68,8 +68,8 @@ class Recipe(RolloutConfig):
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
     dtype: Dtype | None = None
-    """Type of the weights. By default that of the engines; without engines bfloat16 on a CUDA GPU, and float32 on a
-    CPU. float16 needs a [lora] table."""
+    """Type of the weights. By default the engine's if it is bfloat16 or float32, else bfloat16 on a CUDA GPU and
+    float32 on a CPU. float16 needs a [lora] table."""
     publish: Literal["checkpoint", "lora", "nccl"] = "checkpoint"
     """Way of new weights to the engines: a checkpoint that they reload, a LoRA adapter that they load, or a transfer
     between GPUs over NCCL, which needs vLLM in the trainer's environment."""

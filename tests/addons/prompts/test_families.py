@@ -249,6 +249,15 @@ class TestRead:
         reply = families()[name].read("", text, _TOOLS)
         assert (reply.content, reply.reasoning, reply.tool_calls) == (text if content is None else content, "", [])
 
+    @pytest.mark.parametrize(
+        ("prompt_end", "text"),
+        [("<think>\n", "\n</think>\n\n<|im_end|>"), ("", "<think>\n\n</think>\n\n<|im_end|>"), ("", "<|im_end|>")],
+    )
+    @pytest.mark.parametrize("family", [HERMES, XML], ids=["hermes", "qwen-xml"])
+    def test_a_reply_with_nothing_in_its_parts_is_empty(self, family, prompt_end, text):
+        reply = family.read(f"<|im_start|>assistant\n{prompt_end}", text, [])
+        assert (reply.content, reply.reasoning, reply.tool_calls) == ("", "", [])
+
     def test_a_llama_call_may_begin_with_its_type(self):
         text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
         assert called(families()["llama"].read("", text, _TOOLS)) == [("look", {"string": "x"})]

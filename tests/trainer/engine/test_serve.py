@@ -76,6 +76,12 @@ def test_a_model_without_a_configuration_is_left_to_vllm(tmp_path):
     assert Parts.of(tmp_path) == Parts()
 
 
+def test_without_transformers_what_a_model_needs_is_left_to_the_user(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(GDN))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert Parts.of(tmp_path) == Parts()
+
+
 def fake_vllm(folder, script):
     """Return a program in place of vLLM, next to a Python executable."""
     (folder / "python").symlink_to(sys.executable)

@@ -68,7 +68,7 @@ def of_replies(recipe: Recipe) -> Iterator[Finding]:
     """Yield what the rollouts of the model will lack. A folder without a tokenizer is left to the start."""
     with suppress(RolltapError):
         for problem in diagnose(str(recipe.model), recipe.recorder).problems:
-            yield Finding("warning", *problem.split(". ", 1))
+            yield Finding("warning", *problem.rsplit(". ", 1))
 
 
 def of_numbers(
