@@ -1,6 +1,7 @@
 """Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import same_folder
-from rolltap.trainer.rollouts.judges.protected import OneJudge
+from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
@@ -69,7 +70,13 @@ def _fit(task: Task, runtime: Runtime) -> Task:
     where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
     judges = list(_judges(task.effective_judge))
     _check_paths(task, judges, where)
-    own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)
+    for judge in judges:
+        if not isinstance(judge, LLMJudge) and (shared := ambiguous(_start_files(task), task, judge)):
+            raise InputError(
+                f"{where}: the judge's command names {shared[0]}, and the instruction does too: is it the judge's or "
+                "the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
+            )
+    own_paths = any(isinstance(judge, CommandJudge) and judge.own_paths for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
         raise RefusedError(
             f"{where} needs a network: {task.needs_network}. With the runtimes sandbox, container and apptainer a "
@@ -94,6 +101,15 @@ def _fit(task: Task, runtime: Runtime) -> Task:
         f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use the runtime "
         "container, or set 'image_optional' if this machine's own programs serve"
     )
+
+
+def _start_files(task: Task) -> Iterator[str]:
+    """Yield the files of a start, as far as they are on this machine, relative to the workspace."""
+    for place, root in (("", task.workspace), *task.files.items()):
+        if root is not None and root.is_file():
+            yield place
+        for folder, _, names in os.walk(root or ""):
+            yield from (os.path.normpath(os.path.join(place, os.path.relpath(folder, root), name)) for name in names)
 
 
 def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:

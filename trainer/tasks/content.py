@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,43 +67,16 @@ STARTUP = (
     "**/*.dist-info",
     "**/*.egg-info",
     "**/*.egg",
+    "**/node_modules",
 )
-"""Files and folders that run code in every Python, or that name plugins which programs load by themselves."""
+"""Files and folders, in lower case, that run code in every Python or that programs load libraries and plugins from."""
 
-PLANTED = (
-    *STARTUP,
-    "**/conftest.py",
-    "**/pytest.ini",
-    "**/.pytest.ini",
-    "**/pytest.toml",
-    "**/.pytest.toml",
-    "**/.pytest_cache/**",
-    "**/.coveragerc",
-)
-"""Files that run code in the judge's pytest, or change what it does, without being asked for."""
-
-SHADOWS = tuple(
-    f"**/{name}{end}"
-    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "xdist", "py")
-    for end in ("", ".py", ".pyc", ".*.so", ".so")
-)
-"""Modules that Python would import in place of pytest's own. New ones are not applied; a start may be pytest itself."""
-
-_OF_PLUGINS = ("packaging", "pygments", "exceptiongroup", "tomli", "colorama", "typing_extensions", "coverage", "attr")
-_MODULE = re.compile(r"(?:(?:src|lib)/)?([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+|)")
-
-
-def is_shadow(path: str, *, is_folder: bool) -> bool:
-    """Return True for a module at the top that Python would import in place of one of its own, or of a library's.
-
-    `python -m` and scripts look for modules in their own folder first. A folder without `__init__` hides no module.
-    """
-    found = _MODULE.fullmatch(path)
-    return not is_folder and found is not None and (found[1] in sys.stdlib_module_names or found[1] in _OF_PLUGINS)
-
-
-SETTINGS = ("**/pyproject.toml", "**/setup.cfg", "**/tox.ini")
-"""Files in which settings of pytest may stand among others."""
+_RUNNER_FILES = """conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini noxfile.py .coveragerc
+    makefile gnumakefile justfile rakefile .rspec build.rs go.mod go.work .mocharc* .babelrc* .npmrc jest.config.*
+    vitest.config.* vite.config.* babel.config.* ava.config.* playwright.config.* karma.conf.*
+    .cargo/** .pytest_cache/**"""
+RUNNER_FILES = tuple(f"**/{name}" for name in _RUNNER_FILES.split())
+"""Files, in lower case, that test runners and build tools read by themselves: settings, plugins, targets."""
 
 
 _SYSTEM = ("/usr/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/")  # every runtime has them

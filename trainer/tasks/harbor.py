@@ -261,8 +261,6 @@ def resolve_variables(values: Mapping[str, str], file: Path) -> dict[str, str]:
 
 _WORKDIR = "/app"
 _LOGS = "/logs/verifier"
-# the reward is reward.json when there is one, else reward.txt; the script's exit status says nothing
-_RUN_TESTS = f'"$@"; if [ -e {_LOGS}/reward.json ]; then cp {_LOGS}/reward.json {_LOGS}/reward.txt; fi'
 _CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _DOWNLOADS = re.compile(
     r"\b(apt-get|apt|apk|yum|dnf|curl|wget|uvx|npx)\b|\b(pip3?|uv|npm|cargo|go|conda) (\w+ )*install\b|\bgit clone\b"
@@ -375,10 +373,11 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     program = shlex.split(first[2:]) if first.startswith("#!") else ["bash"]
     separate = config.verifier.environment_mode == "separate"
     return CommandJudge(
-        command=["sh", "-c", _RUN_TESTS, "sh", *program, "/tests/test.sh"],
+        command=[*program, "/tests/test.sh"],
         timeout=config.verifier.timeout_sec,
         paths=config.artifact_paths(workdir) if separate else None,
-        reward_file=f"{_LOGS}/reward.txt",
+        # the script's exit status says nothing
+        reward_files=[f"{_LOGS}/reward.txt", f"{_LOGS}/reward.json"],
         mounts={"/tests": folder / "tests"},
         writable=[_LOGS],
         env=resolve_variables(config.verifier.env, folder / "task.toml"),

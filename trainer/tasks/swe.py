@@ -117,7 +117,7 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
     log_parser = None
     if foreign is None:
         files: Sequence[str] = sorted({name.partition("::")[0] for name in [*swe.fail_to_pass, *swe.pass_to_pass]})
-        command = [*_test_command(swe, where), "--junit-xml", "{report}", *files]
+        command = [*_test_command(swe, where), *files]
     else:
         log_parser, command, files = _own_program(swe, where, foreign)
     if swe.image is not None:
@@ -135,7 +135,7 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
             fail_to_pass=swe.fail_to_pass,
             pass_to_pass=swe.pass_to_pass,
             test_patch=swe.test_patch or None,
-            protect=list(files),
+            files=list(files),
             log_parser=log_parser,
             timeout=_JUDGE_SECONDS,
         ),

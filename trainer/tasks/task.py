@@ -9,6 +9,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from rolltap.trainer.tasks.content import content_digest
 
+MAX_REWARD = 1e6
+"""Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
+Bound = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+"""A number that a reward may be."""
+
 
 class _Judge(BaseModel):
     """Fields of all judges.
@@ -28,28 +33,45 @@ class _WorkspaceJudge(_Judge):
     Attributes:
         where: `fresh` (default): a copy of the task's start, to which the agent's changes were applied. `session`: the
             folder and the box that the agent left, with all that it put there.
-        paths: Glob patterns, relative to the workspace: only what the agent made under them is applied. None: all.
-        protect: Glob patterns, relative to the workspace: what the agent made under them is not applied. It is counted.
+        paths: Glob patterns, relative to the workspace, of what the agent is to change: nothing else is applied. None:
+            all but the judge's own files. Settings of test runners are applied only where a pattern is their path.
+        files: Glob patterns, relative to the workspace, of further own files of the judge: see `judges/protected.py`.
         tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
     """
 
     where: Literal["fresh", "session"] = "fresh"
     paths: list[str] | None = None
-    protect: list[str] = []
+    files: list[str] = []
     tests: Path | None = None
 
 
-class CommandJudge(_WorkspaceJudge):
+class _ValueJudge(_WorkspaceJudge):
+    """Fields of the judges that give a value.
+
+    Attributes:
+        range: Smallest and largest reward.
+    """
+
+    range: tuple[Bound, Bound] = (0.0, 1.0)
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.range[0] >= self.range[1]:
+            raise ValueError(f"'range' is {list(self.range)}: give the smallest reward, then the largest")
+        return self
+
+
+class CommandJudge(_ValueJudge):
     """A command that runs in the workspace.
 
     Attributes:
-        result: Where the reward is. `status`: exit status 0 is 1, exit status 1 is 0, all others are unjudged, and so
-            is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
-            `number`: one finite number alone on the last line of the output. `json`: a JSON object as the last line of
-            the output: `{"reward": 0.5, "parts": {"speed": 1.0}}`. With these two the command may write it to the file
-            that ROLLTAP_REWARD names instead. None: JSON or a number if the last line is one, else the status.
-        reward_file: Absolute path in the box of a file that the command writes: its text is the reward, as of the last
-            line of the output. None: see `result`.
+        result: How the command says the reward. `status`: exit status 0 is 1, exit status 1 is 0, all others are
+            unjudged, and so is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
+            `number` and `json`: one finite number, or a JSON object (`{"reward": 0.5, "parts": {"speed": 1.0}}`),
+            written at once to the descriptor that ROLLTAP_REWARD_FD names. Its children have this descriptor too,
+            unless it closes it. A Python script (`python [OPTIONS] SCRIPT` or `-m MODULE`) keeps it to itself.
+        reward_files: Absolute paths in the box at which the command writes its reward instead. They are write-only
+            pipes, and one reward may come out of all of them.
         mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
             `process` has no paths of its own: the task is refused there.
         writable: Absolute paths in the box of empty folders that the command may write to.
@@ -57,11 +79,21 @@ class CommandJudge(_WorkspaceJudge):
 
     kind: Literal["command"] = "command"
     command: list[str] = Field(min_length=1)
-    result: Literal["status", "number", "json"] | None = None
-    reward_file: str | None = Field(default=None, pattern=r"^/[^/]")
+    result: Literal["status", "number", "json"] = "status"
+    reward_files: list[Annotated[str, Field(pattern=r"^/[^/]")]] = []
     mounts: dict[str, Path] = {}
     writable: list[str] = []
     env: dict[str, str] = {}
+
+    @property
+    def by_status(self) -> bool:
+        """True when the exit status alone is the verdict."""
+        return self.result == "status" and not self.reward_files
+
+    @property
+    def own_paths(self) -> bool:
+        """True when the judge needs paths in a box that are not those of this machine."""
+        return bool(self.mounts or self.writable or self.reward_files)
 
 
 class PytestJudge(_WorkspaceJudge):
@@ -71,7 +103,8 @@ class PytestJudge(_WorkspaceJudge):
     pass. The parts are the shares of both lists that pass.
 
     Attributes:
-        command: Writes the report to the file that ROLLTAP_REPORT names.
+        command: Runs pytest, which a plugin of rolltap's makes report. Another program writes a report to the pipe that
+            ROLLTAP_REPORT names, or `{report}` in an argument.
         fail_to_pass: Tests that failed before the change, as pytest names them.
         pass_to_pass: Tests that passed before.
         test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files are protected.
@@ -81,7 +114,7 @@ class PytestJudge(_WorkspaceJudge):
     """
 
     kind: Literal["pytest"] = "pytest"
-    command: list[str] = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}"]
+    command: list[str] = ["python", "-m", "pytest", "-p", "no:cacheprovider"]
     fail_to_pass: list[str] = []
     pass_to_pass: list[str] = []
     test_patch: str | None = None
@@ -89,7 +122,7 @@ class PytestJudge(_WorkspaceJudge):
     env: dict[str, str] = {}
 
 
-class PythonJudge(_WorkspaceJudge):
+class PythonJudge(_ValueJudge):
     """A Python function of the user's own, called in a process of its own with the judged workspace.
 
     Attributes:

@@ -6,6 +6,7 @@ import difflib
 import errno
 import hashlib
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges import folders
 from rolltap.trainer.rollouts.judges.folders import MAX_FILE_BYTES, Entry, Refusal, TooMuchError, Tree, opened, parents
-from rolltap.trainer.tasks.content import TEST_FILES, matches
+from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
 
 MAX_CHANGED_BYTES = 4 << 30
 MAX_SECONDS = 300.0
@@ -30,6 +31,9 @@ _MAX_DIFF_FILE_LINES = 4000
 _MAX_LISTED = 100
 _MAX_SHOWN = 300
 """Characters of a path in the evidence."""
+_ODD = frozenset({"fifo", "socket", "device", "setuid", "symlink"})
+_ORDINARY = re.compile(r"(^|/)(\.?venv|env|node_modules|site-packages|\.pytest_cache|\.coveragerc)(/|$)")
+"""Files that installing packages and running tests leave."""
 _OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of reading that are not the agent's."""
 
@@ -89,18 +93,24 @@ class Changes:
     def evidence(self) -> dict[str, Any]:
         """Return the changes as JSON for the sessions table, with at most 100 paths of each kind, long ones cut.
 
-        `changed_tests` are the test files of the start that were modified or deleted.
+        `changed_tests` are the test files of the start that were modified or deleted; `odd_files` counts what is no
+        file, `planted_files` what a program would load by itself, without what installing packages leaves.
         """
         if self._evidence is not None:
             return dict(self._evidence)
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
+        planted = {path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))}
+        planted |= {path for path, why in self.refused.items() if why in ("planted", "settings")}
+        odd = {path for path, why in self.refused.items() if why in _ODD}
         return {
             "diff_sha256": hashlib.sha256(self.diff.encode()).hexdigest(),
             "changed_files": len(files),
             "changed": [_shown(path) for path in files[:_MAX_LISTED]],
             "changed_test_files": len(tests),
             "changed_tests": [_shown(path) for path in tests[:_MAX_LISTED]],
+            "planted_files": sum(not _ORDINARY.search(path) for path in planted),
+            "odd_files": sum(not _ORDINARY.search(path) for path in odd),
             "refused_files": len(self.refused),
             "refused": [f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]],
         }

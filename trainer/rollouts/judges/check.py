@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.rollouts.judges.command import CALL, modules
+from rolltap.trainer.rollouts.judges.checkout import LAUNCH
+from rolltap.trainer.rollouts.judges.command import modules
 from rolltap.trainer.rollouts.judges.log import require_parser
 from rolltap.trainer.rollouts.judges.model import find_key, require_other_model
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
@@ -45,9 +46,9 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
                 key = "function"
                 if why := _import_fault(spec.function):
                     raise UnjudgedError(f"{spec.function} cannot be imported: {why}")
-            case CommandJudge() if spec.where == "session" and (spec.mounts or spec.writable):
+            case CommandJudge() if spec.where == "session" and spec.own_paths:
                 key = "mounts"
-                raise UnjudgedError("'where' is 'session', whose box has no mounts of the judge's: use 'fresh'")
+                raise UnjudgedError("'where' is 'session', whose box has no paths of the judge's: use 'fresh'")
             case PytestJudge(log_parser=str(parser)):
                 key = "log_parser"
                 require_parser(parser)
@@ -58,7 +59,7 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
 @lru_cache(maxsize=1024)
 def _import_fault(function: str) -> str | None:
     """Return why a function cannot be imported, None if it can."""
-    command = [sys.executable, "-P", str(CALL), function]
+    command = [sys.executable, "-P", str(LAUNCH), "", "--function", function]
     env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": modules()}
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False)

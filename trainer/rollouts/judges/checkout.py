@@ -14,15 +14,18 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
-from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, read_file, remove, scan, write_file
-from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, judges_files, read_only, select, stamp
+from rolltap.trainer.rollouts.judges.channel import Channel
+from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, own_files, read_only, select, stamp
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
+from rolltap.trainer.rollouts.runtimes import inside
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
-from rolltap.trainer.tasks.content import Start
+from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
 
-_OUT, _TOOLS = "/rolltap/out", "/rolltap/tools"
+LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
+_OUT, _TOOLS, _PIPE = "/rolltap/out", "/rolltap/tools", "verdict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +65,9 @@ class Checkout:
         workspace: Folder of this machine with the changes and the tests.
         changes: The changes as they are there, with what was refused.
         out: Folder of this machine that the judge writes to. The agent never saw it.
-        tools: Folder of this machine with files that the judge only reads.
-        outside: Folder in the box -> folder of this machine, for what the judge may write.
+        tools: Folder in the box with the programs of `runtimes/inside` as `rolltap_NAME.py`, for the judge to read.
         guarded: Path in the workspace -> stamp: the judge's own files, which no program may change.
+        channel: For the verdict. `pipe` is its path in the box.
     """
 
     job: JudgeJob
@@ -73,10 +76,14 @@ class Checkout:
     changes: Changes
     out: Path
     out_inside: str
-    tools: Path
-    tools_inside: str
-    outside: Mapping[str, Path]
+    tools: str
+    channel: Channel
     guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
+
+    @property
+    def pipe(self) -> str:
+        """Path of the channel in the box, at which our own launchers open it."""
+        return f"{self.out_inside}/{_PIPE}"
 
     def rewritten(self) -> list[str]:
         """Return the judge's files in the workspace that were changed since it was made."""
@@ -102,19 +109,13 @@ class Checkout:
             raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}")
         return ended.status
 
-    def read(self, inside: str, limit: int) -> bytes | None:
-        """Return a file that the judge wrote, by its path in the box; None if there is none. See `read_file`."""
-        for folder, outside in self.outside.items():
-            if inside.startswith(folder.rstrip("/") + "/"):
-                return read_file(outside, os.path.normpath(inside[len(folder.rstrip("/")) + 1 :]), limit)
-        raise InputError(f"{inside} is in none of the judge's writable folders: {', '.join(self.outside)}")
-
 
 @asynccontextmanager
 async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
     """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it cannot be made."""
     if spec.where == "session" and job.result is not None:
-        yield await _session_checkout(job, job.result, spec)
+        async with _session_checkout(job, job.result, spec) as checkout:
+            yield checkout
         return
     beside = job.result.workspace.parent if job.result is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
@@ -130,20 +131,23 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for part in (home, out, tools):
         part.mkdir()
+    _copy_tools(tools)
     changes, laid = await in_folder_thread(_prepare, job, spec, workspace)
-    own = await in_folder_thread(judges_files, job.start.folder, workspace, spec, laid, job.task.workdir)
+    own = await in_folder_thread(_own_there, job, spec, workspace, laid)
     isolated = job.runtime.isolated
     out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
     mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
-    outside = {out_inside: out}
-    if isolated:
-        mounts += read_only(workspace, job.task.workdir, own)
+    pipe = out / _PIPE
     if isinstance(spec, CommandJudge):
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
-            outside[target] = folder / f"writable-{number}"
-            outside[target].mkdir()
-            mounts.append(Mount(outside[target], target, writable=True))
+            (folder / f"writable-{number}").mkdir()
+            mounts.append(Mount(folder / f"writable-{number}", target, writable=True))
+        if spec.reward_files:
+            pipe = folder / _PIPE
+            mounts += [Mount(pipe, target) for target in spec.reward_files]
+    if isolated and not (isinstance(spec, CommandJudge) and spec.mounts):  # what it brings may replace the start's
+        mounts += read_only(workspace, job.task.workdir, own)
     box_spec = BoxSpec(
         name=folder.name,
         workspace=workspace,
@@ -153,22 +157,23 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
         image=job.task.image,
         limits=job.task.limits,
     )
-    async with job.runtime.box(box_spec) as box:
-        yield Checkout(
-            job=job,
-            box=box,
-            workspace=workspace,
-            changes=changes,
-            out=out,
-            out_inside=out_inside,
-            tools=tools,
-            tools_inside=tools_inside,
-            outside=outside,
-            guarded={path: stamp(workspace, path) for path in own},
-        )
+    with Channel(pipe) as channel:
+        async with job.runtime.box(box_spec) as box:
+            yield Checkout(
+                job=job,
+                box=box,
+                workspace=workspace,
+                changes=changes,
+                out=out,
+                out_inside=out_inside,
+                tools=tools_inside,
+                channel=channel,
+                guarded={path: stamp(workspace, path) for path in own},
+            )
 
 
-async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) -> Checkout:
+@asynccontextmanager
+async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) -> AsyncIterator[Checkout]:
     if job.session_box is None:
         raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
     await job.session_box.settle()
@@ -179,18 +184,31 @@ async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) 
                 os.mkdir(name, 0o755, dir_fd=home)
         await in_folder_thread(_lay_over_session, job, result, spec)
     out, tools = (result.home / name for name in names)
+    _copy_tools(tools)
     out_inside, tools_inside = (f"{job.session_box.home}/{name}" for name in names)
-    return Checkout(
-        job=job,
-        box=job.session_box,
-        workspace=result.workspace,
-        changes=job.changes,
-        out=out,
-        out_inside=out_inside,
-        tools=tools,
-        tools_inside=tools_inside,
-        outside={out_inside: out},
-    )
+    with Channel(out / _PIPE) as channel:
+        yield Checkout(
+            job=job,
+            box=job.session_box,
+            workspace=result.workspace,
+            changes=job.changes,
+            out=out,
+            out_inside=out_inside,
+            tools=tools_inside,
+            channel=channel,
+        )
+
+
+def _copy_tools(folder: Path) -> None:
+    for file in (LAUNCH, REPORT):
+        shutil.copy(file, folder / f"rolltap_{file.name}")
+
+
+def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
+    """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
+    there = {path for path, entry in scan(workspace).entries.items() if entry.kind == "file"}
+    own = own_files(job.start.folder, job.task, spec) | laid
+    return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 
 
 def _prepare(job: JudgeJob, spec: OneJudge, workspace: Path) -> tuple[Changes, set[str]]:
@@ -203,7 +221,7 @@ def _prepare(job: JudgeJob, spec: OneJudge, workspace: Path) -> tuple[Changes, s
     if job.result is None:
         return job.changes, tests
     with _blame_agent():
-        changes = select(job.changes, spec, tests, job.task.workdir, job.start.folder, job.result.workspace)
+        changes = select(job.changes, job.task, spec, tests, job.start.folder, job.result.workspace)
         apply_changes(changes, job.result.workspace, workspace)
     return changes, tests
 

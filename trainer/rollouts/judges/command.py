@@ -1,8 +1,8 @@
-"""Programs as the judge: a command, by its exit status, a number or JSON, and a Python function of the user's.
+"""Programs as the judge: a command, by its exit status or a value, and a Python function of the user's.
 
-A command that runs the agent's code in its own process can be told anything by it: it can print the reward, write the
-reward's file and end with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In
-the runtime `process` that is no protection: the child has all rights of its parent's user there.
+A command that runs the agent's code in its own process can be told anything by it: it can write the reward, and end
+with status 0. Such a command has to run the agent's code as a child, and decide outside of it. In the runtime `process`
+that is no protection: the child has all rights of its parent's user there.
 
 `judge_here` judges by a command in the current directory: for a session that rolltap did not give a workspace.
 """
@@ -12,20 +12,22 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rolltap.trainer.rollouts.judges.checkout import Checkout
-from rolltap.trainer.rollouts.judges.folders import read_file
-from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_output, parse_text
+from rolltap.trainer.rollouts.judges.checkout import LAUNCH, Checkout
+from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_text
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 
-CALL = Path(__file__).with_name("call.py")
-"""The program that calls a function."""
+_TAKE_PIPE = 'exec 9>"$1" && rm -f "$1" && shift && ROLLTAP_REWARD_FD=9 exec "$@"'
+"""Gives a program the pipe as a descriptor."""
+_PYTHON = re.compile(r"(.*/)?python[0-9.]*")
+_PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuvx]+")
 _MAX_REWARD_BYTES = 64 << 10
-_MAX_RESULT_BYTES = 1 << 20
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
 _PYTHON_ERROR = re.compile(r"(?:^|\n)Traceback \(most recent call last\):\n(?:[ \t].*\n)+([\w.]+)(?:: .*)?$")
 _NO_IMPORT = re.compile(r"(?:No module named|ModuleNotFoundError\b|ImportError\b)[^\n]*$")
@@ -34,23 +36,42 @@ _NAMED = re.compile(r"(?:No module named|cannot import name) ['\"]?([\w.]+)")
 
 async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`."""
-    file = spec.reward_file or f"{checkout.out_inside}/reward"
-    is_read = spec.reward_file is not None or spec.result in ("number", "json")
-    env = {**spec.env, "ROLLTAP_REWARD": file} if is_read else spec.env
-    status = await checkout.run(spec.command, env, spec.timeout)
-    evidence = {"exit_status": status}
-    written = checkout.read(file, _MAX_REWARD_BYTES) if is_read else None
-    if written is not None and (spec.reward_file is not None or status in (0, 1)):
-        if len(written) > _MAX_REWARD_BYTES:
-            raise UnjudgedError(f"the judge wrote more than {_MAX_REWARD_BYTES >> 10} KiB to {file}")
-        return parse_text(written.decode(errors="replace")), evidence
-    if spec.reward_file is not None:
-        raise UnjudgedError(f"the judge ended with status {status} and did not write {file}")
-    return read_verdict(spec, status, checkout.job.log, asked=checkout.job.task.instruction), evidence
+    command = spec.command if spec.by_status or spec.reward_files else _with_pipe(spec.command, checkout)
+    status = await checkout.run(command, spec.env, spec.timeout)
+    ended, evidence = f"the judge ended with status {status}", {"exit_status": status}
+    if not spec.reward_files:
+        by_status = read_status(spec, status, checkout.job.log, asked=checkout.job.task.instruction)
+        if spec.by_status:
+            return by_status, evidence
+    where = " or ".join(spec.reward_files) or "ROLLTAP_REWARD_FD"
+    return read_reward(checkout.channel.pieces(), ended, where), evidence
 
 
-def read_verdict(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
-    """Return the reward by the output, which is in `log`, and the exit status. Raises `UnjudgedError`.
+def read_reward(pieces: Sequence[bytes], ended: str, where: str) -> Reward:
+    """Return the reward that came out of a channel. Raises `UnjudgedError`, also when it came in several pieces.
+
+    One of several pieces may be the agent's: `1.` before the judge's `0` would be another number.
+    """
+    if not pieces:
+        raise UnjudgedError(f"{ended} and wrote no reward to {where}")
+    if len(pieces) > 1:
+        raise UnjudgedError(f"{ended}, and a reward was written to {where} in {len(pieces)} pieces: write it at once")
+    if len(pieces[0]) > _MAX_REWARD_BYTES:
+        raise UnjudgedError(f"the judge wrote more than {_MAX_REWARD_BYTES >> 10} KiB to {where}")
+    return parse_text(pieces[0].decode(errors="replace"))
+
+
+def _with_pipe(command: Sequence[str], checkout: Checkout) -> list[str]:
+    """Return a command with the channel: a Python script has it to itself, another program passes it to its own."""
+    options = list(takewhile(_PYTHON_OPTION.fullmatch, command[1:]))
+    program = command[1 + len(options) :]
+    if not _PYTHON.fullmatch(command[0]) or not program or (program[0].startswith("-") and program[0] != "-m"):
+        return ["sh", "-c", _TAKE_PIPE, "sh", checkout.pipe, *command]
+    return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *program]
+
+
+def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
+    """Return the reward by the exit status of a program whose output is in `log`. Raises `UnjudgedError`.
 
     Python ends with status 1 when a judge itself breaks: that is no verdict, unless an assertion failed, or a module or
     name is missing that the task, `asked`, names.
@@ -66,10 +87,7 @@ def read_verdict(spec: CommandJudge, status: int, log: Path, *, asked: str = "")
             f"the judge ended with status 1 and the error {broken!r}, which is no verdict; its output is in {log.name}",
             broke=True,
         )
-    if spec.result == "status":
-        return Reward(float(status == 0), {})
-    reward = parse_output(read_end(log), spec.result)
-    return reward if reward is not None else Reward(float(status == 0), {})
+    return Reward(float(status == 0), {})
 
 
 def _broken(output: str, asked: str) -> str | None:
@@ -96,15 +114,15 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
     The function runs in a supervised process outside of the box, with the user's rights and modules: it must not run
     the agent's code. It is found as this process finds modules. Its environment has no keys of the user's.
     """
-    result = "result.json"
-    command = [sys.executable, "-P", str(CALL), spec.function, str(checkout.workspace), str(checkout.out / result)]
+    pipe, folder = str(checkout.channel.path), str(checkout.workspace)
+    command = [sys.executable, "-P", str(LAUNCH), pipe, "--function", spec.function, folder]
     env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules()}
     log = checkout.job.log
     ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)
     if ended.status is None:
         raise UnjudgedError(f"the function {spec.function} took more than {spec.timeout:g} s")
-    content = read_file(checkout.out, result, _MAX_RESULT_BYTES)
-    if ended.status != 0 or content is None:
+    content = b"".join(checkout.channel.pieces())
+    if ended.status != 0 or not content:
         last = (read_end(log).strip().splitlines() or ["no output"])[-1][:300]
         how = f"ended by signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
         raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}")
@@ -134,7 +152,7 @@ def judge_here(command: str, log: Path) -> Judged:
         ended = asyncio.run(run)
         if ended.status is None:
             raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")
-        verdict = read_verdict(spec, ended.status, log)
+        verdict = read_status(spec, ended.status, log)
     except (UnjudgedError, OSError) as error:
         return Judged(unjudged=str(error), evidence=evidence)
     return Judged(reward=verdict.reward, parts=verdict.parts, evidence={**evidence, "exit_status": ended.status})

@@ -13,19 +13,18 @@ Several judges: the weighted mean of their rewards.
 
 import dataclasses
 import hashlib
-import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import JudgeJob, open_checkout
-from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
+from rolltap.trainer.rollouts.judges.checkout import Checkout, JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function, read_status
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
-from rolltap.trainer.rollouts.judges.protected import OneJudge, pytest_command
-from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
+from rolltap.trainer.rollouts.judges.protected import OneJudge, runs_pytest
+from rolltap.trainer.rollouts.judges.tests import NoReportError, Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
 
@@ -90,8 +89,6 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
             for number, one in enumerate(spec.judges)
         ]
         return _combine(spec, results)
-    if isinstance(spec, CommandJudge):
-        spec = _by_its_report(spec)
     try:
         judged = await _run_judge(spec, job)
     except UnjudgedError as error:
@@ -99,7 +96,7 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
     if judged.reward is None or "broke_judge" in judged.evidence or isinstance(spec, LLMJudge):
         return judged
     judged = await _check_files(judged, spec, job)
-    return await _check(judged, spec, job) if isinstance(spec, PytestJudge) else judged
+    return await _check_tests(judged, spec, job) if "canary" in judged.evidence else judged
 
 
 async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
@@ -110,16 +107,6 @@ async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
     if {*judged.evidence["rewritten"]} <= {*baseline.evidence.get("rewritten", [])}:
         return judged
     return judged.forged("the judge's own files were changed while it ran")
-
-
-def _by_its_report(spec: CommandJudge) -> CommandJudge | PytestJudge:
-    """Return the judge of a command that is pytest itself: by its report, because a test can end it with status 0."""
-    other = spec.result in ("number", "json") or spec.reward_file or spec.mounts or spec.writable
-    command = None if other else pytest_command(spec.command)
-    if command is None:
-        return spec
-    fields = spec.model_dump(include={"where", "timeout", "paths", "protect", "tests", "env"})
-    return PytestJudge(command=[*command, "--junit-xml", "{report}"], **fields)
 
 
 async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None = None) -> Judged:
@@ -146,14 +133,37 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
                 reward, more = await judge_by_report(spec, checkout, allow)
             elif isinstance(spec, PythonJudge):
                 reward, more = await judge_by_function(spec, checkout)
+            elif spec.by_status and runs_pytest(spec):
+                reward, more = await _judge_by_status_and_report(spec, checkout, allow, job, is_start=keep is not None)
             else:
                 reward, more = await judge_by_command(spec, checkout)
+            if isinstance(spec, PythonJudge | CommandJudge) and not spec.range[0] <= reward.reward <= spec.range[1]:
+                why = f"the reward {reward.reward:g} is not in the judge's range {list(spec.range)}: set its 'range'"
+                raise UnjudgedError(why)
         except UnjudgedError as error:
             error.evidence = {**evidence, **error.evidence}
             raise
         if rewritten := await in_folder_thread(checkout.rewritten):
             evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
+
+
+async def _judge_by_status_and_report(
+    spec: CommandJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]], job: JudgeJob, *, is_start: bool
+) -> tuple[Reward, dict[str, Any]]:
+    """Judge by a command that names pytest: its status must be 0, and the report that it makes without changes good.
+
+    A test can end pytest with status 0. A command that makes no report on the start either counts by its status.
+    """
+    fields = spec.model_dump(include={"where", "timeout", "paths", "files", "tests", "env", "command"})
+    try:
+        reward, evidence = await judge_by_report(PytestJudge(**fields), checkout, allow)
+    except NoReportError as error:
+        if not is_start and "canary" in (await _judge_baseline(spec, job)).judged.evidence:
+            raise
+        asked = job.task.instruction
+        return read_status(spec, error.status, job.log, asked=asked), {"exit_status": error.status}
+    return (Reward(0.0, reward.parts) if evidence["exit_status"] else reward), evidence
 
 
 def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
@@ -165,7 +175,8 @@ def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
 async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     """Return the judgement of a session whose judge has no verdict."""
     evidence = {"judge": spec.kind, **error.evidence}
-    if isinstance(spec, LLMJudge) or not error.broke or (spec.where == "fresh" and not job.changes):
+    fresh = isinstance(spec, LLMJudge) or spec.where == "fresh"
+    if not error.broke or (fresh and not job.changes):
         return Judged(unjudged=str(error), evidence=evidence)
     baseline = (await _judge_baseline(spec, job)).judged
     if baseline.reward is None:
@@ -180,48 +191,32 @@ async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, 
     return Judged(reward=0.0, evidence=evidence)
 
 
-async def _check(judged: Judged, spec: PytestJudge, job: JudgeJob) -> Judged:
+async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
     """Compare a report with that of the untouched start when only this tells what it means.
 
     A report without the tests that must fail is not pytest's, unless the untouched start's lacks them too. Tests that
-    passed before and none of which passes on the untouched start, or that need a module of which neither the task nor
-    the workspace knows, are the sign of a broken installation.
+    passed before and none of which passes on the untouched start are the sign of a broken installation.
     """
-    if judged.reward and judged.evidence["canary"] == "absent":
-        baseline = (await _judge_baseline(spec, job)).judged
-        if baseline.reward is None:
-            why = f"the report lacks the tests that must fail, and there is none of the start: {baseline.unjudged}"
-            return Judged(unjudged=why, evidence=judged.evidence)
-        if baseline.evidence["canary"] == "absent":
-            return judged
-        return judged.forged("tests are not in it that pytest ran on the untouched start")
-    missing = [module for module in judged.evidence["missing_modules"] if not _is_known(module, job)]
     none_passes = judged.parts.get("pass_to_pass") == 0.0
-    if judged.reward or not (none_passes or missing):
+    if not none_passes and not (judged.reward and judged.evidence["canary"] == "absent"):
         return judged
     baseline = (await _judge_baseline(spec, job)).judged
-    both = sorted({*missing} & {*baseline.evidence.get("missing_modules", [])})
-    if none_passes and baseline.parts.get("pass_to_pass", 0.0) == 0.0:
-        why = f"no test of 'pass_to_pass' passes on the untouched start{f': no module {both[0]}' if both else ''}"
-    elif both and not spec.pass_to_pass:
-        why = f"the tests need the module {both[0]!r}, which is not there on the untouched start either"
-    else:
+    if none_passes:
+        if baseline.parts.get("pass_to_pass", 0.0) > 0.0:
+            return judged
+        why = f"no test of 'pass_to_pass' passes on the untouched start; the output is in {job.log.name}"
+        return Judged(unjudged=why, evidence=judged.evidence)
+    if baseline.reward is None:
+        why = f"the report lacks the tests that must fail, and there is none of the start: {baseline.unjudged}"
+        return Judged(unjudged=why, evidence=judged.evidence)
+    if baseline.evidence["canary"] == "absent":
         return judged
-    return Judged(unjudged=f"{why}; the output is in {job.log.name}", evidence=judged.evidence)
+    return judged.forged("tests are not in it that pytest ran on the untouched start")
 
 
-def _is_known(module: str, job: JudgeJob) -> bool:
-    """Return True for a module that the task names or that a workspace has: the agent may have been asked for it."""
-    folders = [job.start.folder, *([] if job.result is None else [job.result.workspace])]
-    for folder in [*folders, *(folder / "src" for folder in folders)]:
-        if (folder / module).exists() or (folder / f"{module}.py").exists():
-            return True
-    return re.search(rf"\b{re.escape(module)}\b", job.task.instruction) is not None
-
-
-async def _judge_baseline(spec: OneJudge, job: JudgeJob) -> _Baseline:
+async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
-    fresh = spec.model_copy(update={"where": "fresh"})
+    fresh = spec if isinstance(spec, LLMJudge) else spec.model_copy(update={"where": "fresh"})
     task = job.task
     facts = (fresh.model_dump_json(), job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()

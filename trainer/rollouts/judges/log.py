@@ -4,7 +4,6 @@ The agent's code runs in the test program and can print lines that the parser ta
 forge: see `canary`. The package needs no Docker for this.
 """
 
-import re
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +15,6 @@ from rolltap.trainer.tasks.task import PytestJudge
 
 _MAX_LOG_BYTES = 64 << 20
 _MAX_TESTS = 500
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 
 
 async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
@@ -33,8 +31,7 @@ async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tu
     expected = [*spec.fail_to_pass, *spec.pass_to_pass] or list(outcomes)
     tests = {name: outcomes.get(name, "missing").lower() for name in expected}
     worst_first = sorted(tests.items(), key=lambda test: test[1] in ("passed", "xfail"))
-    missing = sorted({*_MISSING.findall(log)})
-    evidence = {"exit_status": status, "canary": "absent", "missing_modules": missing}
+    evidence = {"exit_status": status, "canary": "absent"}
     return Reward(reward, parts), {**evidence, "tests": dict(worst_first[:_MAX_TESTS])}
 
 

@@ -1,211 +1,205 @@
-"""The judge's own part of a workspace: its tests, the scripts that its command starts, and its settings.
+"""The judge's own part of a workspace: its tests and scripts, and the settings of the programs that it runs.
 
-Files and programs that a judge's command line names are found by its words. The agent's changes to the judge's files
-are not applied, and while the agent's code runs, the files are read-only or watched.
+Own are the files of the start that the judge's command names, tests by the usual names, what `fail_to_pass` and `files`
+of the judge list, and settings of test runners. They come from the start, are read-only while the judge runs where a
+runtime can do that, and are compared afterwards. Commands are searched for names and not parsed: a shell's text may
+spell a program in any way.
+
+`paths` of the judge turns it round: what a pattern of it matches is the agent's, and nothing else is applied.
 """
 
-import configparser
+import json
 import os
-import posixpath
 import re
-import shlex
 import stat
+import sys
 import tomllib
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from iniconfig import IniConfig
 
 from rolltap.trainer.rollouts.judges.changes import Changes
 from rolltap.trainer.rollouts.judges.folders import Refusal, opened, parents, read_file, scan
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
-from rolltap.trainer.tasks.content import PLANTED, SETTINGS, SHADOWS, STARTUP, TEST_FILES, is_shadow, matches
-from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge
-
-_PYTEST = re.compile(r"(.*/)?(pytest|py\.test)(-3)?")
-_SHELL = re.compile(r"(.*/)?(ba|da|z|k|a)?sh")
-_INTERPRETER = re.compile(r"(.*/)?(python[0-9.]*|(ba|da|z|k|a)?sh|node|ruby|perl)")
-_BEFORE_A_COMMAND = frozenset([";", "&&", "||", "|", "&", "(", "!", "then", "do", "else", "exec"])
-_SPECIAL = frozenset("|&;<>()$`\\*?[]#~=%!{}\n")
-"""Characters that mean more to a shell than themselves, outside of quotes."""
-
-
-@lru_cache(maxsize=1024)
-def _words(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the arguments. In place of a shell's text there are its words, and its operators between them."""
-    found: list[str] = []
-    for argument in command:
-        if found and found[-1].startswith("-") and found[-1].endswith("c") and _SHELL.fullmatch(found[0]):
-            lexer = shlex.shlex(argument, posix=True, punctuation_chars=True)
-            lexer.commenters = ""
-            try:
-                found += [";", *lexer]
-            except ValueError:
-                found += [";", *re.split(r"[\s;|&<>()'\"]+", argument)]
-        else:
-            found.append(argument)
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def _scripts(command: tuple[str, ...], workdir: str) -> frozenset[str]:
-    words = _words(command)
-    named: set[str] = set()
-    for number, word in enumerate(words):
-        begins = number == 0 or words[number - 1] in _BEFORE_A_COMMAND or words[number - 1].endswith("env")
-        if begins and "/" in word:
-            named.add(word)
-        if _INTERPRETER.fullmatch(word):
-            rest = list(words[number + 1 :])
-            while rest and rest[0].startswith("-") and rest[0] != "-m":
-                del rest[0]
-            if rest[:1] == ["-m"]:
-                module = "".join(rest[1:2]).replace(".", "/")
-                named |= {f"{module}.py", f"{module}/__main__.py"}
-            else:
-                named |= {*rest[:1]}
-    paths = {posixpath.normpath(path) for path in named if path}
-    return frozenset(posixpath.relpath(path, workdir) if path.startswith("/") else path for path in paths)
-
-
-def is_script(path: str, command: Sequence[str], workdir: str) -> bool:
-    """Return True if a command starts a file of the workspace: as a program, as an interpreter's script or module.
-
-    A file that it only reads is not one: the agent's result may be there.
-    """
-    return path in _scripts(tuple(command), workdir)
-
-
-def runs_pytest(command: Sequence[str]) -> bool:
-    """Return True if a word of a command is pytest."""
-    return any(_PYTEST.fullmatch(word) for word in _words(tuple(command)))
-
-
-def pytest_command(command: Sequence[str]) -> list[str] | None:
-    """Return a command that is pytest itself and writes no report of its own, None for another one.
-
-    Arguments of pytest can be added at its end. A shell that only starts pytest is left out.
-    """
-    words = list(command)
-    if len(words) == 3 and _SHELL.fullmatch(words[0]) and words[1] in ("-c", "-lc", "-ec"):
-        if _SPECIAL & {*words[2]}:
-            return None
-        try:
-            words = shlex.split(words[2])
-        except ValueError:
-            return None
-    if any(word.startswith(("--junit-xml", "--junitxml")) for word in words) or not words:
-        return None
-    by_module = any(pair == ("-m", "pytest") for pair in pairwise(words))
-    return words if by_module or _PYTEST.fullmatch(words[0]) else None
-
+from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
 
 OneJudge = CommandJudge | PytestJudge | PythonJudge
 """A judge that looks at a workspace."""
 
-_MAX_SETTINGS_BYTES = 1 << 20
+_SHORTEST_NAME = 4
+"""Characters of a file's name without its folder that is looked for in commands: shorter ones are words too."""
+_MODULE = re.compile(r"(?:^|\s)-m\s*([\w.]+)")
+_FILE_NAME = re.compile(r"[\w-]*\.\w[\w-]*")
+_SHADOWS = sys.stdlib_module_names | {
+    *("pytest", "_pytest", "pluggy", "iniconfig", "xdist", "py", "packaging", "pygments", "exceptiongroup", "tomli"),
+    *("colorama", "typing_extensions", "coverage", "attr"),
+}
+"""Modules of Python and of pytest."""
+_IMPORTED = re.compile(r"([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+)")
+"""A module, relative to a folder on Python's path. A folder without `__init__` hides no module."""
 
 
-def select(
-    changes: Changes, spec: OneJudge, tests: Collection[str], workdir: str, start: Path, workspace: Path
-) -> Changes:
+def runs_pytest(spec: OneJudge) -> bool:
+    """Return True if the text of a judge's command names pytest."""
+    return isinstance(spec, PytestJudge) or _names("pytest", _text(spec)) or _names("py.test", _text(spec))
+
+
+def _text(spec: OneJudge) -> str:
+    return "" if isinstance(spec, PythonJudge) else " ".join(spec.command)
+
+
+def _names(name: str, text: str) -> bool:
+    """Return True if a name stands in a text between characters that are no part of a name."""
+    return name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", text) is not None
+
+
+def _is_named(path: str, text: str) -> bool:
+    name = path.rpartition("/")[2]
+    if _names(path, text) or (len(name) >= _SHORTEST_NAME and _names(name, text)):
+        return True
+    modules = (module.replace(".", "/") for module in _MODULE.findall(text))
+    return path.endswith(".py") and any(path in (f"{module}.py", f"{module}/__main__.py") for module in modules)
+
+
+def _is_theirs(path: str, spec: OneJudge) -> bool:
+    """Return True for a path that the agent is to change. Of settings and plugins the whole path must be given."""
+    paths = spec.paths or []
+    return path in paths or (matches(path, paths) and not matches(path.lower(), (*STARTUP, *RUNNER_FILES)))
+
+
+def _is_listed(path: str, spec: OneJudge) -> bool:
+    """Return True for a path that is own by its name alone, whatever the command says."""
+    listed = [*spec.fail_to_pass, *spec.pass_to_pass] if isinstance(spec, PytestJudge) else []
+    if matches(path, (*TEST_FILES, *spec.files)) or matches(path.lower(), RUNNER_FILES):
+        return True
+    return path in {name.partition("::")[0] for name in listed}
+
+
+def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
+    """Return the paths of the judge's own files in a start, relative and with `/`."""
+    text = _text(spec)
+    return {
+        path
+        for path, entry in scan(start).entries.items()
+        if entry.kind != "folder" and not _is_theirs(path, spec) and (_is_listed(path, spec) or _is_named(path, text))
+    }
+
+
+def ambiguous(paths: Iterable[str], task: Task, spec: OneJudge) -> list[str]:
+    """Return the files of a start that the judge's command names and the instruction too: whose are they?"""
+    text = _text(spec)
+    if spec.paths is not None or not {*_FILE_NAME.findall(text)} & {*_FILE_NAME.findall(task.instruction)}:
+        return []
+    named = (path for path in paths if _is_named(path, text) and not _is_listed(path, spec))
+    return sorted(path for path in named if _is_named(path, task.instruction))
+
+
+def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], start: Path, work: Path) -> Changes:
     """Return the changes that are applied for a judge; the others are refused in it.
 
-    `tests` are the paths of the task's own tests. For a judge that runs a program, what would run in it without being a
-    part of the solution (`PLANTED`) is refused too. Files of the start that its command names, and the start's test
-    files, are applied only if `paths` names them; new test files are not applied for pytest.
+    `laid` are the paths of the tests that the task lays over the start, `work` is the folder that the agent left.
     """
-    tests_folders = {parent for path in tests for parent in parents(path)}
+    own = own_files(start, task, spec) | {*laid}
+    folders = {parent for path in laid for parent in parents(path)}
+    scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
+    places = {os.path.normpath(place) for place in _python_path(task, spec) if not place.startswith("/")}
     refused: dict[str, Refusal] = {}
     for path in [*changes.changed, *changes.deleted]:
         entry = changes.changed.get(path)
         is_folder = entry is not None and entry.kind == "folder"
-        if (
-            path in tests
-            or any(parent in tests for parent in parents(path))
-            or (not is_folder and path in tests_folders and entry is not None)
-            or (spec.paths is not None and not is_folder and not matches(path, spec.paths))
-            or matches(path, spec.protect)
-        ):
+        if path in {*laid} or any(parent in own for parent in parents(path)) or (path in folders and not is_folder):
             refused[path] = "protected"
-        elif isinstance(spec, PytestJudge | CommandJudge):
-            refused |= _refuse_for_program(path, changes, spec, workdir, start, workspace)
-    stays = (path for path, why in refused.items() if why == "protected" and path not in changes.added)
+        elif path in (spec.paths or []):
+            continue
+        elif matches(path.lower(), (*STARTUP, *RUNNER_FILES)):
+            refused[path] = "planted"
+        elif not _same_settings(path, start, work):
+            refused[path] = "settings"
+        elif _is_theirs(path, spec):
+            continue
+        elif not is_folder and (path in own or spec.paths is not None or _is_listed(path, spec)):
+            refused[path] = "protected"
+        elif path in changes.added and not is_folder and _is_imported_first(path, scripts, places):
+            refused[path] = "planted"
+    stays = (path for path, why in refused.items() if path in own and path not in changes.added)
     kept = {parent for path in stays for parent in parents(path)}
     replaced = (path for path in kept if path in changes.changed and changes.changed[path].kind != "folder")
     refused.update(dict.fromkeys(replaced, "protected"))
     return changes.without(refused)
 
 
-def _refuse_for_program(
-    path: str, changes: Changes, spec: PytestJudge | CommandJudge, workdir: str, start: Path, workspace: Path
-) -> dict[str, Refusal]:
-    for_pytest = isinstance(spec, PytestJudge) or runs_pytest(spec.command)
-    added = path in changes.added
-    entry = changes.changed.get(path)
-    shadows = is_shadow(path, is_folder=entry is not None and entry.kind == "folder") or matches(path, SHADOWS)
-    if matches(path.lower(), PLANTED if for_pytest else STARTUP) or (added and shadows):
-        return {path: "planted"}
-    if spec.paths is None or not matches(path, spec.paths):
-        if matches(path, TEST_FILES) and (for_pytest or not added):
-            return {path: "protected"}
-        if not added and is_script(path, spec.command, workdir):
-            return {path: "protected"}
-    if for_pytest and matches(path, SETTINGS):
-        before, after = (read_file(folder, path, _MAX_SETTINGS_BYTES) for folder in (start, workspace))
-        if pytest_settings(path, before) != pytest_settings(path, after):
-            return {path: "settings"}
-    return {}
+def _python_path(task: Task, spec: OneJudge) -> list[str]:
+    """Return the folders that the judge's Python has before its own modules, as far as the task says them."""
+    if isinstance(spec, PythonJudge) or "py" not in _text(spec):
+        return []
+    given = {**task.env, **spec.env}.get("PYTHONPATH", "").split(os.pathsep)
+    inside = (os.path.relpath(place, task.workdir) if place.startswith(task.workdir) else place for place in given)
+    return [".", *filter(None, inside)]
 
 
-def pytest_settings(path: str, content: bytes | None) -> object:
-    """Return what a file of settings says about pytest; None when nothing. What cannot be read equals nothing else."""
-    if content is None:
-        return None
+def _is_imported_first(path: str, scripts: Collection[str], places: Collection[str]) -> bool:
+    """Return True for a new module that the judge would import in place of another one.
+
+    Python looks for modules in the folder of its script first: all modules there are the judge's. `-m` and PYTHONPATH
+    put folders before Python's own: modules there may have no name of these.
+    """
+    for place in {*scripts, *places}:
+        folder = "" if place in ("", ".") else f"{place}/"
+        module = _IMPORTED.fullmatch(path.removeprefix(folder)) if path.startswith(folder) else None
+        if module and (place in scripts or module[1] in _SHADOWS):
+            return True
+    return False
+
+
+_MAX_SETTINGS_BYTES = 4 << 20
+_PYTHON_TOOLS = ("pytest", "coverage", "tox", "nox", "hatch", "pdm", "poe", "taskipy", "pixi")
+_NODE_KEYS = ("scripts", "config", "jest", "vitest", "mocha", "ava", "tap", "babel", "c8", "nyc")
+_CARGO_KEYS = ("lib", "test", "bench", "profile", "patch", "replace")
+
+
+def _ini(text: str) -> Mapping[str, Any]:
+    read = IniConfig("setup.cfg", data=text)
+    return {name: dict(values) for name, values in read.sections.items() if name.startswith(("tool:", "pytest"))}
+
+
+def _part(keys: Iterable[str], tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: tables[key] for key in keys if key in tables}
+
+
+_SETTINGS: Mapping[str, Callable[[str], Any]] = {
+    "pyproject.toml": lambda text: _part(_PYTHON_TOOLS, tomllib.loads(text).get("tool", {})),
+    "cargo.toml": lambda text: _part(_CARGO_KEYS, tomllib.loads(text)),
+    "package.json": lambda text: _part(_NODE_KEYS, json.loads(text)),
+    "setup.cfg": _ini,
+}
+"""File that is settings of test runners in part -> that part of its text, read as the runner reads it."""
+
+
+def _same_settings(path: str, start: Path, work: Path) -> bool:
+    """Return False for a file of settings whose part for test runners differs, or cannot be read whole."""
+    read = _SETTINGS.get(PurePosixPath(path).name.lower())
+    if read is None:
+        return True
+    texts = [read_file(folder, path, _MAX_SETTINGS_BYTES) for folder in (start, work)]
     try:
-        text = content[:_MAX_SETTINGS_BYTES].decode()
-        if path.endswith(".toml"):
-            return tomllib.loads(text).get("tool", {}).get("pytest")
-        parser = configparser.RawConfigParser(strict=False)
-        parser.read_string(text)
-    except (ValueError, configparser.Error, AttributeError, RecursionError):
-        return object()
-    sections = [name for name in parser.sections() if name in ("pytest", "tool:pytest")]
-    return {name: dict(parser[name]) for name in sections} or None
+        if any(len(text or b"") > _MAX_SETTINGS_BYTES for text in texts):
+            return False
+        before, after = ({} if text is None else read(text.decode("utf-8-sig")) for text in texts)
+    except Exception:  # the agent wrote it; what its reader says of it is not known
+        return False
+    return bool(before == after)
 
 
 Stamp = tuple[int, int, int]
 """Inode, size, and time of the last change in nanoseconds, which no program can set."""
-
-_CODE = (".py", ".js", ".ts", ".mjs", ".cjs", ".jsx", ".tsx", ".sh")
-"""Ends of the names of files that no test writes; tests write data."""
 _MAX_MOUNTS = 200
 
 
-def judges_files(start: Path, workspace: Path, spec: OneJudge, laid: Collection[str], workdir: str) -> list[str]:
-    """Return the paths of the judge's own files of code in a prepared workspace, the task's `laid` tests first.
-
-    The start's tests are among them, unless the judge has mounts: it brings tests then, and may replace those.
-    """
-    if not isinstance(spec, PytestJudge | CommandJudge):
-        return []
-    brings_tests = isinstance(spec, CommandJudge) and bool(spec.mounts)
-    entries = scan(workspace).entries
-    first = sorted(path for path in laid if path in entries)
-    named = [
-        path
-        for path in scan(start).entries
-        if path in entries
-        and path not in laid
-        and (spec.paths is None or not matches(path, spec.paths))
-        and (is_script(path, spec.command, workdir) or (not brings_tests and matches(path, TEST_FILES)))
-    ]
-    named.sort(key=lambda path: not is_script(path, spec.command, workdir))
-    return [path for path in [*first, *named] if path.endswith(_CODE) and entries[path].kind == "file"]
-
-
 def read_only(workspace: Path, workdir: str, paths: Iterable[str]) -> list[Mount]:
-    """Return mounts that show files read-only in a box: the first 200, the others can be changed.
+    """Return mounts that show files read-only in a box: the first 200, the others are only compared.
 
     Their folders are mounts too: the folder of a mount can be renamed, a mount cannot.
     """

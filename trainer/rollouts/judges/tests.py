@@ -41,13 +41,6 @@ class Name(NamedTuple):
         return f"{self.classname}::{self.name}" if self.classname else self.name
 
 
-class Report(NamedTuple):
-    """The outcomes of a report, and the text of each error that came before any test of a module ran (collection)."""
-
-    outcomes: dict[Name, Outcome]
-    errors: dict[Name, str]
-
-
 def junit_name(test: str) -> Name:
     """Return the name in a report of a test that pytest names `tests/test_a.py::TestB::test_c[1]`.
 
@@ -71,10 +64,8 @@ class _Reader:
 
     def __init__(self) -> None:
         self.outcomes: dict[Name, Outcome] = {}
-        self.errors: dict[Name, str] = {}
         self._test: Name | None = None
         self._outcome: Outcome = "passed"
-        self._text: list[str] | None = None
 
     def doctype(self, *_: object) -> None:
         raise UnjudgedError("the report has a document type")
@@ -88,15 +79,10 @@ class _Reader:
                 self._is("failed")
             case "error":
                 self._is("error")
-                if attributes.get("message") == "collection failure":
-                    self._text = []
             case "skipped":
                 self._is("xfailed" if attributes.get("type") == "pytest.xfail" else "skipped")
 
     def end(self, tag: str) -> None:
-        if tag == "error" and self._text is not None and self._test is not None:
-            self.errors[self._test] = "".join(self._text)[-4000:]
-            self._text = None
         if tag == "testcase" and self._test is not None:
             if len(self.outcomes) >= _MAX_REPORTED:
                 raise UnjudgedError(f"the report has more than {_MAX_REPORTED} tests")
@@ -104,16 +90,12 @@ class _Reader:
             self.outcomes[self._test] = max(before, self._outcome, key=_RANK.index)
             self._test = None
 
-    def text(self, data: str) -> None:
-        if self._text is not None:
-            self._text.append(data)
-
     def _is(self, outcome: Outcome) -> None:
         self._outcome = max(self._outcome, outcome, key=_RANK.index)
 
 
-def read_report(content: bytes) -> Report:
-    """Return what a JUnit XML report says; of a test that is there twice the worse. Raises `UnjudgedError`."""
+def read_report(content: bytes) -> dict[Name, Outcome]:
+    """Return the outcomes in a JUnit XML report; of a test that is there twice the worse. Raises `UnjudgedError`."""
     if len(content) > MAX_REPORT_BYTES:
         raise UnjudgedError(f"the report has more than {MAX_REPORT_BYTES >> 20} MiB")
     reader = _Reader()
@@ -121,12 +103,11 @@ def read_report(content: bytes) -> Report:
     parser.StartDoctypeDeclHandler = reader.doctype
     parser.StartElementHandler = reader.start
     parser.EndElementHandler = reader.end
-    parser.CharacterDataHandler = reader.text
     try:
         parser.Parse(content, True)
     except expat.ExpatError as error:
         raise UnjudgedError(f"the report cannot be read: {error}") from error
-    return Report(reader.outcomes, reader.errors)
+    return reader.outcomes
 
 
 def find_outcome(test: str, outcomes: Mapping[Name, Outcome]) -> Outcome | None:
@@ -189,7 +170,6 @@ def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_
     return Verdict(float(whole), parts, tests)
 
 
-# for every Python and pytest that a task may have
 _TESTS = """import unittest
 
 
@@ -201,56 +181,15 @@ class Test_{token}(unittest.TestCase):
     def test_{token}(self):
         self.assertEqual([], [1])
 """
-_PLUGIN = """import os
-
-import pytest
-
-FILE = os.path.join(os.getcwd(), {file!r})
-MARKS = {marks!r}
-found = []
-
-
-def pytest_configure(config):
-    config.args.append(FILE)
-
-
-def pytest_itemcollected(item):
-    if "{token}" in item.nodeid:
-        found.append(item)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if item not in found] + found
-
-
-def is_marked(item):
-    objects = [getattr(item, "obj", None), getattr(item, "cls", None)]
-    names = ["__unittest_skip__", "__unittest_expecting_failure__"]
-    marks = [mark.name for mark in item.iter_markers() if mark.name in ("skip", "skipif", "xfail")]
-    return bool(marks) or any(getattr(one, name, False) for one in objects for name in names)
-
-
-def pytest_collection_finish(session):
-    marked = [item.nodeid for item in session.items if is_marked(item)]
-    if marked:
-        with open(MARKS, "w") as file:
-            file.write("".join(repr(name)[:2000] + chr(10) for name in marked))
-"""
-_WORDS = (
-    "basic empty single nested default simple multiple large small mixed repeated "
-    "values inputs options names types order errors limits defaults results paths"
-)
+_WORDS = "basic empty single nested default simple multiple large small mixed repeated values inputs options names"
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A pytest plugin that adds two failing tests, a function and a `unittest` method, after all others.
+    """Two tests that must fail, a function and a `unittest` method, in a file that is named and lies like the task's.
 
-    They are named and lie like the task's tests. It finds a program in place of pytest that writes a report by itself,
-    and code of the agent's that makes pytest's tests pass. It does not find code that reads the plugin.
-
-    The plugin writes the names of the tests that are marked to be skipped or to fail, too: see `marks`.
+    They find code of the agent's that makes pytest's tests pass, unless that code looks for them. The plugin
+    (`runtimes/inside/report.py`) runs them after all others.
 
     Attributes:
         token: Random, and in the name of no test of the task's.
@@ -261,27 +200,16 @@ class Canary:
     file: str
 
     @classmethod
-    def write(cls, tools: Path, workspace: Path, beside: str, marks: str) -> "Canary":
-        """Write the plugin into the folder `tools`, and the tests into the workspace, in the folder of `beside`.
-
-        `beside` is the path of a test file. The plugin writes to the file `marks`, a path in the box.
-        """
+    def write(cls, workspace: Path, beside: str) -> "Canary":
+        """Write the tests into the workspace, in the folder of `beside`, the path of a test file."""
         folder = beside.rpartition("/")[0]
         while True:
             token = "_".join([*secrets.SystemRandom().sample(_WORDS.split(), 3)])
             file = f"{folder}/test_{token}.py".lstrip("/")
             if read_file(workspace, file, 1) is None:
                 break
-        canary = cls(token, file)
-        plugin = _PLUGIN.replace("{token}", token).replace("{file!r}", repr(file)).replace("{marks!r}", repr(marks))
-        (tools / f"{canary.plugin}.py").write_text(plugin)
         write_file(workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False)
-        return canary
-
-    @property
-    def plugin(self) -> str:
-        """The plugin's module, for PYTEST_PLUGINS."""
-        return f"plugin_{self.token}"
+        return cls(token, file)
 
     def remove(self, workspace: Path) -> None:
         """Remove the tests, if their folder is still there: a session's own workspace may be judged again."""
@@ -303,7 +231,7 @@ class Canary:
 
 
 def read_marks(content: bytes) -> set[Name]:
-    """Return the tests in the file that the plugin wrote."""
+    """Return the tests that the plugin names as marked."""
     names = set()
     for line in content.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
@@ -313,9 +241,7 @@ def read_marks(content: bytes) -> set[Name]:
 
 _MAX_TESTS = 500
 _MAX_NAME = 300
-_MAX_MODULES = 50
-_MAX_MARKS_BYTES = 8 << 20
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+_MAX_EVASIONS = 50
 _STATUS = {
     1: "",
     2: " (interrupted)",
@@ -330,40 +256,47 @@ Skips = frozenset[tuple[Name, Outcome]]
 """Tests that were skipped or that failed as expected."""
 
 
+class NoReportError(UnjudgedError):
+    """A program ended with `status` and wrote no report."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 async def judge_by_report(
     spec: PytestJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]]
 ) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence. Raises `UnjudgedError`.
+    """Return the reward and the evidence. Raises `NoReportError`, and `UnjudgedError`.
 
     A test that is skipped, or fails as expected, counts as such if it has a mark that says so. `allow` is asked for
     those without one when the reward depends on them, and returns the ones that count as such too.
 
     The evidence has `tests`, the outcome of the expected tests, the worst first; `canary`, what the tests that must
-    fail did; `missing_modules`, the modules, without their submodules, for want of which no test of a file ran.
+    fail did.
     """
-    file = f"{checkout.out_inside}/report.xml"
-    marks = f"{checkout.out_inside}/marks"
-    canary = Canary.write(checkout.tools, checkout.workspace, _beside(spec, checkout), marks)
+    canary = Canary.write(checkout.workspace, _beside(spec, checkout))
     env = {
         **spec.env,
-        "ROLLTAP_REPORT": file,
-        "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), canary.plugin])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools_inside, spec.env.get("PYTHONPATH")])),
+        "ROLLTAP_REPORT": checkout.pipe,
+        "ROLLTAP_CANARY": canary.file,
+        "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools, spec.env.get("PYTHONPATH")])),
     }
-    command = [argument.replace("{report}", file) for argument in spec.command]
+    command = [argument.replace("{report}", checkout.pipe) for argument in spec.command]
     try:
         status = await checkout.run(command, env, spec.timeout)
     finally:
         canary.remove(checkout.workspace)
-    content = checkout.read(file, MAX_REPORT_BYTES)
+    marks, _, content = b"".join(checkout.channel.pieces()).rpartition(b"\0")
     ended = f"the judge ended with status {status}{_STATUS.get(status, '')}"
-    if content is None:
-        raise UnjudgedError(f"{ended} and wrote no report; its output is in {checkout.job.log.name}")
-    report = read_report(content)
-    outcomes, saw = canary.take(report.outcomes)
+    if not content:
+        why = f"{ended} and wrote no report; its output is in {checkout.job.log.name}"
+        raise NoReportError(why, status)
+    outcomes, saw = canary.take(read_report(content))
     if not outcomes:
         raise UnjudgedError(f"{ended}, and no test ran; its output is in {checkout.job.log.name}")
-    marked = read_marks(checkout.read(marks, _MAX_MARKS_BYTES) or b"")
+    marked = read_marks(marks)
     skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
     allowed = frozenset(test for test in skips if test[0] in marked)
     lists = (spec.fail_to_pass, spec.pass_to_pass)
@@ -373,15 +306,13 @@ async def judge_by_report(
         allowed |= await allow(skips - allowed)
         verdict = compare(evaded(outcomes, allowed), *lists)
     worst_first = sorted(reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
-    missing = sorted({module for text in report.errors.values() for module in _MISSING.findall(text)})
     evidence: dict[str, Any] = {
         "exit_status": status,
         "canary": saw,
         "tests": {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]},
-        "missing_modules": missing[:_MAX_MODULES],
     }
     if evasions := sorted(str(name)[:_MAX_NAME] for name, _ in skips - allowed):
-        evidence["skipped_by_code"] = evasions[:_MAX_MODULES]
+        evidence["skipped_by_code"] = evasions[:_MAX_EVASIONS]
     if saw == "passed":
         evidence["forged_report"] = "a test passed that must fail"
         return Reward(0.0, dict.fromkeys(verdict.parts, 0.0)), evidence

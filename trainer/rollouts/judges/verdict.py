@@ -6,10 +6,11 @@ A reward is one number within `MAX_REWARD` that was meant as one, or a JSON obje
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rolltap.trainer.tasks.task import MAX_REWARD, Bound
 from rolltap.trainer.toml import describe
 
 
@@ -53,18 +54,7 @@ class UnjudgedError(Exception):
 
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_NEARLY = re.compile(
-    r"""(?:[\w .-]{0,60}[:=])?        # a label, as in `score: 0.3`
-        [\s'"(\[]*
-        (?:[+-]?(?:\d[\d_.,]*(?:[eE][+-]?\d+)?|\.\d+|nan|inf|infinity|none|null|true|false)[\s,;/%|'")\]]*)+""",
-    re.VERBOSE | re.IGNORECASE,
-)
-"""A line that may have been meant as a reward: only numbers and the like, after a label or none."""
-_MAX_LINE = 10_000
-MAX_REWARD = 1e6
-"""Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
 _BETWEEN = f"between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}"
-_Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
 
 
 class Reward(NamedTuple):
@@ -89,8 +79,8 @@ class RewardObject(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reward: _Number
-    parts: dict[str, _Number] = Field(default={}, max_length=1000)
+    reward: Bound
+    parts: dict[str, Bound] = Field(default={}, max_length=1000)
     reason: str = ""
 
 
@@ -107,25 +97,6 @@ def parse_json(text: str) -> Reward:
     except (ValueError, RecursionError) as error:
         raise UnjudgedError(f"{_short(text)} is not the JSON of a reward: {error}") from error
     return Reward(found.reward, found.parts, found.reason)
-
-
-def parse_output(output: str, how: Literal["number", "json"] | None) -> Reward | None:
-    """Return the reward on the last line of an output, or None when `how` is None and that line is no reward.
-
-    With `how` None, a line that looks as if it were meant as a reward but is none is an error: `nan`, `score: 0.3`,
-    `0.3 0.4`, `50%`, an object that cannot be read. Raises `UnjudgedError`.
-    """
-    line = (output.strip().splitlines() or [""])[-1].strip()
-    if how == "json" or (how is None and line.startswith("{")):
-        return parse_json(line)
-    if how == "number" or _NUMBER.fullmatch(line):
-        return Reward(parse_number(line), {})
-    if line and len(line) <= _MAX_LINE and _NEARLY.fullmatch(line):
-        raise UnjudgedError(
-            f"the last line of the output, {_short(line)}, is not one finite number: print the number alone, "
-            'or set "result" to "status"'
-        )
-    return None
 
 
 def parse_text(text: str) -> Reward:

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from rolltap.trainer.runs.suspicions.shell import MOST_COMMANDS, Acts, program, read_acts
-from rolltap.trainer.tasks.content import PLANTED, matches
+from rolltap.trainer.tasks.content import RUNNER_FILES, matches
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, SeveralJudges, Task
 from rolltap.trainer.traces.reader import SessionRows
 
@@ -58,7 +58,7 @@ _ORDINARY = re.compile(r"(^|/)(\.?venv|env|node_modules|site-packages|\.pytest_c
 
 
 def _count_planted(seen: Seen) -> int:
-    changed = {path for path, _ in _entries(seen.evidence, "changed") if matches(path, PLANTED)}
+    changed = {path for path, _ in _entries(seen.evidence, "changed") if matches(path, RUNNER_FILES)}
     refused = {path for path, why in _entries(seen.evidence, "refused") if why in _PLANTED}
     return sum(not _ORDINARY.search(path) for path in changed | refused)
 
@@ -128,8 +128,7 @@ def _own_paths(judge: Judge) -> Iterator[str]:
     if isinstance(judge, CommandJudge):
         for target, source in judge.mounts.items():
             yield from (target, str(source))
-        if judge.reward_file is not None:
-            yield judge.reward_file
+        yield from judge.reward_files
 
 
 # git commands that read more of a repository than the commits before its start

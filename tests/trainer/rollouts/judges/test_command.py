@@ -1,44 +1,76 @@
 import os
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from pydantic import ValidationError
 
 from rolltap.trainer.rollouts.judges.command import judge_here
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, Ended
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import sandboxed
 from tests.trainer.rollouts.judges.sessions import Left, shell
 
 
 @pytest.mark.parametrize(
     ("script", "result", "reward", "why"),
     [
-        ("exit 0", None, 1.0, None),
-        ("exit 1", None, 0.0, None),
-        ("echo 0.25", None, 0.25, None),
-        ("echo 0.5; exit 1", None, 0.5, None),
-        ("printf '\\377\\n0.5'", None, 0.5, None),
-        ("cat a.txt", None, 7.0, None),
-        ("echo 'score: 0.3'", None, None, "'score: 0.3', is not one finite number"),
-        ("exit 2", None, None, "ended with status 2, and only 0 and 1 are a verdict"),
-        ("no-such-program", None, None, "'sh', or a program in it, is not there"),
-        ("kill -9 $$", None, None, "ended by signal 9"),
-        ("echo 1e300", None, None, "rewards are between -1,000,000 and 1,000,000"),
-        ("echo 0.5 > $ROLLTAP_REWARD; echo 1; exit 1", "number", 0.5, None),
-        ('echo \'{"reward": 0.5, "parts": {"a": 1}}\' > $ROLLTAP_REWARD', "number", 0.5, None),
-        ("echo 0.5 > $ROLLTAP_REWARD; exit 3", "number", None, "ended with status 3"),
-        ("echo x > $ROLLTAP_REWARD", "number", None, "'x' is not one number"),
-        ("yes | head -c 70000 > $ROLLTAP_REWARD", "number", None, "more than 64 KiB"),
-        ("echo 0.3 | tee $ROLLTAP_REWARD; exit 1", "status", 0.0, None),
+        ("exit 0", "status", 1.0, None),
+        ("exit 1", "status", 0.0, None),
+        ("echo 0.25", "status", 1.0, None),
+        ("echo 1; exit 1", "status", 0.0, None),
+        ("exit 2", "status", None, "ended with status 2, and only 0 and 1 are a verdict"),
+        ("no-such-program", "status", None, "'sh', or a program in it, is not there"),
+        ("kill -9 $$", "status", None, "ended by signal 9"),
+        ("echo 0.5", "number", None, "wrote no reward to ROLLTAP_REWARD_FD"),
+        ("echo 0.5 >&$ROLLTAP_REWARD_FD; echo 1; exit 1", "number", 0.5, None),
+        ('echo \'{"reward": 0.5, "parts": {"a": 10}}\' >&$ROLLTAP_REWARD_FD', "json", 0.5, None),
+        ("echo 0.5 >&$ROLLTAP_REWARD_FD; exit 3", "number", None, "ended with status 3"),
+        ("echo score: 0.3 >&$ROLLTAP_REWARD_FD", "number", None, "'score: 0.3' is not one number"),
+        ("echo 1.5 >&$ROLLTAP_REWARD_FD", "number", None, "is not in the judge's range [0.0, 1.0]: set its 'range'"),
+        ("echo 1e300 >&$ROLLTAP_REWARD_FD", "number", None, "rewards are between -1,000,000 and 1,000,000"),
+        ("yes | head -c 70000 >&$ROLLTAP_REWARD_FD", "number", None, "to ROLLTAP_REWARD_FD"),
     ],
 )
-async def test_the_reward_is_a_number_or_json_or_the_exit_status_and_all_else_is_unjudged(
+async def test_the_reward_is_the_exit_status_or_a_value_at_the_descriptor_and_all_else_is_unjudged(
     tmp_path, script, result, reward, why
 ):
-    judged = await Left(tmp_path, {"a.txt": "7"}, did={"b.txt": "made"}).judge(shell(script, result=result))
+    judged = await Left(tmp_path, {}, did={"b.txt": "made"}).judge(shell(script, result=result))
     assert judged.reward == reward
     assert judged.unjudged is None if why is None else why in judged.unjudged
+
+
+async def test_a_reward_may_be_as_large_as_the_range_says(tmp_path):
+    spec = shell("echo -3 >&$ROLLTAP_REWARD_FD", result="number", range=[-5, 100])
+    assert (await Left(tmp_path, {}).judge(spec)).reward == -3.0
+    with pytest.raises(ValidationError, match="give the smallest reward, then the largest"):
+        await Left(tmp_path / "other", {}).judge({**spec, "range": [1, 0]})
+
+
+SCRIPT = """import os, subprocess
+subprocess.run(["sh", "child.sh"])
+os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0.25")
+"""
+TO_ALL = "for i in 3 4 5 6 7 8 9; do echo 1 >&$i; done; for f in /proc/$PPID/fd/*; do echo 1 > $f; done; true"
+
+
+@sandboxed
+@pytest.mark.parametrize("how", [["check.py"], ["-B", "check.py"], ["-m", "check"]])
+async def test_a_python_script_keeps_the_descriptor_to_itself(tmp_path, how):
+    left = Left(tmp_path, {"check.py": SCRIPT, "child.sh": "true"}, SandboxRuntime(), did={"child.sh": TO_ALL})
+    judged = await left.judge({"kind": "command", "command": ["python3", *how], "result": "number"})
+    assert (judged.reward, "Permission denied" in left.log) == (0.25, True), left.log
+
+
+async def test_children_of_another_program_have_the_descriptor_and_two_rewards_are_none(tmp_path):
+    left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": TO_ALL})
+    spec = shell("sh child.sh; sleep 0; echo 0 >&$ROLLTAP_REWARD_FD", result="number", paths=["child.sh"])
+    judged = await left.judge(spec)
+    assert judged.reward == 0.0
+    assert (
+        "pieces: write it at once" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
+    )
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
@@ -73,12 +105,17 @@ async def test_the_environment_is_clean_and_has_the_judges_variables(tmp_path, m
     assert (await left.judge(shell(script, env={"A": "b"}))).reward == 1.0
 
 
-async def test_only_what_paths_name_is_applied_and_never_what_is_protected(tmp_path):
+async def test_only_what_paths_name_is_applied(tmp_path):
     left = Left(tmp_path, {"src/a": "old", "b": "old", "src/c": "old"})
     left.do({"src/a": "new", "b": "new", "src/c": "new", "src/d": "new"})
-    judged = await left.judge(shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], protect=["**/c"]))
-    assert left.log == "newoldoldnew"
-    assert judged.evidence["refused"] == ["b: protected", "src/c: protected"]
+    judged = await left.judge(shell("cat src/a b src/c src/d; exit 0", paths=["src/**"], files=["**/c"]))
+    assert left.log == "newoldnewnew"
+    assert judged.evidence["refused"] == ["b: protected"]
+    left.do({"new": "new"})
+    assert (await left.judge(shell("true", files=["**/c", "n*"]))).evidence["refused"] == [
+        "new: protected",
+        "src/c: protected",
+    ]
 
 
 async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
@@ -87,7 +124,7 @@ async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
     (left.home / "note").write_text("in the home")
     write = tmp_path / "tests/check.sh"
     write.parent.mkdir()
-    write.write_text('cat a.txt "$HOME/note"; test -p fifo; echo 0.75 > "$ROLLTAP_REWARD"')
+    write.write_text('cat a.txt "$HOME/note"; test -p fifo; echo 0.75 >&$ROLLTAP_REWARD_FD')
 
     spec = shell(". ./check.sh", where="session", tests=str(write.parent), result="number")
     async with left.runtime.box(BoxSpec(name="s", workspace=left.workspace, workdir="/w", home=left.home)) as box:
@@ -96,42 +133,6 @@ async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
     assert (judged.reward, settle.call_count) == (0.75, 1), left.log
     assert left.log == "newin the home"
     assert (await left.judge(spec)).unjudged == "the session's box is gone, and its judge asks for it"
-
-
-class Mounted:
-    """A runtime that has paths of its own: what is written in the box is written to its mounts."""
-
-    name, isolated = "mounted", True
-    workdir, home, proxy = "/workspace", "/root", None
-
-    def __init__(self, files):
-        self.files = files
-
-    @asynccontextmanager
-    async def box(self, spec):
-        self.spec = spec
-        yield self
-
-    async def run(self, command, *, env, timeout, log):
-        log.write_bytes(b"")
-        for name, text in self.files.items():
-            mount = next(mount for mount in self.spec.mounts if name.startswith(mount.target + "/"))
-            assert mount.writable
-            (mount.source / name.removeprefix(mount.target + "/")).write_text(text)
-        return Ended(7)
-
-
-@pytest.mark.parametrize(("text", "reward"), [("0.5\n", 0.5), ('{"reward": 0.25}', 0.25), (None, None), ("pass", None)])
-async def test_a_reward_file_is_read_from_a_writable_folder_whatever_the_status(tmp_path, text, reward):
-    name = "/logs/verifier/reward.txt"
-    left = Left(tmp_path, {}, Mounted({name: text} if text is not None else {}))
-    (tmp_path / "tests").mkdir()
-    mounts = {"/tests": str(tmp_path / "tests")}
-    judged = await left.judge(shell("x", reward_file=name, mounts=mounts, writable=["/logs/verifier"]))
-    assert judged.reward == reward
-    mounts = {mount.target: (mount.source, mount.writable) for mount in left.runtime.spec.mounts}
-    assert mounts["/tests"] == (tmp_path / "tests", False)
-    assert left.runtime.spec.proxy is None
 
 
 async def test_nothing_of_the_judging_is_left(tmp_path):
@@ -147,17 +148,15 @@ def judge(tmp_path, monkeypatch):
     return lambda command: judge_here(command, tmp_path / "logs" / "s.evaluate.log")
 
 
-def test_a_verdict_is_a_status_a_number_or_json(judge):
-    judged = judge("""echo '{"reward": 0.5, "parts": {"speed": 1}}'""")
-    assert (judged.reward, judged.parts, judged.evidence["log"]) == (0.5, {"speed": 1.0}, "s.evaluate.log")
+def test_a_verdict_is_a_status(judge):
+    judged = judge("""echo '{"reward": 0.5}'""")
+    assert (judged.reward, judged.parts, judged.evidence["log"]) == (1.0, {}, "s.evaluate.log")
     assert judge("sh -c 'echo 5 passed; exit 1'").reward == 0.0
-    assert judge("sh -c 'echo many words; echo 0.25'").reward == 0.25
 
 
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("echo score: 0.3", "score: 0.3"),
         ("python3 -c '1 / 0'", "ZeroDivisionError: division by zero"),
         ("sh -c 'kill -9 $$'", "status -9"),
         ("no-such-program", "No such file"),

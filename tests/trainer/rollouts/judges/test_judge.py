@@ -20,8 +20,9 @@ LISTS = {"fail_to_pass": ["test_calc.py::test_add"], "pass_to_pass": ["test_calc
 SPEC = {"kind": "pytest", "command": PYTEST, "timeout": 60, **LISTS}
 
 
-def several(first, second):
-    judges = [{"name": "a", "weight": 3, "judge": shell(first)}, {"name": "b", "weight": 1, "judge": shell(second)}]
+def several(first, second, result="status"):
+    second = shell(second, result=result)
+    judges = [{"name": "a", "weight": 3, "judge": shell(first)}, {"name": "b", "weight": 1, "judge": second}]
     return {"kind": "several", "judges": judges}
 
 
@@ -54,13 +55,10 @@ async def test_a_judge_without_its_module_is_unjudged_whatever_the_agent_did(tmp
     assert "on the untouched start" in judged.unjudged
 
 
-async def test_tests_that_want_a_module_nobody_knows_are_unjudged(tmp_path):
+async def test_tests_of_which_none_passes_on_the_start_are_unjudged(tmp_path):
     tests = "import numpie\n" + START["test_calc.py"]
-    left = Left(tmp_path, {**START, "test_calc.py": tests}, did={"calc.py": GOOD})
-    judged = await left.judge(SPEC)
-    assert judged.unjudged.startswith("no test of 'pass_to_pass' passes on the untouched start: no module numpie")
-    judged = await left.judge({**SPEC, "pass_to_pass": []})
-    assert judged.unjudged.startswith("the tests need the module 'numpie', which is not there on the untouched start")
+    judged = await Left(tmp_path, {**START, "test_calc.py": tests}, did={"calc.py": GOOD}).judge(SPEC)
+    assert judged.unjudged.startswith("no test of 'pass_to_pass' passes on the untouched start; the output is in t-0")
 
 
 async def test_a_module_that_the_agent_was_asked_for_is_the_agents(tmp_path):
@@ -126,7 +124,9 @@ async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):
 
 async def test_several_judges_give_the_weighted_mean_unless_one_cannot_judge(tmp_path):
     left = Left(tmp_path, {})
-    judged = await left.judge(several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\''))
+    judged = await left.judge(
+        several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\' >&$ROLLTAP_REWARD_FD', "json")
+    )
     assert judged.reward == pytest.approx(0.875)
     assert judged.parts == {"a": 1.0, "b": 0.5, "b.c": 2.0}
     assert [evidence["judge"] for evidence in judged.evidence["judges"].values()] == ["command", "command"]
@@ -170,24 +170,29 @@ async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, 
     left = Left(tmp_path / "left", {"a.txt": "6"})
     left.do({"a.txt": "7", "my_judges.py": "def number(folder): return 1000\n", "json.py": "raise OSError\n"})
     timeout = 2 if function == "slow" else 60
-    judged = await left.judge({"kind": "python", "function": f"my_judges:{function}", "timeout": timeout})
+    spec = {"kind": "python", "function": f"my_judges:{function}", "timeout": timeout, "range": [0, 10]}
+    judged = await left.judge(spec)
     assert judged.reward == reward
     assert judged.unjudged is None or why in judged.unjudged
     if function == "parts":
         assert (judged.parts, judged.evidence["reason"]) == ({"files": 3.0}, "half")
 
 
+BENCH = "import os, metric\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), str(metric.speed()).encode())\n"
+
+
 @pytest.mark.parametrize(
     "code",
     [
-        "print('nan', flush=True); import os; os._exit(0)",
+        "print('1', flush=True); import os; os._exit(0)",
         "def speed(): return float('nan')",
         "def speed(): return 'fast'",
-        "import os; open(os.environ['ROLLTAP_REWARD'], 'w').write('none'); os._exit(0)",
+        "def speed(): return 1000000",
+        "import os; os.write(int(os.environ['ROLLTAP_REWARD_FD']), b'none'); os._exit(0)",
     ],
 )
 async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
-    start = {"metric.py": "def speed(): return 0.25\n", "bench.py": "import metric\nprint(metric.speed())"}
+    start = {"metric.py": "def speed(): return 0.25\n", "bench.py": BENCH}
     left = Left(tmp_path, start, did={"metric.py": code})
     judged = await left.judge({"kind": "command", "command": [sys.executable, "bench.py"], "result": "number"})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
@@ -233,7 +238,7 @@ async def test_a_fault_of_the_machine_is_no_verdict_on_the_agent(tmp_path, fault
 async def test_a_report_without_the_tests_that_must_fail_is_unjudged_when_the_start_has_none(tmp_path):
     tests = "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"
     report = "<a><testcase classname='test_calc' name='test_add'/></a>"
-    forger = f"import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').write({report!r})\nos._exit(0)\n"
+    forger = f"import os, rolltap_report\nos.write(rolltap_report.PIPE, {report!r}.encode())\nos._exit(0)\n"
     left = Left(tmp_path, {"test_calc.py": tests, "conftest.py": "import calc\n"}, did={"calc.py": forger})
     judged = await left.judge({**SPEC, "pass_to_pass": []})
     assert judged.unjudged.startswith("the report lacks the tests that must fail, and there is none of the start")

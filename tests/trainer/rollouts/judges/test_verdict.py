@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json, parse_number, parse_output
+from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json, parse_number, parse_text
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -18,34 +18,6 @@ def test_a_number_is_read_and_what_is_not_one_finite_number_is_refused():
     for text in NO_NUMBERS.split("|"):
         with pytest.raises(UnjudgedError):
             parse_number(text)
-
-
-NO_REWARDS = (
-    "|===== 3 passed in 0.02s =====|1 passed in 0.01s|Ran 3 tests in 0.1s\n\nOK|FAILED (failures=1)|"
-    "[INFO] BUILD SUCCESS|done: all 3 files are right"
-)
-
-
-def test_the_last_line_is_the_reward_or_none_was_meant():
-    assert parse_output("first\n0.5\n\n", None) == Reward(0.5, {})
-    assert parse_output('log\n{"reward": 1, "parts": {"speed": 0.5}}', None) == Reward(1.0, {"speed": 0.5})
-    assert {parse_output(output, None) for output in NO_REWARDS.split("|")} == {None}
-    for how in ("number", "json"):  # one is asked for
-        with pytest.raises(UnjudgedError):
-            parse_output("text", how)
-
-
-NEARLY_REWARDS = (
-    "nan|-inf|Infinity|score: 0.3|reward=1.0|0.3 0.4|0.3, 0.4|50%|1/2|0,5|1_0|None|reward: nan|score = .5|True|[1.0]|"
-    '"1.0"|(0.5,)|{}|{"reward": 1|{\'reward\': 1}|1e999'
-)
-
-
-@pytest.mark.parametrize("line", NEARLY_REWARDS.split("|"))
-@pytest.mark.parametrize("how", [None, "number", "json"])
-def test_a_line_that_may_have_been_meant_as_a_reward_is_unjudged(line, how):
-    with pytest.raises(UnjudgedError):
-        parse_output("text\n" + line, how)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +43,13 @@ def test_a_reward_survives_its_json(reward, parts, reason):
 
 @given(FINITE)
 def test_a_printed_number_is_read_as_printed(number):
-    assert parse_output(f"text\n{number!r}\n", None) == Reward(number, {})
+    assert parse_text(f"{number!r}\n") == Reward(number, {})
 
 
 @given(st.text(max_size=200))
-def test_no_output_gives_a_reward_that_is_not_finite_or_fails_otherwise(output):
+def test_no_text_gives_a_reward_that_is_not_finite_or_fails_otherwise(text):
     try:
-        found = parse_output(output, None)
+        found = parse_text(text)
     except UnjudgedError:
         return
-    assert found is None or math.isfinite(found.reward)
+    assert math.isfinite(found.reward)
