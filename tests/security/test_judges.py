@@ -26,7 +26,7 @@ START = {
 RIGHT = START["calc.py"].replace("a - b", "a + b")
 JUDGE = {
     "kind": "pytest",
-    "command": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "{report}", "tests"],
+    "command": [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
     "fail_to_pass": ["tests/test_calc.py::test_add"],
     "pass_to_pass": ["tests/test_calc.py::test_double"],
     "timeout": 60,
@@ -52,12 +52,11 @@ def pytest_runtest_makereport(item, call):
     report.longrepr = None
 """
 FORGER = """
-import os, sys
-path = next((a.partition("=")[2] or sys.argv[i + 1] for i, a in enumerate(sys.argv) if a.startswith("--junit")), None)
+import os, rolltap_report
 text = '<testsuites><testsuite>' + ''.join(
     f'<testcase classname="tests.test_calc" name="{name}"/>' for name in ("test_add", "test_double")
 ) + '</testsuite></testsuites>'
-open(path or os.environ["ROLLTAP_REPORT"], "w").write(text)
+os.write(rolltap_report.PIPE, b"\\0" + text.encode())
 os._exit(0)
 """
 PATCH_RUNTEST = """
@@ -132,7 +131,7 @@ ATTACKS = {
     "pytest.skip": {"calc.py": RIGHT + "import pytest\ndef double(*_): pytest.skip()\n"},
     "unittest.SkipTest": {"calc.py": RIGHT + "import unittest\ndef double(*_): raise unittest.SkipTest\n"},
     "a syntax error": {"calc.py": "def add(:\n"},
-    "an emptied report": {"calc.py": "import os\nopen(os.environ['ROLLTAP_REPORT'], 'w').close()\nos._exit(0)\n"},
+    "an emptied report": {"calc.py": "import os\nimport rolltap_report\nos.close(rolltap_report.PIPE)\nos._exit(0)\n"},
 }
 BY_FILES = {name: files for name, files in ATTACKS.items() if "calc.py" not in files}
 IN_PROCESS = [name for name in ATTACKS if name not in BY_FILES]
@@ -227,9 +226,11 @@ async def test_a_script_that_a_command_starts_is_applied_if_paths_name_it(tmp_pa
     assert (await left.judge({**spec, "paths": ["solve.py"]})).reward == 1.0
 
 
-async def test_a_file_that_a_command_reads_is_the_agents(tmp_path):
+async def test_a_file_that_a_command_reads_is_the_judges_unless_paths_name_it(tmp_path):
     left = Left(tmp_path, {"notes.txt": "old"}, did={"notes.txt": "new"})
-    assert (await left.judge(command_judge("grep", "-q", "new", "notes.txt"))).reward == 1.0
+    spec = command_judge("grep", "-q", "new", "notes.txt")
+    await earns_nothing(left, spec)
+    assert (await left.judge({**spec, "paths": ["*.txt"]})).reward == 1.0
 
 
 async def rewrite(folder, attack, spec, runtime=None):
@@ -272,7 +273,7 @@ async def test_compiled_code_with_the_time_and_size_of_the_tasks_own_is_not_run(
     os.utime(fake, ns=(real.st_atime_ns, real.st_mtime_ns))
     compiled = left.workspace / "__pycache__" / f"check.{sys.implementation.cache_tag}.pyc"
     py_compile.compile(str(fake), str(compiled), "check.py", doraise=True)
-    await earns_nothing(left, command_judge(sys.executable, "-c", "import check", protect=["check.py"]))
+    await earns_nothing(left, command_judge(sys.executable, "-c", "import check", files=["check.py"]))
 
 
 PATCH = """--- a/tests/test_calc.py
@@ -308,24 +309,6 @@ async def test_a_reward_planted_where_the_judge_writes_is_not_read(tmp_path):
         write(folder, {"reward": "1.0", "out/reward": "1.0", "reward.json": '{"reward": 1.0}'})
     os.mkfifo(left.home / "report.xml")
     await earns_nothing(left, command_judge("sh", "-c", "echo nothing; exit 1"))
-
-
-SPOILED = 'echo 1e300 > "${ROLLTAP_REWARD:-../out/reward}"; echo 1.0 > ../out/reward'
-NO_REWARD = {
-    "written by the agent's code": "sh a.sh; exit 1",
-    "fifo": 'mkfifo "$ROLLTAP_REWARD"',
-    "link": 'echo 1.0 > there; ln -s "$PWD/there" "$ROLLTAP_REWARD"',
-    "folder": 'mkdir "$ROLLTAP_REWARD"',
-    "socket": '"$0" -c \'import os, socket; socket.socket(socket.AF_UNIX).bind(os.environ["ROLLTAP_REWARD"])\'',
-}
-
-
-@pytest.mark.parametrize("what", NO_REWARD)
-async def test_a_reward_file_that_is_no_file_or_is_not_asked_for_is_none(tmp_path, what):
-    by_status = what == "written by the agent's code"
-    script = NO_REWARD[what] if by_status else NO_REWARD[what] + "; echo 0"
-    spec = command_judge("sh", "-c", script, sys.executable, result=None if by_status else "number")
-    await earns_nothing(Left(tmp_path, {"a.sh": ""}, did={"a.sh": SPOILED}), spec)
 
 
 async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
@@ -401,7 +384,7 @@ class TestSandbox:
         script = "cat /proc/net/dev; echo x > /tests/new; echo 0.5 > /logs/verifier/reward.txt"
         write(tmp_path / "tests", {"test.sh": script})
         mounts = {"mounts": {"/tests": str(tmp_path / "tests")}, "writable": ["/logs/verifier"]}
-        spec = command_judge("bash", "/tests/test.sh", **mounts, reward_file="/logs/verifier/reward.txt")
+        spec = command_judge("bash", "/tests/test.sh", **mounts, reward_files=["/logs/verifier/reward.txt"])
         assert (await left.judge(spec)).reward == 0.5, left.log
         assert "/tests/new: Read-only file system" in left.log
         assert {line.split(":")[0].strip() for line in left.log.splitlines() if line.count(" 0 ") > 5} == {"lo"}

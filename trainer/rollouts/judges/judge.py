@@ -124,8 +124,11 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         reward, more = await judge_by_model(spec, job)
         return _judged(reward, {**evidence, **more})
     async with open_checkout(job, spec) as checkout:
-        refused = checkout.changes.evidence()
-        evidence |= {"log": job.log.name, **{key: refused[key] for key in ("refused", "refused_files")}}
+        applied = checkout.changes.evidence()
+        evidence |= {
+            "log": job.log.name,
+            **{key: applied[key] for key in ("refused", "refused_files", "planted_files")},
+        }
         try:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
                 reward, more = await judge_by_log(spec, spec.log_parser, checkout)

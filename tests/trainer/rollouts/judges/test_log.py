@@ -24,7 +24,7 @@ SPEC = {
     "log_parser": "parse_log_django",
     "fail_to_pass": NAMES[:1],
     "pass_to_pass": NAMES[1:],
-    "protect": ["run.py"],
+    "files": ["run.py"],
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 PIPE: int = importlib.import_module("rolltap_launch").take(os.environ.pop("ROLLTAP_REPORT"))
 CANARY = os.environ.pop("ROLLTAP_CANARY")
 KEPT: "list[Any]" = []
+FAILED: "list[Any]" = []
 # not for a pytest that a test starts
 os.environ["PYTEST_PLUGINS"] = os.environ["PYTEST_PLUGINS"].replace("rolltap_report", "").strip(",")
 
@@ -35,6 +36,18 @@ def pytest_itemcollected(item: Any) -> None:
 def pytest_collection_modifyitems(items: "list[Any]") -> None:
     """Put the canary last, whatever the arguments select."""
     items[:] = [item for item in items if item not in KEPT] + KEPT
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Count the failures of the canary."""
+    FAILED.extend(item for item in KEPT if item.nodeid == report.nodeid and report.failed)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: Any) -> None:
+    """Set the exit status that pytest would have without the canary: 0, 1, or 5 without tests."""
+    if session.exitstatus == 1 and session.testsfailed == len(FAILED):
+        session.exitstatus = 5 if session.testscollected <= len(KEPT) else 0
 
 
 def is_marked(item: Any) -> bool:
