@@ -133,7 +133,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
 
 def _python_path(task: Task, spec: OneJudge) -> list[str]:
     """Return the folders that the judge's Python has before its own modules, as far as the task says them."""
-    if not re.search(r"python|pytest|py\.test", _text(spec)):
+    if isinstance(spec, PythonJudge) or not re.search(r"python|pytest|py\.test", _text(spec)):
         return []
     given = {**task.env, **spec.env}.get("PYTHONPATH", "").split(os.pathsep)
     inside = (os.path.relpath(place, task.workdir) if place.startswith(task.workdir) else place for place in given)
