@@ -1,6 +1,7 @@
 """Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,12 +9,16 @@ from pathlib import Path
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import same_folder
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
 logger = logging.getLogger(__name__)
+
+_ARGUMENT_BYTES = 131_072
+"""Size of one argument of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
 
 
 def check_engines(engine: str, model: str) -> str:
@@ -42,16 +47,18 @@ def check_engines(engine: str, model: str) -> str:
     return ",".join(sorted(set(versions.values())))
 
 
-def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
+def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
     """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
 
-    Tasks that need what the runtime does not have are left out, and a warning counts them. Raises `InputError` when
+    Tasks that need what the runtime does not have, and those with an instruction that is no argument of the harness
+    (None: of any program), are left out, and a warning counts them. Raises `InputError` when
     these are all, and for the first path of a task that is not there.
     """
     fitting: list[Task] = []
     refused: list[RefusedError] = []
     for task in tasks:
         try:
+            _check_instruction(task, harness)
             fitting.append(_fit(task, runtime))
         except RefusedError as error:
             refused.append(error)
@@ -65,8 +72,24 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
     return fitting
 
 
+def _where(task: Task) -> str:
+    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+
+
+def _check_instruction(task: Task, harness: Harness | None) -> None:
+    command = [task.instruction] if harness is None else harness.command_for(task.instruction)
+    size = max(len(os.fsencode(argument)) for argument in command) + 1
+    if size > _ARGUMENT_BYTES:
+        raise RefusedError(
+            f"{_where(task)}: its instruction makes an argument of {size:,} bytes, and Linux takes 131,072: "
+            "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
+        )
+    if "\0" in task.instruction:
+        raise RefusedError(f"{_where(task)}: its instruction has a NUL character, as no argument may have: remove it")
+
+
 def _fit(task: Task, runtime: Runtime) -> Task:
-    where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+    where = _where(task)
     judges = list(_judges(task.effective_judge))
     _check_paths(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)

@@ -66,7 +66,7 @@ class Worker:
         Raises as `fit_tasks` and `check_judges`, and `InputError` for what this machine lacks.
         """
         self.runtime.check()
-        fitting = fit_tasks(tasks, self.runtime)
+        fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):
             self.harness.require_program()
         check_judges(fitting, self.recorder.engine)
