@@ -27,7 +27,7 @@ CANARY = f"canary-{secrets.token_hex(16)}"
 LOOK = 'echo begun; cat "$(dirname "$0")/../lib/python3/agent.py"; grep -rhs canary- {places}; ls -aR {places}'
 """A program that reads its own library, and then all that it can find."""
 PRIVATE = ["key", "runs/this/events.jsonl", "runs/old/run.json", "tasks/tests/test_secret.py", "tasks/rows.jsonl"]
-PRIVATE += ["tasks/start/private.py", "home/.ssh/id", "conf/mitmproxy-ca.pem"]
+PRIVATE += ["runs/old/events.jsonl", "tasks/start/private.py", "home/.ssh/id", "conf/mitmproxy-ca.pem"]
 """Files that no session may see wherever they are."""
 BESIDE = [".env", "src/app.py", "share/data.csv", "etc/settings"]
 """Files of the project in which a program is installed."""
@@ -140,6 +140,8 @@ async def test_a_tool_folder_shows_what_it_has_but_nothing_that_is_private(world
     with pytest.raises(InputError, match=rf"the tool folder {made.project} contains {made.place}/home"):
         made.worker.fit([made.task])
     monkeypatch.setenv("HOME", "/nowhere")
+    made.worker.recorder.path = tmp_path / "run"  # those in the tool folder are known by their files
+    write(made.project / "runs" / "this" / "run.json")
     said = await look(made, tmp_path)
     assert said.startswith("begun\na library\n")
     seen = [made.project / path for path in BESIDE] + [made.project / "home" / ".ssh" / "id"]

@@ -50,16 +50,15 @@ def check_engines(engine: str, model: str) -> str:
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
     """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
 
-    Tasks that need what the runtime does not have, and those with an instruction that is no argument of the harness
-    (None: of any program), are left out, and a warning counts them. Raises `InputError` when
+    Tasks that need what the runtime does not have, or whose instruction is too long for an argument of the harness, are
+    left out, and a warning counts them. Raises `InputError` when
     these are all, and for the first path of a task that is not there.
     """
     fitting: list[Task] = []
     refused: list[RefusedError] = []
     for task in tasks:
         try:
-            _check_instruction(task, harness)
-            fitting.append(_fit(task, runtime))
+            fitting.append(_fit(task, runtime, harness))
         except RefusedError as error:
             refused.append(error)
     if not fitting and len(refused) == 1:
@@ -72,24 +71,15 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None =
     return fitting
 
 
-def _where(task: Task) -> str:
-    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
-
-
-def _check_instruction(task: Task, harness: Harness | None) -> None:
+def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
+    where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
     command = [task.instruction] if harness is None else harness.command_for(task.instruction)
     size = max(len(os.fsencode(argument)) for argument in command) + 1
     if size > _ARGUMENT_BYTES:
         raise RefusedError(
-            f"{_where(task)}: its instruction makes an argument of {size:,} bytes, and Linux takes 131,072: "
+            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {_ARGUMENT_BYTES:,}: "
             "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
         )
-    if "\0" in task.instruction:
-        raise RefusedError(f"{_where(task)}: its instruction has a NUL character, as no argument may have: remove it")
-
-
-def _fit(task: Task, runtime: Runtime) -> Task:
-    where = _where(task)
     judges = list(_judges(task.effective_judge))
     _check_paths(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)

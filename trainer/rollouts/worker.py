@@ -69,7 +69,8 @@ class Worker:
         """
         self.runtime.check()
         if isinstance(self.runtime, HidingRuntime):
-            self.runtime.hide(private_paths(self.recorder.path, tasks, self.recorder.private_files()))
+            tools = self.runtime.tools
+            self.runtime.hide(private_paths(self.recorder.path, tasks, self.recorder.private_files(), tools))
             self.runtime.layers([self.harness.program], os.environ.get("PATH", os.defpath))
         fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):

@@ -145,53 +145,40 @@ class HidingRuntime:
         self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
-        """Hide files and folders in the boxes that are made from now on, besides those that are hidden already.
-
-        A path may not exist yet.
-        """
-        for path in paths:
-            real = path.resolve()
-            self._hidden[os.path.join(real, "")] = real
+        """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
+        self._hidden |= {os.path.join(real, ""): real for real in map(Path.resolve, paths)}
 
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
         """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
-        found: dict[Path, None] = {}
-        for tool in tools:
-            place = tool.resolve()
-            inside = os.path.join(place, "")
-            for text, real in self._hidden.items():
-                if text.startswith(inside) and real.exists():
-                    found[tool / real.relative_to(place)] = None
-        return list(found)
+        found: list[Path] = []
+        for tool, place in [(tool, tool.resolve()) for tool in tools]:
+            inside = [real for text, real in self._hidden.items() if text.startswith(os.path.join(place, ""))]
+            found += [tool / real.relative_to(place) for real in inside if real.exists()]
+        return list(dict.fromkeys(found))
 
     def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
         """Return what a box with `command` shows and hides of this machine: see `layered`. `path` is its PATH.
 
-        Raises `InputError`, which says what to do, when a needed program or folder would be hidden, and for a tool
-        folder that contains the user's home.
+        Raises `InputError` when what it needs would be hidden, and for a tool folder that contains the user's home.
         """
         for tool in self.tools:
             require_narrow(tool, Path.home())
         return layered(self.tools, self.hidden_in(self.tools))
 
 
-def layered(shown: Iterable[Path], hidden: Iterable[Path]) -> dict[Path, bool]:
+def layered(shown: Iterable[Path], hidden: Sequence[Path]) -> dict[Path, bool]:
     """Return the paths that a box has to mount, outer ones first: True for what it shows, False for what is empty.
 
-    Nothing is seen unless a path of `shown` is at or above it. Of `shown` and `hidden`, the path that is nearest above
-    a file counts: what is shown in a hidden folder is seen, and nothing else of that folder.
-
-    Raises `InputError` for a path that is both.
+    The path nearest above a file counts, and without one the file is not seen. Raises `InputError` for a path that is
+    both shown and hidden.
     """
-    wanted = dict.fromkeys(shown, True)
-    for path in hidden:
-        if path in wanted:
-            raise InputError(
-                f"a session needs {path}, and must not see it: it is of a run, a task, an engine's key or your home. "
-                "Install the program in a folder of its own, or name narrower tool folders"
-            )
-        wanted[path] = False
-    found: dict[Path, bool] = {}
+    wanted, found = dict.fromkeys(shown, True), dict[Path, bool]()
+    if both := [path for path in hidden if path in wanted]:
+        raise InputError(
+            f"a session needs {both[0]}, and must not see it: it is of a run, a task, or your home: "
+            "install the program in a folder of its own, or name narrower tool folders"
+        )
+    wanted |= dict.fromkeys(hidden, False)
     for path in sorted(wanted):
         if wanted[path] != bool(nearest(path.parent, found)[1]):
             found[path] = wanted[path]
@@ -203,14 +190,17 @@ def nearest(path: Path, layers: Mapping[Path, bool]) -> tuple[Path, bool | None]
     return next(((top, layers[top]) for top in (path, *path.parents) if top in layers), (path, None))
 
 
-def private_paths(run: Path, tasks: Iterable[Task], files: Iterable[Path] = ()) -> list[Path]:
+def private_paths(
+    run: Path, tasks: Iterable[Task], files: Iterable[Path] = (), tools: Iterable[Path] = ()
+) -> list[Path]:
     """Return what sessions must not see, wherever it lies: runs, tasks, `files`, the home and the temporary folder.
 
-    Runs are this one and those beside it. Of a task they are all paths that it names, and the file or folder that its
-    `source` names. An image is none of them: its sessions see it.
+    Runs are this one, those beside it, and those in `tools` up to two folders deep. Of a task they are all paths that
+    it names, and what its `source` names. An image is none of them: its sessions see it.
     """
-    beside = [file.parent for file in run.absolute().parent.glob(f"*/{RUN_FILE}")]
-    found = [run, *beside, *files, Path.home(), Path(tempfile.gettempdir())]
+    places = [run.absolute().parent, *(folder for tool in tools for folder in (tool, *tool.glob("*/")))]
+    runs = [file.parent for place in places for file in place.glob(f"*/{RUN_FILE}")]
+    found = [run, *runs, *files, Path.home(), Path(tempfile.gettempdir())]
     for task in tasks:
         found += _paths(task.model_dump(exclude={"image"}))
         found += [Path(_ROW.sub("", task.source))] if task.source else []
@@ -312,10 +302,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def _installation(file: Path) -> list[Path]:
-    """Return the smallest known installation that a program belongs to; the file alone where none is known.
-
-    An installation is its own files and folders, never the folder that they are in: that may be a project's.
-    """
+    """Return the smallest known installation of a program: its own entries, as the folder around may be a project's."""
     parts, prefix = file.parts, file.parent.parent
     if file.parent.name == "bin" and (prefix / "pyvenv.cfg").is_file():
         return [*_entries(prefix, _ENVIRONMENT), *_base_python(prefix / "pyvenv.cfg")]

@@ -123,7 +123,6 @@ def _empty(path: Path) -> list[str]:
 
 _COMMON = ("bash", "git", "node", "python", "python3")
 """Programs that tools of agents and judges start: seen in every box, from where the PATH has them."""
-_LONGEST_NAME, _NO_NAME = 256, frozenset("/ \t\r\n\v\f\0")
 _INSTALL = "apt-get install bubblewrap (0.8 or newer), or choose another --runtime"
 
 
@@ -276,24 +275,21 @@ class SandboxRuntime(HidingRuntime):
     def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
         """See `HidingRuntime.layers`. Shown are the system, the tools, and what `command` and `_COMMON` need.
 
-        A judge may be started by another program, so words of `command` count that are names of programs on the PATH.
-        No other word shows anything: an instruction may name a file.
+        A program may start another one: a word counts that is a name on the PATH, but no path, as of an instruction.
         """
         super().layers()
-        words = [word for word in command[1:] if len(word) < _LONGEST_NAME and not set(word) & _NO_NAME]
-        names = [*command[:1], *words]
-        found = [tool for name in (*names, *_COMMON) for tool in tool_folders(name, path)]
-        shown = [*SYSTEM, *self.tools, *(tool.resolve() for tool in self.tools), *found]
+        names = [*command[:1], *(word for word in command[1:] if "/" not in word and word.split() == [word])]
+        needed = [part for name in (*names, *_COMMON) for part in tool_folders(name, path)]
+        shown = [*SYSTEM, *self.tools, *(tool.resolve() for tool in self.tools), *needed]
         # what a link leads to is seen under its own path only
         hidden = self.hidden_in(place for place in shown if not place.is_symlink())
-        layers = layered(shown, [*hidden, *projects_around(found)])
-        for file in filter(None, (shutil.which(name, path=path) for name in names)):
-            for place in (Path(file), Path(file).resolve()):
-                top, seen = nearest(place, layers)
+        layers = layered(shown, [*hidden, *projects_around(needed)])
+        for file in (Path(found) for found in (shutil.which(name, path=path) for name in names) if found):
+            for top, seen in (nearest(file, layers), nearest(file.resolve(), layers)):
                 if seen is False:
                     raise InputError(
-                        f"the program {file} is in {top}, which sessions must not see: install the program elsewhere, "
-                        "or move what is private out of that folder"
+                        f"the program {file} is in {top}, which sessions must not see: install it elsewhere, or move "
+                        "what is private out of that folder"
                     )
         return layers
 

@@ -13,15 +13,9 @@ DENIED = (
     *("perf_event_open", "bpf", "userfaultfd", "add_key", "request_key", "keyctl"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
 )
-"""Calls that reach into other processes of the same user, and calls of the kernel that agents do not need.
-
-io_uring makes sockets without a call that a filter sees.
-"""
+"""Calls that reach into other processes of the same user, or that agents do not need: io_uring passes by a filter."""
 FAMILIES = (1, 2, 10, 16)
-"""Families of sockets that a program may make: AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK, which getaddrinfo(3) uses.
-
-Others reach this machine past the box's network (AF_VSOCK), or parts of the kernel that agents do not need.
-"""
+"""AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Sockets of others reach this machine past the box's network (AF_VSOCK)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +67,15 @@ def seccomp_filter(machine: str = "") -> bytes:
     if architecture.foreign is not None:
         checks.append((_AT_LEAST, architecture.foreign))
     socket, pair = architecture.sockets
-    allowed = len(FAMILIES)
     rest = [
         _instruction(_EQUAL, socket, 1, 0),
-        _instruction(_EQUAL, pair, 0, allowed + 2),
+        _instruction(_EQUAL, pair, 0, len(FAMILIES) + 2),
         _instruction(_LOAD, _FIRST_ARGUMENT),
-        *(_instruction(_EQUAL, family, allowed - place, 0) for place, family in enumerate(FAMILIES)),
+        *(_instruction(_EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)),
         _instruction(_RETURN, _NO_FAMILY),
         _instruction(_RETURN, _ALLOW),
     ]
+    over = len(checks) + len(rest) - 1
     return b"".join(
         [
             _instruction(_LOAD, _ARCHITECTURE),
@@ -89,10 +83,7 @@ def seccomp_filter(machine: str = "") -> bytes:
             _instruction(_RETURN, _KILL),
             _instruction(_LOAD, _NUMBER),
             # each check jumps over those that follow it, and over the rest
-            *(
-                _instruction(code, value, len(checks) - place - 1 + len(rest), 0)
-                for place, (code, value) in enumerate(checks)
-            ),
+            *(_instruction(code, value, over - place, 0) for place, (code, value) in enumerate(checks)),
             *rest,
             _instruction(_RETURN, _FAIL),
         ]
@@ -123,14 +114,9 @@ def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
     rules = [
         {**rule, "names": [name for name in rule["names"] if name not in ours]} for rule in profile.get("syscalls", [])
     ]
-    rules += [
-        {
-            "names": ["socket", "socketpair"],
-            "action": "SCMP_ACT_ALLOW",
-            "args": [{"index": 0, "value": family, "valueTwo": 0, "op": "SCMP_CMP_EQ"}],
-        }
-        for family in FAMILIES
-    ]
+    for family in FAMILIES:
+        equal = {"index": 0, "value": family, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+        rules.append({"names": ["socket", "socketpair"], "action": "SCMP_ACT_ALLOW", "args": [equal]})
     no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
     rules += [
         {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},
