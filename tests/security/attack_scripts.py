@@ -85,6 +85,18 @@ for path in (os.environ["SOCKET"], "/proc/1/root" + os.environ["SOCKET"], "/run/
     "the network of another process": "nsenter -t 1 -n true && test $(readlink /proc/1/ns/net) != "
     "$(readlink /proc/self/ns/net) && echo ESCAPED; nsenter -t $PID -n true && echo ESCAPED",
     "an interface of its own": "ip link add d type dummy && echo ESCAPED; ip addr add 10.1.1.1 dev lo && echo ESCAPED",
+    "a socket of another family": python("""
+import ctypes, os, socket
+libc = ctypes.CDLL(None)
+call, pair = {"x86_64": (41, 53), "aarch64": (198, 199)}[os.uname().machine]
+families = [family for family in range(64) if family not in (1, 2, 10, 16)]
+for family in [*families, *(family | 1 << 32 for family in families)]:
+    for kind in (1, 2, 3, 5):
+        for protocol in (0, 1, 3):
+            if libc.syscall(call, ctypes.c_long(family), kind, protocol) >= 0: print("ESCAPED", family, kind)
+        if libc.syscall(pair, ctypes.c_long(family), kind, 0, (ctypes.c_int * 2)()) >= 0: print("ESCAPED", family)
+if libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0: print("ESCAPED by io_uring")
+"""),
     "a raw socket": python("import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('ESCAPED')"),
 }
 DISTURB = {
@@ -155,7 +167,7 @@ HARMFUL = {f"read {name}" for name in READ} | {f"reach {name}" for name in REACH
 HARMFUL -= {
     *("read files by mounting", "read a namespace of another process", "read the disk's device"),
     *("read a user namespace of its own", "reach any host", "reach the network of another process"),
-    *("reach an interface of its own", "reach a raw socket"),
+    *("reach an interface of its own", "reach a raw socket", "reach a socket of another family"),
 }
 """Attacks that are held by nothing where nothing isolates, whatever the user's rights, and that change nothing."""
 
@@ -231,7 +243,7 @@ SCRIPTS = {
 """Name, script and limits of all that runs in a box."""
 ONE_OF_EACH = [
     *(f"{what} {next(iter(scripts))}" for what, scripts in KINDS.items() if what != "reach"),
-    *("reach the machine by its address", "reach any host", "git"),
+    *("reach the machine by its address", "reach any host", "reach a socket of another family", "git"),
     *("fill memory", "fill disk by deleted files", "fill the log", "fill threads"),
 ]
 """Names of one of each kind, for a runtime whose boxes take long."""

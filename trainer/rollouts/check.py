@@ -9,12 +9,16 @@ from pathlib import Path
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import same_folder
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
 logger = logging.getLogger(__name__)
+
+_ARGUMENT_BYTES = 131_072
+"""Size of one argument of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
 
 
 def check_engines(engine: str, model: str) -> str:
@@ -43,17 +47,18 @@ def check_engines(engine: str, model: str) -> str:
     return ",".join(sorted(set(versions.values())))
 
 
-def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
+def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
     """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
 
-    Tasks that need what the runtime does not have are left out, and a warning counts them. Raises `InputError` when
+    Tasks that need what the runtime does not have, or whose instruction is too long for an argument of the harness, are
+    left out, and a warning counts them. Raises `InputError` when
     these are all, and for the first path of a task that is not there.
     """
     fitting: list[Task] = []
     refused: list[RefusedError] = []
     for task in tasks:
         try:
-            fitting.append(_fit(task, runtime))
+            fitting.append(_fit(task, runtime, harness))
         except RefusedError as error:
             refused.append(error)
     if not fitting and len(refused) == 1:
@@ -66,8 +71,15 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
     return fitting
 
 
-def _fit(task: Task, runtime: Runtime) -> Task:
+def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+    command = [task.instruction] if harness is None else harness.command_for(task.instruction)
+    size = max(len(os.fsencode(argument)) for argument in command) + 1
+    if size > _ARGUMENT_BYTES:
+        raise RefusedError(
+            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {_ARGUMENT_BYTES:,}: "
+            "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
+        )
     judges = list(_judges(task.effective_judge))
     _check_paths(task, judges, where)
     for judge in judges:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
 
+from rolltap.addons.engine.key import KEY_FILE
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
@@ -68,6 +70,14 @@ class Recorder:
         """One for each process. Empty outside of the `with` block."""
         self._aborted = False
 
+    def private_files(self) -> list[Path]:
+        """Return the engine's key file and mitmproxy's folder, which has the key of its certificates."""
+        named = [*self._options.get("rolltap_engine_key_file", []), os.environ.get(KEY_FILE, "")]
+        return [self._confdir(), *(Path(name).expanduser() for name in named if name)]
+
+    def _confdir(self) -> Path:
+        return Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
+
     @staticmethod
     def script() -> Path:
         """Return the path of the script that `mitmdump -s` loads."""
@@ -77,7 +87,7 @@ class Recorder:
         hide_process()
         # one for each process: a session's password works only where its calls are recorded and ended
         keys = [secrets.token_urlsafe(32) for _ in range(self._number)]
-        confdir = Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
+        confdir = self._confdir()
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             bundle = stack.enter_context(workplace()) / "ca-bundle.pem"

@@ -11,7 +11,6 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, next_attempt
-from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, private_paths
 from rolltap.trainer.rollouts.session import Stage, run_session
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,6 @@ async def run_groups(
     config, recorder, runtime = stage.config, stage.recorder, stage.runtime
     if runtime.warning is not None:
         _warn_once(runtime.warning)
-    if isinstance(runtime, HidingRuntime):
-        runtime.hide(private_paths(recorder.path, stage.work, [group.task for group in groups]))
     for group in groups:
         if group.session_ids:
             await stage.digest(group.task)

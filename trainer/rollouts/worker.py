@@ -1,6 +1,7 @@
 """The worker, by which `rolltap rollout` and the training loop run groups of sessions into one run folder."""
 
 import asyncio
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from rolltap.trainer.rollouts.mitmdump import rollout_lock, workplace
 from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
-from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
@@ -63,10 +64,15 @@ class Worker:
     def fit(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
 
-        Raises as `fit_tasks` and `check_judges`, and `InputError` for what this machine lacks.
+        From here on the runtime's boxes hide what sessions must not see. Raises as `fit_tasks`, `check_judges` and
+        `HidingRuntime.layers`, and `InputError` for what this machine lacks.
         """
         self.runtime.check()
-        fitting = fit_tasks(tasks, self.runtime)
+        if isinstance(self.runtime, HidingRuntime):
+            tools = self.runtime.tools
+            self.runtime.hide(private_paths(self.recorder.path, tasks, self.recorder.private_files(), tools))
+            self.runtime.layers([self.harness.program], os.environ.get("PATH", os.defpath))
+        fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):
             self.harness.require_program()
         check_judges(fitting, self.recorder.engine)

@@ -1,10 +1,13 @@
 """Checks before the first session: engines, judges, and tasks that the runtime can run."""
 
+import subprocess
+
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import check_engines, fit_tasks
+from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 
@@ -68,6 +71,27 @@ def make_task(**fields):
 def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, message):
     with pytest.raises(InputError, match=rf"task 't' \(a\.jsonl, line 3\):? {message}"):
         fit_tasks([make_task(**fields)], runtime)
+
+
+HARNESS = Harness(name="h", program="h", headless=["-p", "--prompt={instruction}"])
+
+
+@pytest.mark.parametrize(("harness", "longest"), [(None, 131071), (HARNESS, 131071 - len("--prompt="))])
+def test_an_instruction_that_is_no_argument_of_a_program_is_refused_and_the_other_tasks_are_run(
+    harness, longest, caplog
+):
+    fitting = make_task(instruction="é" * (longest // 2) + "x" * (longest % 2))
+    assert fit_tasks([fitting], PROCESS, harness) == [fitting]
+    command_for = harness.command_for if harness else lambda instruction: ["-", instruction]
+    subprocess.run(["true", *command_for(fitting.instruction)], check=True)
+    large = make_task(id="large", instruction=fitting.instruction + "x")
+    with pytest.raises(OSError, match="too long"):
+        subprocess.run(["true", *command_for(large.instruction)])
+    assert fit_tasks([large, fitting], PROCESS, harness) == [fitting]
+    (line,) = caplog.messages
+    assert "task 'large' (a.jsonl, line 3): its instruction makes an argument of 131,073 bytes" in line
+    with pytest.raises(InputError, match=r"'large' .*shorten it, or lay its text into the workspace"):
+        fit_tasks([large], PROCESS, harness)
 
 
 def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):

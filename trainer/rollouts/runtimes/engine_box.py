@@ -123,13 +123,12 @@ class EngineBox:
     """
 
     def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:
-        tools = [Mount(tool, str(tool)) for tool in runtime.tools]
-        spec = replace(spec, limits=spec.limits.of_isolated(), mounts=[*tools, *spec.mounts])
+        spec = replace(spec, limits=spec.limits.of_isolated())
         self.workdir = spec.workdir
         self.home = HOME
         self.proxy = None if spec.proxy is None else f"127.0.0.1:{PORT}"
         self._engine, self._spec, self._name = engine, spec, name
-        self._hidden = runtime.hidden_in(runtime.tools)
+        self._layers = runtime.layers()
         self._folder = Path()
         self._mounts: list[Mount] = []
         self._running = AsyncExitStack()
@@ -145,22 +144,30 @@ class EngineBox:
         self._folder = Path(tempfile.mkdtemp(prefix="rolltap-box-"))
         try:
             (self._folder / "scripts").mkdir()
-            (self._folder / "empty").mkdir()
             (self._folder / "hosts").write_text(_HOSTS)
-            (self._folder / "nothing").touch()
             self._mounts = [
                 Mount(self._spec.workspace, self.workdir, writable=True),
                 Mount(self._spec.home, HOME, writable=True),
+                *(Mount(path if seen else self._empty(path), str(path)) for path, seen in self._layers.items()),
                 *self._spec.mounts,
                 Mount(self._folder / "scripts", _SCRIPTS),
                 Mount(self._folder / "hosts", "/etc/hosts"),
-                *(Mount(self._folder / ("empty" if path.is_dir() else "nothing"), str(path)) for path in self._hidden),
             ]
             async with self._made(), self._running:
                 await self._join()
                 yield self
         finally:
             await run_to_end(remove_folder, self._folder)
+
+    def _empty(self, path: Path) -> Path:
+        """Return an empty file or folder for a hidden one, with the places of what is shown in it."""
+        top = self._folder / "hidden"
+        for place in (path, *(each for each in self._layers if each.is_relative_to(path))):
+            made = top / place.relative_to("/")
+            (made if place.is_dir() else made.parent).mkdir(parents=True, exist_ok=True)
+            if not place.is_dir():
+                made.touch()
+        return top / path.relative_to("/")
 
     @asynccontextmanager
     async def _made(self) -> AsyncIterator[None]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.trainer.tasks.task import Limits, Task
 
 logger = logging.getLogger(__name__)
@@ -136,41 +137,74 @@ _ROW = re.compile(r"(:|, )[^/]*$")
 
 
 class HidingRuntime:
-    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in them."""
+    """A runtime whose boxes show `tools`, folders of this machine, and hide files and folders in all that they show."""
 
     def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
         self.tools = [Path(os.path.abspath(tool)) for tool in tools]
-        self._hidden = tuple(hidden)
+        self._hidden: dict[str, Path] = {}
+        self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
-        """Hide files and folders in the boxes that are made from now on, besides those that are hidden already."""
-        self._hidden = tuple(dict.fromkeys([*self._hidden, *paths]))
+        """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
+        self._hidden |= {os.path.join(real, ""): real for real in map(Path.resolve, paths)}
 
-    def hidden_in(self, tools: Sequence[Path]) -> list[Path]:
-        """Return where hidden files and folders are below tool folders, as a box sees them.
-
-        A tool folder inside of a hidden one is not hidden: a program needs it. Paths that do not exist are left out.
-        """
+    def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
+        """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
         found: list[Path] = []
-        for tool in tools:
-            place = tool.resolve()
-            for real in (path.resolve() for path in self._hidden):
-                if real.exists() and real.is_relative_to(place):
-                    found.append(tool / real.relative_to(place))
+        for tool, place in [(tool, tool.resolve()) for tool in tools]:
+            inside = [real for text, real in self._hidden.items() if text.startswith(os.path.join(place, ""))]
+            found += [tool / real.relative_to(place) for real in inside if real.exists()]
         return list(dict.fromkeys(found))
 
+    def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
+        """Return what a box with `command` shows and hides of this machine: see `layered`. `path` is its PATH.
 
-def private_paths(run: Path, work: Path, tasks: Iterable[Task]) -> list[Path]:
-    """Return what sessions must not see: the run folder, the folder that the rollout works in, and the tasks' files.
+        Raises `InputError` when what it needs would be hidden, and for a tool folder that contains the user's home.
+        """
+        for tool in self.tools:
+            require_narrow(tool, Path.home())
+        return layered(self.tools, self.hidden_in(self.tools))
 
-    These are all paths that a task names, and the file or folder that its `source` names. An image is none of them: its
-    sessions see it.
+
+def layered(shown: Iterable[Path], hidden: Sequence[Path]) -> dict[Path, bool]:
+    """Return the paths that a box has to mount, outer ones first: True for what it shows, False for what is empty.
+
+    The path nearest above a file counts, and without one the file is not seen. Raises `InputError` for a path that is
+    both shown and hidden.
     """
-    found = [run, work]
+    wanted, found = dict.fromkeys(shown, True), dict[Path, bool]()
+    if both := [path for path in hidden if path in wanted]:
+        raise InputError(
+            f"a session needs {both[0]}, and must not see it: it is of a run, a task, or your home: "
+            "install the program in a folder of its own, or name narrower tool folders"
+        )
+    wanted |= dict.fromkeys(hidden, False)
+    for path in sorted(wanted):
+        if wanted[path] != bool(nearest(path.parent, found)[1]):
+            found[path] = wanted[path]
+    return found
+
+
+def nearest(path: Path, layers: Mapping[Path, bool]) -> tuple[Path, bool | None]:
+    """Return the layer at or above a path, and whether it shows the path; None without a layer."""
+    return next(((top, layers[top]) for top in (path, *path.parents) if top in layers), (path, None))
+
+
+def private_paths(
+    run: Path, tasks: Iterable[Task], files: Iterable[Path] = (), tools: Iterable[Path] = ()
+) -> list[Path]:
+    """Return what sessions must not see, wherever it lies: runs, tasks, `files`, the home and the temporary folder.
+
+    Runs are this one, those beside it, and those in `tools` up to two folders deep. Of a task they are all paths that
+    it names, and what its `source` names. An image is none of them: its sessions see it.
+    """
+    places = [run.absolute().parent, *(folder for tool in tools for folder in (tool, *tool.glob("*/")))]
+    runs = [file.parent for place in places for file in place.glob(f"*/{RUN_FILE}")]
+    found = [run, *runs, *files, Path.home(), Path(tempfile.gettempdir())]
     for task in tasks:
         found += _paths(task.model_dump(exclude={"image"}))
-        found.append(Path(_ROW.sub("", task.source)))
-    return [path for path in dict.fromkeys(map(Path.absolute, found)) if path.exists()]
+        found += [Path(_ROW.sub("", task.source))] if task.source else []
+    return list(dict.fromkeys(map(Path.absolute, found)))
 
 
 def _paths(value: object) -> list[Path]:
@@ -207,33 +241,48 @@ def remove_folder(folder: Path) -> None:
         logger.warning("the folder %s could not be removed: %s", folder, error)
 
 
-_SYSTEM = (Path("/usr"), Path("/bin"), Path("/sbin"), Path("/lib"), Path("/lib64"))
-"""Folders that a box sees anyway."""
+SYSTEM = tuple(Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"))
+"""Folders that a sandbox shows, but for what is hidden in them."""
+_OF_MANY = frozenset({"", "usr", "local", "lib", "lib32", "lib64", "libexec", "share", "src", "games"})
+"""Names of folders of the system in which others have theirs."""
 _SHEBANG_BYTES = 256
-_ENVIRONMENT = ("pyvenv.cfg", "bin", "lib", "lib64", "include", "share", "etc")
-"""Files and folders of a virtual environment: see venv and sysconfig."""
+_ENVIRONMENT = ("pyvenv.cfg", "bin", "lib/python3*", "lib/node_modules", "lib64")
+"""Files and folders of a virtual environment: not all of it, for it may be made at the root of a project."""
+_PREFIX = ("bin", "lib", "lib64", "libexec", "share", "ssl", "opt", "Cellar")
+"""Folders of an installation below one prefix, of conda, Homebrew and others too."""
+_SHIMS = (*_PREFIX, "shims", "versions", "version", "installs", "plugins", "pyenv.d")
+"""Files and folders of pyenv and its kind."""
 
 
 @lru_cache(maxsize=256)
 def tool_folders(program: str, path: str) -> tuple[Path, ...]:
-    """Return what of this machine `program` needs, as folders, files and symbolic links outside of the system's.
+    """Return what of this machine `program` needs, as folders, files and symbolic links.
 
     `path` is the PATH that finds it. Known are virtual environments with their base Python, folders of Node packages,
     installations below one prefix (`bin` and `lib`), the interpreters that scripts name in their first line, and
     programs that are one file. Code that a program finds in another way is missing, for instance an editable install.
-    Empty for a program that is not found.
+    Empty for a program of the system that is in no environment, and for one that is not found by an absolute path.
     """
     found = shutil.which(program, path=path)
-    if found is None:
+    if found is None or not os.path.isabs(found):
         return ()
     needed: list[Path] = []
     start = Path(os.path.abspath(found))
     for file in dict.fromkeys([*_links(start), start.resolve()]):
-        if file.is_relative_to("/usr") or file.parent in _SYSTEM:
-            continue
         needed += _installation(file)
     needed += [part for name in _interpreter(start) for part in tool_folders(name, path)]
-    return tuple(part for part in dict.fromkeys(needed) if not any(part.is_relative_to(top) for top in _SYSTEM))
+    return tuple(dict.fromkeys(needed))
+
+
+def projects_around(tools: Iterable[Path]) -> list[Path]:
+    """Return the folders of the system that surround the environments among tools: no program's, but a project's."""
+    paths = [tool.parents for tool in tools if tool.name == "pyvenv.cfg" and _is_of_system(tool)]
+    around = [[path for path in each if path.name not in _OF_MANY] for each in paths]
+    return [own[-1] for own in around if own]
+
+
+def _is_of_system(path: Path) -> bool:
+    return any(path.is_relative_to(top) for top in SYSTEM)
 
 
 def require_narrow(folder: Path, private: Path) -> None:
@@ -253,27 +302,28 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 def _installation(file: Path) -> list[Path]:
-    """Return the smallest known installation that a program belongs to; the file alone where none is known."""
-    parts = file.parts
+    """Return the smallest known installation of a program: its own entries, as the folder around may be a project's."""
+    parts, prefix = file.parts, file.parent.parent
+    if file.parent.name == "bin" and (prefix / "pyvenv.cfg").is_file():
+        return [*_entries(prefix, _ENVIRONMENT), *_base_python(prefix / "pyvenv.cfg")]
+    if _is_of_system(file):
+        return []
     if "node_modules" in parts:
         return [Path(*parts[: parts.index("node_modules") + 1])]
-    if parts[1] in ("opt", "nix") and len(parts) > 3:  # /opt/NAME, /nix/store
+    if parts[1] == "nix" and len(parts) > 4:  # /nix/store/NAME
         return [Path(*parts[:3])]
-    if file.parent.name == "shims":  # pyenv and its kind
-        return [file.parent.parent]
-    prefix = file.parent.parent
-    if file.parent.name != "bin":
-        return [file]
-    libraries = [*prefix.glob("lib/python3*"), *prefix.glob("lib/node_modules")]
-    if (prefix / "pyvenv.cfg").is_file():
-        # not all of it: an environment may be made at the root of a project
-        environment = [prefix / name for name in _ENVIRONMENT if (prefix / name).exists()]
-        return [*environment, *_base_python(prefix / "pyvenv.cfg")]
-    if not libraries:
+    if file.parent.name == "shims" and _entries(prefix, ("versions", "installs")):
+        return _entries(prefix, _SHIMS)
+    libraries = _entries(prefix, ("lib/python3*", "lib/node_modules"))
+    if file.parent.name != "bin" or not (libraries or parts[1] == "opt"):
         return [file]
     # programs of one user share ~/.local with other things
     personal = prefix == Path.home() or prefix.name == ".local"
-    return [file, *libraries] if personal else [prefix]
+    return [file, *libraries] if personal else _entries(prefix, _PREFIX)
+
+
+def _entries(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [entry for pattern in patterns for entry in folder.glob(pattern)]
 
 
 def _base_python(settings: Path) -> list[Path]:

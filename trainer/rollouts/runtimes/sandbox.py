@@ -21,9 +21,13 @@ from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import seccomp_filt
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
 from rolltap.trainer.rollouts.runtimes.runtime import (
     HOME,
+    SYSTEM,
     BoxSpec,
     Ended,
     HidingRuntime,
+    layered,
+    nearest,
+    projects_around,
     require_narrow,
     scratch_folder,
     tool_folders,
@@ -56,20 +60,19 @@ _GIB = 1 << 30
 class View:
     """Everything that programs in a sandbox see.
 
-    /usr and what belongs to it, and tools are read-only; the workspace and the home folder can be written, and /tmp and
-    /dev/shm, which are in memory and empty for each program. /proc has the box's own processes, /dev the harmless
+    Nothing of this machine but `layers` is seen, read-only. The workspace and the home folder can be written, and /tmp
+    and /dev/shm, which are in memory and empty for each program. /proc has the box's own processes, /dev the harmless
     devices. There is no other network than the box's own loopback.
 
     Attributes:
         etc: Folder with the files that `write_etc` wrote.
-        tools: Files, folders and symbolic links that are seen read-only under their own path.
-        hidden: Files and folders that are empty in the box, below `tools`.
+        layers: Files, folders and symbolic links under their own path, outer ones first: True for what is seen, False
+            for what is empty.
     """
 
     spec: BoxSpec
     etc: Path
-    tools: tuple[Path, ...] = ()
-    hidden: tuple[Path, ...] = ()
+    layers: Mapping[Path, bool]
 
     def arguments(self, env: Mapping[str, str]) -> list[str]:
         """Return the options of bwrap, all but the command and what passes descriptors. `env` is the environment."""
@@ -79,19 +82,16 @@ class View:
             f"--unshare-all --unshare-user --disable-userns --uid {_USER} --gid {_USER} --cap-drop ALL "
             "--new-session --die-with-parent --hostname box --clearenv "
             f"--size {size} --perms 1777 --tmpfs /tmp --dir /run --dir /var --symlink ../tmp /var/tmp "
-            f"--proc /proc --dev /dev --size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev "
-            "--ro-bind /usr /usr"
+            f"--proc /proc --dev /dev --size {size} --perms 1777 --tmpfs /dev/shm --remount-ro /dev"
         ).split()
-        for folder in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
-            options += _same(Path(folder))
         for name in _SYSTEM_ETC.split():
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
         for name in _ETC:
             options += ["--ro-bind", str(self.etc / name), f"/etc/{name}"]
-        for tool in self._outermost():
-            options += _same(tool)
-        for path in self.hidden:
-            options += _empty(path)
+        for path, seen in self.layers.items():
+            options += _same(path) if seen else _empty(path)
+        for path, seen in self.layers.items():
+            options += [] if seen or not path.is_dir() else ["--remount-ro", str(path)]
         spec = self.spec
         options += ["--bind", str(spec.home), HOME, "--bind", str(spec.workspace), spec.workdir]
         for mount in spec.mounts:
@@ -101,12 +101,6 @@ class View:
         for name, value in env.items():
             options += ["--setenv", name, value]
         return options
-
-    def _outermost(self) -> list[Path]:
-        """Return the tools that lie in no folder of another one, links last: they are made, not mounted."""
-        folders = [tool for tool in self.tools if not tool.is_symlink()]
-        outer = [tool for tool in self.tools if not any(tool != top and tool.is_relative_to(top) for top in folders)]
-        return sorted(outer, key=lambda tool: tool.is_symlink())
 
 
 def write_etc(folder: Path) -> Path:
@@ -124,7 +118,7 @@ def _same(path: Path) -> list[str]:
 
 
 def _empty(path: Path) -> list[str]:
-    return ["--tmpfs", str(path), "--remount-ro", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
+    return ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
 
 
 _COMMON = ("bash", "git", "node", "python", "python3")
@@ -144,10 +138,7 @@ class SandboxBox:
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
-        path = env.get("PATH", os.defpath)
-        found = [tool for name in (command[0], *_COMMON) for tool in tool_folders(name, path)]
-        tools = tuple(dict.fromkeys([*self._runtime.tools, *found]))
-        view = View(self._spec, self._etc, tools, tuple(self._runtime.hidden_in(tools)))
+        view = View(self._spec, self._etc, self._runtime.layers(command, env.get("PATH", os.defpath)))
         with _Pipes() as pipes:
             pipes.write_arguments(view.arguments(env))
             async with (
@@ -261,7 +252,8 @@ class SandboxRuntime(HidingRuntime):
         bwrap = _find_bwrap()
         seccomp_filter()
         with scratch_folder() as place:
-            view = View(BoxSpec(name="check", workspace=place, workdir="/workspace", home=place), write_etc(place))
+            spec = BoxSpec(name="check", workspace=place, workdir="/workspace", home=place)
+            view = View(spec, write_etc(place), self.layers())
             command = [bwrap, *view.arguments({}), "--", "/usr/bin/env"]
             done = subprocess.run(command, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
@@ -279,6 +271,27 @@ class SandboxRuntime(HidingRuntime):
         with scratch_folder() as folder:
             spec = replace(spec, limits=spec.limits.of_isolated())
             yield SandboxBox(self, spec, write_etc(folder), _find_bwrap())
+
+    def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
+        """See `HidingRuntime.layers`. Shown are the system, the tools, and what `command` and `_COMMON` need.
+
+        A program may start another one: a word counts that is a name on the PATH, but no path, as of an instruction.
+        """
+        super().layers()
+        names = [*command[:1], *(word for word in command[1:] if "/" not in word and word.split() == [word])]
+        needed = [part for name in (*names, *_COMMON) for part in tool_folders(name, path)]
+        shown = [*SYSTEM, *self.tools, *(tool.resolve() for tool in self.tools), *needed]
+        # what a link leads to is seen under its own path only
+        hidden = self.hidden_in(place for place in shown if not place.is_symlink())
+        layers = layered(shown, [*hidden, *projects_around(needed)])
+        for file in (Path(found) for found in (shutil.which(name, path=path) for name in names) if found):
+            for top, seen in (nearest(file, layers), nearest(file.resolve(), layers)):
+                if seen is False:
+                    raise InputError(
+                        f"the program {file} is in {top}, which sessions must not see: install it elsewhere, or move "
+                        "what is private out of that folder"
+                    )
+        return layers
 
     def image_digest(self, image: str) -> str:
         """Return an empty digest: there are no images."""

@@ -1,12 +1,20 @@
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import runtime
-from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, private_paths, require_narrow, tool_folders
+from rolltap.trainer.rollouts.runtimes.runtime import (
+    HidingRuntime,
+    layered,
+    private_paths,
+    projects_around,
+    require_narrow,
+    tool_folders,
+)
 from rolltap.trainer.tasks.task import CommandJudge, Task
 
 
@@ -40,7 +48,8 @@ def place(tmp_path, monkeypatch):
     (home / ".pyenv/versions/3.11/lib/python3.11").mkdir(parents=True)
     write("venv/pyvenv.cfg", f"home = {home}/.pyenv/versions/3.11/bin\nversion = 3.11\n")
     link("venv/bin/python", home / ".pyenv/versions/3.11/bin/python3.11")
-    write("venv/run/session.log")  # made at the root of a project
+    for path in ("run/session.log", "share/tasks", "etc/key", "lib/secret.py"):  # made at the root of a project
+        write(f"venv/{path}")
     write("venv/bin/mini", f"#!{home}/venv/bin/python\n")
     write(".pyenv/shims/tox", "#!/usr/bin/env sh\n")
     # pip install --user, pipx, a native program
@@ -51,6 +60,8 @@ def place(tmp_path, monkeypatch):
     link(".local/bin/claude", "../share/claude/versions/2")
     write("scripts/run.sh", "#!/bin/sh\n")
     write("scripts/not-a-program", mode=0o644)
+    write("project/shims/deploy", "#!/bin/sh\n")
+    write("project/secret")
     return home
 
 
@@ -61,17 +72,20 @@ FOLDERS = [
     ".pyenv/shims",
     ".local/bin",
     "scripts",
+    "project/shims",
 ]
-ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11"]
+NODE = [".nvm/versions/v22/bin", ".nvm/versions/v22/lib"]
+ENVIRONMENT = ["venv/pyvenv.cfg", "venv/bin", ".pyenv/versions/3.11/bin", ".pyenv/versions/3.11/lib"]
 
 
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ("agent", ["cache/agent-1/node_modules", ".nvm/versions/v22"]),
-        ("global", [".nvm/versions/v22", ".nvm/versions/v22/lib/node_modules"]),
+        ("agent", ["cache/agent-1/node_modules", *NODE]),
+        ("global", [*NODE, ".nvm/versions/v22/lib/node_modules"]),
         ("mini", ENVIRONMENT),
-        ("tox", [".pyenv"]),
+        ("tox", [".pyenv/shims", ".pyenv/versions"]),
+        ("deploy", ["project/shims/deploy"]),
         ("user-agent", [".local/bin/user-agent", ".local/lib/python3.11"]),
         ("mini-by-pipx", [".local/bin/mini-by-pipx", ".local/lib/python3.11", *ENVIRONMENT]),
         ("claude", [".local/bin/claude", ".local/lib/python3.11", ".local/share/claude/versions/2"]),
@@ -85,6 +99,41 @@ def test_a_program_is_found_with_all_of_its_installation_and_no_more(place, prog
     path = ":".join([*(str(place / folder) for folder in FOLDERS), "/usr/bin", "/bin"])
     found = tool_folders(program, path)
     assert {folder.relative_to(place) for folder in found} == {Path(folder) for folder in expected}
+
+
+def test_a_program_of_a_folder_that_rolltap_runs_in_is_found_only_by_an_absolute_path(place, monkeypatch):
+    monkeypatch.chdir(place / "scripts")
+    assert tool_folders("./run.sh", "") == tool_folders("run.sh", ".:") == ()
+    assert tool_folders(f"{place}/scripts/run.sh", "") == (place / "scripts" / "run.sh",)
+
+
+LAYERS = [
+    (["a"], [], {"a": True}),
+    ([], ["a"], {}),
+    (["a", "a/b"], [], {"a": True}),
+    (["a"], ["a/b", "a/b/c"], {"a": True, "a/b": False}),
+    (["a", "a/b/c"], ["a/b", "a/b/c/d"], {"a": True, "a/b": False, "a/b/c": True, "a/b/c/d": False}),
+    (["a/b"], ["a"], {"a/b": True}),
+    (["a-b", "a"], ["a-b/c"], {"a": True, "a-b": True, "a-b/c": False}),
+]
+
+
+@pytest.mark.parametrize(("shown", "hidden", "expected"), LAYERS)
+def test_what_is_nearest_above_a_file_says_whether_it_is_seen(shown, hidden, expected):
+    found = layered([Path("/", path) for path in shown], [Path("/", path) for path in hidden])
+    assert found == {Path("/", path): seen for path, seen in expected.items()}
+    assert list(found) == sorted(found)
+
+
+def test_what_is_needed_and_private_is_refused():
+    with pytest.raises(InputError, match=r"a session needs /a/b, and must not see it: .*install the program"):
+        layered([Path("/a"), Path("/a/b")], [Path("/a/b")])
+
+
+def test_a_project_of_the_system_is_found_around_its_environment():
+    places = ["/usr/local/p/.venv", "/usr/local/p", "/usr/share/p/envs/a", "/usr/lib/venv", "/srv/p/.venv", "/usr"]
+    found = projects_around([Path(place, "pyvenv.cfg") for place in places])
+    assert found == [Path(path) for path in ("/usr/local/p", "/usr/local/p", "/usr/share/p", "/usr/lib/venv")]
 
 
 def test_a_tool_folder_that_contains_the_home_or_the_workspace_is_refused_and_one_beside_them_is_not(place):
@@ -145,16 +194,17 @@ def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(tmp_path, hidden
     assert runtime.hidden_in([tmp_path / tool]) == [tmp_path / path for path in found]
 
 
-def test_all_paths_of_tasks_are_private_and_a_source_that_names_no_file_hides_nothing(tmp_path):
-    for name in ("run", "work", "start", "tests", "data", "rows"):
+def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("beside", "other", "start", "tests", "data", "rows"):
         (tmp_path / name).mkdir()
+    (tmp_path / "beside" / "run.json").touch()
     (tmp_path / "rows" / "tasks.jsonl").touch()
     judge = CommandJudge(command=["true"], tests=tmp_path / "tests", mounts={"/data": tmp_path / "data"})
     source = f"{tmp_path}/rows/tasks.jsonl, line 3"
     task = Task(id="t", instruction="i", workspace=tmp_path / "start", judge=judge, image="/usr", source=source)
-    found = private_paths(tmp_path / "run", tmp_path / "work", [task])
-    names = {"run", "work", "start", "tests", "data", "rows/tasks.jsonl"}
-    assert set(found) == {tmp_path / name for name in names}
-    task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3")
-    assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path]
-    assert private_paths(Path("/nowhere"), Path("/nowhere"), []) == []
+    found = private_paths(tmp_path / "run", [task], [tmp_path / "key"])
+    names = {"run", "beside", "key", "home", "start", "tests", "data", "rows/tasks.jsonl"}
+    assert set(found) == {Path(tempfile.gettempdir()), *(tmp_path / name for name in names)}
+    written = Task(id="t", instruction="i", evaluate=["true"])
+    assert private_paths(tmp_path / "run", [written], [tmp_path / "key"]) == found[:5]

@@ -20,7 +20,7 @@ class TestArguments:
     """The options of bubblewrap, as data."""
 
     def view(self, tmp_path, tools=(), **fields):
-        return View(spec_in(tmp_path, **fields), tmp_path / "etc", tools)
+        return View(spec_in(tmp_path, **fields), tmp_path / "etc", SandboxRuntime(tools).layers())
 
     def test_of_the_machine_only_system_folders_are_seen(self, tmp_path):
         arguments = self.view(tmp_path).arguments({})

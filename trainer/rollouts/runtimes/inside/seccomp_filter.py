@@ -11,8 +11,11 @@ from rolltap.addons.errors import InputError
 DENIED = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp"),
     *("perf_event_open", "bpf", "userfaultfd", "add_key", "request_key", "keyctl"),
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
 )
-"""Calls that reach into other processes of the same user, and calls of the kernel that agents do not need."""
+"""Calls that reach into other processes of the same user, or that agents do not need: io_uring passes by a filter."""
+FAMILIES = (1, 2, 10, 16)
+"""AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Sockets of others reach this machine past the box's network (AF_VSOCK)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +25,34 @@ class Architecture:
     audit: int
     numbers: tuple[int, ...]
     """Numbers of the calls in `DENIED`, in that order."""
+    sockets: tuple[int, int]
+    """Numbers of socket(2) and socketpair(2)."""
     foreign: int | None = None
     """The smallest number of the calls of another data model, x32."""
 
 
 ARCHITECTURES = {
-    "x86_64": Architecture(0xC000003E, (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250), 0x40000000),
-    "aarch64": Architecture(0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219)),
+    "x86_64": Architecture(
+        0xC000003E, (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250, 425, 426, 427), (41, 53), 0x40000000
+    ),
+    "aarch64": Architecture(
+        0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427), (198, 199)
+    ),
 }
 
-_NUMBER, _ARCHITECTURE = 0, 4
-"""Offsets in `struct seccomp_data`."""
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family, which comes first here."""
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """Operations of classic BPF: of 32 bits, with a constant."""
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
+_NO_FAMILY = 0x00050000 | errno.EAFNOSUPPORT
 
 
 def seccomp_filter(machine: str = "") -> bytes:
     """Return the filter for an architecture, by default this machine's: an array of `struct sock_filter`.
 
-    The calls in `DENIED` and those of x32 fail with EPERM. A program of another architecture, for instance of 32 bits,
+    The calls in `DENIED` and those of x32 fail with EPERM, and sockets of other families than `FAMILIES` with
+    EAFNOSUPPORT. A program of another architecture, for instance of 32 bits,
     is killed at its first call: its calls have other numbers. Raises `InputError` for an architecture that is not
     known.
     """
@@ -55,15 +66,25 @@ def seccomp_filter(machine: str = "") -> bytes:
     checks = [(_EQUAL, number) for number in architecture.numbers]
     if architecture.foreign is not None:
         checks.append((_AT_LEAST, architecture.foreign))
+    socket, pair = architecture.sockets
+    rest = [
+        _instruction(_EQUAL, socket, 1, 0),
+        _instruction(_EQUAL, pair, 0, len(FAMILIES) + 2),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        *(_instruction(_EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)),
+        _instruction(_RETURN, _NO_FAMILY),
+        _instruction(_RETURN, _ALLOW),
+    ]
+    over = len(checks) + len(rest) - 1
     return b"".join(
         [
             _instruction(_LOAD, _ARCHITECTURE),
             _instruction(_EQUAL, architecture.audit, 1, 0),
             _instruction(_RETURN, _KILL),
             _instruction(_LOAD, _NUMBER),
-            # each check jumps over those that follow it, and over the allowing return
-            *(_instruction(code, value, len(checks) - place, 0) for place, (code, value) in enumerate(checks)),
-            _instruction(_RETURN, _ALLOW),
+            # each check jumps over those that follow it, and over the rest
+            *(_instruction(code, value, over - place, 0) for place, (code, value) in enumerate(checks)),
+            *rest,
             _instruction(_RETURN, _FAIL),
         ]
     )
@@ -78,19 +99,24 @@ _NAMESPACES = frozenset({"clone", "clone3", "unshare", "setns", "mount", "umount
 """Calls with which a program without rights makes namespaces, and in them has rights over parts of the kernel."""
 _CLONE_FLAGS = 0x7E020000
 """Flags of clone(2) that make namespaces."""
+_SOCKETS = frozenset({"socket", "socketpair", "socketcall"})
+"""Calls that make sockets. A filter sees no argument of the last, which programs of 32 bits have."""
 _ENOSYS = 38
 
 
 def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return a profile of system calls that allows no program to make namespaces, and none of the calls in `DENIED`.
+    """Return a profile of system calls without namespaces, the calls in `DENIED`, and sockets beside `FAMILIES`.
 
     Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever: clone3(2) hides its
     flags from a filter, so it is called unknown, and the C library takes clone(2).
     """
+    ours = _NAMESPACES | _SOCKETS | set(DENIED)
     rules = [
-        {**rule, "names": [name for name in rule["names"] if name not in _NAMESPACES and name not in DENIED]}
-        for rule in profile.get("syscalls", [])
+        {**rule, "names": [name for name in rule["names"] if name not in ours]} for rule in profile.get("syscalls", [])
     ]
+    for family in FAMILIES:
+        equal = {"index": 0, "value": family, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+        rules.append({"names": ["socket", "socketpair"], "action": "SCMP_ACT_ALLOW", "args": [equal]})
     no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
     rules += [
         {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},
