@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.build import build_image
 from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, Engine, EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import without_namespaces
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
-from rolltap.trainer.tasks.task import Limits
+from rolltap.trainer.tasks.task import Build, Limits
 
 _PULL_SECONDS = 3600.0
 
@@ -273,15 +274,23 @@ def _docker(command: tuple[str, ...]) -> ContainerEngine:
 class ContainerRuntime(HidingRuntime):
     """Boxes that are containers: of an image, or of a root folder, of which each gets a copy on write.
 
-    `engine` is `podman` or `docker`; `arguments` stand before its commands.
+    `engine` is `podman` or `docker`; `arguments` stand before its commands. With `build` it builds tasks' images.
     """
 
     name = "container"
     isolated = True
     warning: str | None = None
 
-    def __init__(self, engine: str = "podman", arguments: Sequence[str] = (), *, tools: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        engine: str = "podman",
+        arguments: Sequence[str] = (),
+        *,
+        tools: Sequence[Path] = (),
+        build: bool = False,
+    ) -> None:
         super().__init__(tools)
+        self.builds = build
         self._program, self._arguments = engine, tuple(arguments)
         self.id = secrets.token_hex(4)
         """Value of the label `rolltap` of the runtime's containers."""
@@ -327,6 +336,10 @@ class ContainerRuntime(HidingRuntime):
                 f'"podman", or make an image: tar -C {image} -c . | docker import - NAME'
             )
         return self._engine()
+
+    async def build(self, image: str, build: Build, log: Path) -> None:
+        """Build an image, unless it is there. See `build_image`."""
+        await build_image((await asyncio.to_thread(self._engine)).command, image, build, log)
 
     def image_digest(self, image: str) -> str:
         """Return the SHA-256 of an image's configuration or of a root folder's content. It may pull the image.
