@@ -118,10 +118,14 @@ _MAX_PROCESSES = 32768
 _FURTHER_PROCESSES = 64
 _USER = "0:0"
 """Root of a box is this user on this machine: without user namespaces only root has containers."""
+_NOBODY = "65534:65534"
+"""User of the first process in a container of Docker, which has no masks: root of the box has no rights over it."""
 _CLOSED = "--network none --cap-drop all --security-opt no-new-privileges --cgroupns private --log-driver none"
 _MASKED = ("/proc/pressure", "/proc/1/mem", "/proc/1/task")
 """Files that root of a container may open for writing: each writer of the first is a thread of the kernel, and the
 others are the memory of the first process, whose end is the end of the container."""
+_PROFILE = Path("/usr/share/containers/seccomp.json")
+"""Podman's profile of system calls, where its packages have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +146,15 @@ class ContainerEngine(Engine):
     def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""
         image = str(spec.image)
+        podman = self.command[0] == "podman"
         options = [
-            *f"--name {name} --label {LABEL}={self.label} --hostname localhost --user {_USER}".split(),
+            *f"--name {name} --label {LABEL}={self.label} --hostname localhost".split(),
+            *("--user", _USER if podman else _NOBODY),
             *f"{_CLOSED} --pull never --stop-timeout 0 --no-healthcheck --entrypoint {KEEPER[0]}".split(),
             *self._limits(spec.limits),
             *mount_options(mounts, "readonly"),
         ]
-        if self.command[0] == "podman":
+        if podman:
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
             options += ["--security-opt", f"mask={':'.join(_MASKED)}"]
         if self.seccomp is not None:
@@ -157,6 +163,16 @@ class ContainerEngine(Engine):
             options += ["--security-opt", f"seccomp={profile}"]
         source = ["--rootfs", f"{image}:O"] if is_root_folder(image) else [image]
         return [[*self.command, "create", *options, *source, *KEEPER[1:]], [*self.command, "start", name]]
+
+    def execute(self, name: str, command: Sequence[str]) -> list[str]:
+        """See `Engine.execute`."""
+        return [*self.command, "exec", "--user", _USER, name, *command]
+
+    def close(self, pid: int) -> list[list[str]]:
+        """See `Engine.close`. Docker's command line has no mask."""
+        if self.command[0] == "podman" or os.geteuid() or not Path(_MASKED[0]).is_dir():
+            return []
+        return [["mount", "--namespace", str(pid), "--types", "tmpfs", "--options", "ro", "tmpfs", _MASKED[0]]]
 
     def _limits(self, limits: Limits) -> Iterator[str]:
         if limits.cpus is not None and "cpu" in self.controllers:
@@ -209,7 +225,8 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{program} does not work here: {error}; {_INSTALL[program]}") from error
     controllers = frozenset(host.get("cgroupControllers") or ())
-    seccomp = _profile(host.get("security") or {})
+    security = host.get("security") or {}
+    seccomp = _profile(security.get("seccompProfilePath")) if security.get("seccompEnabled") else None
     failures: list[str] = []
     for further in _podman_arguments(arguments):
         for usable in dict.fromkeys((controllers, frozenset[str]())):
@@ -226,10 +243,9 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     )
 
 
-def _profile(security: dict[str, Any]) -> dict[str, Any] | None:
-    """Return Podman's profile of system calls, narrowed; None where the kernel or Podman has none."""
-    path = security.get("seccompProfilePath")
-    if not security.get("seccompEnabled") or not path or not Path(path).is_file():
+def _profile(path: str | Path | None) -> dict[str, Any] | None:
+    """Return a profile of system calls, narrowed; None where there is none."""
+    if not path or not Path(path).is_file():
         return None
     return without_namespaces(json.loads(Path(path).read_text()))
 
@@ -261,14 +277,18 @@ def _try(engine: ContainerEngine) -> None:
 def _docker(command: tuple[str, ...]) -> ContainerEngine:
     """Return Docker's engine. Raises `InputError` for a daemon whose containers this user cannot enter."""
     info = json.loads(call([*command, "info", "--format", "{{json .}}"]))
-    rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
-    if os.geteuid() and not rootless:
+    security = " ".join(info.get("SecurityOptions") or ())
+    if os.geteuid() and "rootless" not in security:
         raise InputError(
             "containers of the system's Docker daemon have networks that only root can enter: run rolltap as root, use "
             'rootless Docker, or set container_engine = "podman"'
         )
     known = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}
-    return ContainerEngine(command=command, controllers=frozenset(name for name, key in known.items() if info.get(key)))
+    controllers = frozenset(name for name, key in known.items() if info.get(key))
+    # without Podman's profile Docker's own one, which makes no namespaces either
+    return ContainerEngine(
+        command=command, controllers=controllers, seccomp=_profile(_PROFILE) if "seccomp" in security else None
+    )
 
 
 class ContainerRuntime(HidingRuntime):

@@ -1,4 +1,4 @@
-"""The engines' command lines and images as data. A script answers in Docker's place, whose daemon is not there."""
+"""The engines' command lines and images as data. A script answers in Docker's place."""
 
 import json
 import os
