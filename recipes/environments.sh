@@ -153,8 +153,8 @@ npm_packages() {
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
-# The programs of the runtimes `sandbox` and `container`, in 20 seconds. Without them their tests are skipped. The Docker
-# daemon is not started here: tests start one of their own.
+# The programs of the runtimes `sandbox` and `container`. Without them their tests are skipped. The Docker daemon is not
+# started here: tests start one of their own.
 programs_isolation() {
     if type bwrap podman runc docker dockerd >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then

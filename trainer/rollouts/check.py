@@ -148,8 +148,6 @@ def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) 
     if task.workspace is not None and not task.workspace.is_dir():
         raise InputError(f"{where}: the workspace {task.workspace} is not a folder")
     named: list[tuple[str, Path]] = [("'files'", path) for path in task.files.values()]
-    if task.build is not None:
-        named.append(("'build.folder'", task.build.folder / "Dockerfile"))
     for judge in judges:
         if not isinstance(judge, LLMJudge) and judge.tests is not None:
             named.append(("'judge.tests'", judge.tests))

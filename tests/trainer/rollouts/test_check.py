@@ -145,8 +145,6 @@ def test_a_task_that_needs_a_build_is_refused_without_it_and_the_option_is_named
     message = r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build with --runtime container"
     with pytest.raises(InputError, match=message):
         fit_tasks([to_build("a", "FROM x")], runtime)
-    with pytest.raises(InputError, match=r"'build\.folder' names .*/Dockerfile, which does not exist"):
-        fit_tasks([make_task(build={"folder": "nope"})], runtime)
 
 
 async def test_images_are_built_at_the_same_time_and_alike_ones_once(to_build, tmp_path):

@@ -30,10 +30,11 @@ async def build_image(engine: Sequence[str], image: str, build: Build, log: Path
         return
     except OSError:
         log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*engine, "build", "--tag", image, str(build.folder)]
+    options = ["--force-rm", "--tag", image, "--file", str(build.folder / "Dockerfile")]
+    command = [*engine, "build", *options, str(build.folder)]
     ended = await run_supervised(command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log)
     if ended.status != 0:
         how = f"does not end within {build.timeout:g} s" if ended.stopped else f"ends with status {ended.status}"
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2][-300:]
+        last = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()[-300:]
         shown = "".join(letter if letter.isprintable() else " " for letter in last)
         raise InputError(f"its image cannot be built: the build of {build.folder} {how}: {shown} (see {log})")

@@ -124,8 +124,8 @@ _CLOSED = "--network none --cap-drop all --security-opt no-new-privileges --cgro
 _MASKED = ("/proc/pressure", "/proc/1/mem", "/proc/1/task")
 """Files that root of a container may open for writing: each writer of the first is a thread of the kernel, and the
 others are the memory of the first process, whose end is the end of the container."""
-_PROFILE = Path("/usr/share/containers/seccomp.json")
-"""Podman's profile of system calls, where its packages have it."""
+_PROFILE = "/usr/share/containers/seccomp.json"
+"""Podman's profile of system calls. Docker gets it too, where it is; its own one makes no namespaces either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +225,7 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{program} does not work here: {error}; {_INSTALL[program]}") from error
     controllers = frozenset(host.get("cgroupControllers") or ())
-    security = host.get("security") or {}
-    seccomp = _profile(security.get("seccompProfilePath")) if security.get("seccompEnabled") else None
+    seccomp = _profile(host.get("security") or {})
     failures: list[str] = []
     for further in _podman_arguments(arguments):
         for usable in dict.fromkeys((controllers, frozenset[str]())):
@@ -243,9 +242,10 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     )
 
 
-def _profile(path: str | Path | None) -> dict[str, Any] | None:
-    """Return a profile of system calls, narrowed; None where there is none."""
-    if not path or not Path(path).is_file():
+def _profile(security: dict[str, Any]) -> dict[str, Any] | None:
+    """Return Podman's profile of system calls, narrowed; None where the kernel or Podman has none."""
+    path = security.get("seccompProfilePath")
+    if not security.get("seccompEnabled") or not path or not Path(path).is_file():
         return None
     return without_namespaces(json.loads(Path(path).read_text()))
 
@@ -277,18 +277,16 @@ def _try(engine: ContainerEngine) -> None:
 def _docker(command: tuple[str, ...]) -> ContainerEngine:
     """Return Docker's engine. Raises `InputError` for a daemon whose containers this user cannot enter."""
     info = json.loads(call([*command, "info", "--format", "{{json .}}"]))
-    security = " ".join(info.get("SecurityOptions") or ())
-    if os.geteuid() and "rootless" not in security:
+    options = " ".join(info.get("SecurityOptions") or ())
+    if os.geteuid() and "rootless" not in options:
         raise InputError(
             "containers of the system's Docker daemon have networks that only root can enter: run rolltap as root, use "
             'rootless Docker, or set container_engine = "podman"'
         )
     known = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}
     controllers = frozenset(name for name, key in known.items() if info.get(key))
-    # without Podman's profile Docker's own one, which makes no namespaces either
-    return ContainerEngine(
-        command=command, controllers=controllers, seccomp=_profile(_PROFILE) if "seccomp" in security else None
-    )
+    security = {"seccompEnabled": "seccomp" in options, "seccompProfilePath": _PROFILE}
+    return ContainerEngine(command=command, controllers=controllers, seccomp=_profile(security))
 
 
 class ContainerRuntime(HidingRuntime):
@@ -302,12 +300,7 @@ class ContainerRuntime(HidingRuntime):
     warning: str | None = None
 
     def __init__(
-        self,
-        engine: str = "podman",
-        arguments: Sequence[str] = (),
-        *,
-        tools: Sequence[Path] = (),
-        build: bool = False,
+        self, engine: str = "podman", arguments: Sequence[str] = (), *, tools: Sequence[Path] = (), build: bool = False
     ) -> None:
         super().__init__(tools)
         self.builds = build

@@ -2,16 +2,19 @@
 
 import os
 
+import psutil
 import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, image_id
+from rolltap.trainer.rollouts.runtimes.engine_box import call
 from rolltap.trainer.tasks.task import Build
-from tests.boxes import copy_programs, imported, make_spec, sh
+from tests.boxes import copy_programs, imported, make_spec, sh, wait_until_dead
 from tests.deep import cases
 
-DOCKERFILE = "FROM {base}\nRUN cat /programs/sh > /dev/null && echo built > /made\nCOPY . /app\nWORKDIR /app\n"
+MARKER = f"3600.{os.getpid()}"
+DOCKERFILE = "FROM {base}\nLABEL test={label}\nRUN echo built > /made\nCOPY . /app\nWORKDIR /app\n"
 
 
 @pytest.fixture(scope="module", params=cases(["podman", "docker"]))
@@ -27,21 +30,21 @@ def base(request, tmp_path_factory):
 
 @pytest.fixture
 def build(base, tmp_path):
-    """A function that returns a build with a Dockerfile, and the runtime. Its image is removed at the end."""
+    """A function that returns a build with a Dockerfile, and the runtime. What it makes is removed at the end."""
     engine, name = base
     runtime = ContainerRuntime(*engine, build=True)
-    made = []
+    label = f"{os.getpid()}-{tmp_path.name}"
 
     def build(dockerfile=DOCKERFILE, **fields):
         folder = tmp_path / "task" / "environment"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "Dockerfile").write_text(dockerfile.format(base=name) + f"LABEL test={os.getpid()}-{tmp_path.name}\n")
-        made.append(Build(folder=folder, **fields))
-        return made[-1]
+        (folder / "Dockerfile").write_text(dockerfile.format(base=name, label=label, marker=MARKER))
+        return Build(folder=folder, **fields)
 
     yield build, runtime
-    for each in made:
-        os.spawnlp(os.P_WAIT, engine[0], engine[0], "image", "rm", "--force", image_of(each))
+    if engine == ("podman",):  # the daemon of Docker is gone with all that it has
+        images = call(["podman", "image", "ls", "--all", "--quiet", "--filter", f"label=test={label}"]).split()
+        call(["podman", "image", "rm", "--force", *dict.fromkeys(images)])
 
 
 async def test_a_built_image_has_the_folder_of_its_dockerfile_and_nothing_beside_it(build, tmp_path):
@@ -77,7 +80,7 @@ async def test_an_image_is_built_once_and_again_when_the_folder_changes(build, t
     ("line", "timeout", "message"),
     [
         ("RUN echo why >&2; exit 3", 120, r"its image cannot be built: .* ends with status \d+: .*echo why.* 3"),
-        ("RUN sleep 3600", 3, r"environment does not end within 3 s: \S"),
+        ("RUN sleep {marker}", 3, r"environment does not end within 3 s: \S"),
     ],
 )
 async def test_a_build_that_fails_or_does_not_end_says_its_last_line(build, tmp_path, line, timeout, message):
@@ -85,5 +88,7 @@ async def test_a_build_that_fails_or_does_not_end_says_its_last_line(build, tmp_
     asked = build(DOCKERFILE + line + "\n", timeout=timeout)
     with pytest.raises(InputError, match=message):
         await runtime.build(image_of(asked), asked, tmp_path / "log")
+    left = [each.pid for each in psutil.process_iter(["cmdline"]) if MARKER in (each.info["cmdline"] or ())]
+    assert all(map(wait_until_dead, left))
     with pytest.raises(InputError, match="cannot be pulled"):
         image_id([*runtime._engine().command], image_of(asked))

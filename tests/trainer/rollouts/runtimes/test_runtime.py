@@ -155,6 +155,7 @@ def test_all_paths_of_tasks_are_private_and_a_source_that_names_no_file_hides_no
     found = private_paths(tmp_path / "run", tmp_path / "work", [task])
     names = {"run", "work", "start", "tests", "data", "rows/tasks.jsonl"}
     assert set(found) == {tmp_path / name for name in names}
-    task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3")
-    assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path]
+    build = {"folder": tmp_path / "start"}
+    task = Task(id="t", instruction="i", evaluate=["true"], source="a book, page 3", build=build)
+    assert private_paths(tmp_path, tmp_path, [task]) == [tmp_path, tmp_path / "start"]
     assert private_paths(Path("/nowhere"), Path("/nowhere"), []) == []
