@@ -153,15 +153,16 @@ npm_packages() {
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
-# The programs of the runtimes `sandbox` and `container`, in 10 seconds. Without them their tests are skipped.
+# The programs of the runtimes `sandbox` and `container`. Without them their tests are skipped. The Docker daemon is not
+# started here: tests start one of their own.
 programs_isolation() {
-    if type bwrap podman runc >/dev/null 2>&1; then return; fi
+    if type bwrap podman runc docker dockerd >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
         export DEBIAN_FRONTEND=noninteractive
         timeout 300 apt-get update -qq &&
-            timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap podman runc >/dev/null && return
+            timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap podman runc docker.io >/dev/null && return
     fi
-    say "bubblewrap, podman and runc are not all installed (apt-get install bubblewrap podman runc): tests are skipped"
+    say "not all of bubblewrap, podman, runc and docker.io are installed (apt-get install ...): tests are skipped"
 }
 
 # Add every harness to the PATH, in the version of its preset. The tests of one that fails to install are skipped. The

@@ -1,17 +1,22 @@
-"""Real boxes for tests: sandboxes of bubblewrap, and containers of Podman with a root folder of this machine."""
+"""Real boxes for tests: sandboxes of bubblewrap, containers of Podman and of a Docker daemon, and images for them."""
 
 import functools
 import os
+import secrets
 import select
 import shutil
+import socket
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.container import LABEL, ContainerRuntime, system_root
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, scratch_folder
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 
 
@@ -32,6 +37,67 @@ sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
 def require_podman() -> None:
     if reason := fault_of(ContainerRuntime):
         pytest.skip(reason)
+
+
+@contextmanager
+def docker_daemon() -> Iterator[str]:
+    """Run a Docker daemon of the tests' own, and yield the address of its socket. Skips the test where it cannot run.
+
+    It makes no bridge and no rules of a firewall: containers have the network `none`, and nothing of this machine
+    changes.
+    """
+    if not shutil.which("dockerd") or not shutil.which("docker"):
+        pytest.skip("Docker is not installed: apt-get install docker.io")
+    if os.geteuid():
+        pytest.skip("only root can run a Docker daemon")
+    with scratch_folder() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+        ready.bind(str(folder / "ready"))
+        host = f"unix://{folder}/docker.sock"
+        command = ["dockerd", "--storage-driver", "vfs", "--bridge", "none", "--iptables=false", "--ip6tables=false"]
+        for option, name in {"data-root": "data", "exec-root": "exec", "pidfile": "pid"}.items():
+            command += [f"--{option}", str(folder / name)]
+        environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "ready")}
+        with (folder / "log").open("wb") as log:
+            daemon = subprocess.Popen([*command, "--host", host], env=environment, stdout=log, stderr=log)
+        ended = os.pidfd_open(daemon.pid)
+        try:
+            select.select([ready, ended], [], [], 60)
+            if not select.select([ready], [], [], 0)[0]:
+                pytest.skip(f"dockerd does not start: {(folder / 'log').read_text().strip()[-500:]}")
+            yield host
+        finally:
+            os.close(ended)
+            daemon.terminate()
+            daemon.wait()
+
+
+@contextmanager
+def imported(root: Path, engine: Sequence[str], *changes: str) -> Iterator[str]:
+    """Make an image of a root folder, with changes like `ENV A=1`, and yield its name. It is removed at the end."""
+    archive, name = root.with_suffix(".tar"), f"localhost/rolltap-test-{secrets.token_hex(6)}"
+    subprocess.run(["tar", "-C", root, "-cf", archive, "."], check=True)
+    command = [*engine, "import", *(word for change in changes for word in ("--change", change)), archive, name]
+    subprocess.run(command, check=True, capture_output=True)
+    try:
+        yield name
+    finally:
+        subprocess.run([*engine, "image", "rm", "--force", name], check=True, capture_output=True)
+
+
+def copy_programs(root: Path, *names: str) -> None:
+    """Copy programs of this machine into the folder `programs` of a root folder, with their libraries.
+
+    The shell is in `bin` too.
+    """
+    for name in names:
+        program = Path("/usr/bin", name).resolve()
+        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        targets = {f"programs/{name}": program, **({"bin/sh": program} if name == "sh" else {})}
+        targets |= {word.lstrip("/"): Path(word) for word in listed.split() if word.startswith("/")}
+        for target, source in targets.items():
+            (root / target).parent.mkdir(parents=True, exist_ok=True)
+            (root / target).write_bytes(source.read_bytes())
+            (root / target).chmod(0o755)
 
 
 def wait_until_dead(pid: int) -> bool:
@@ -64,6 +130,15 @@ def make_spec(folder: Path, **settings) -> BoxSpec:
     name = f"test-{os.getpid()}-{folder.name}"
     values = {"workdir": "/workspace", "image": str(folder / "root"), "name": name, **settings}
     return BoxSpec(workspace=folder / "workspace", home=folder / "home", mounts=mounts, **values)
+
+
+def make_docker_spec(folder: Path, **settings) -> BoxSpec:
+    """Return such a box with an image of Docker, which is as empty as the root folder."""
+    spec = make_spec(folder, **settings)
+    image = f"localhost/rolltap-test-{spec.name}"
+    packed = subprocess.run(["tar", "-C", folder / "root", "-c", "."], check=True, capture_output=True).stdout
+    subprocess.run(["docker", "import", "-", image], input=packed, check=True, stdout=subprocess.DEVNULL)
+    return replace(spec, image=image)
 
 
 ENV = {"PATH": "/usr/bin:/bin", "HOME": "/home/agent"}

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from rolltap.trainer.engine.serve import EngineServer
 from tests import deep
+from tests.boxes import docker_daemon
 from tests.recorder_process import Recorder
 from tests.scripted_engine import ScriptedEngine
 
@@ -43,6 +44,14 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     words.make_tokenizer(words.filler_text()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def docker() -> Iterator[None]:
+    """Name a Docker daemon of the tests' own in the environment. Skips the test where none can run."""
+    with docker_daemon() as host, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DOCKER_HOST", host)
+        yield
 
 
 @pytest.fixture(scope="session")

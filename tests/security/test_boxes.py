@@ -1,9 +1,10 @@
-"""Attacks by programs that run in boxes: sandboxes, and containers of a root folder with this machine's /usr."""
+"""Attacks by programs that run in boxes: sandboxes, and containers whose /usr is this machine's."""
 
 import functools
 import os
 import pwd
 import signal
+import subprocess
 import tempfile
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, scratch_folder
+from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, scratch_folder
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import fault_of
 from tests.deep import DEEP, cases
@@ -32,26 +33,50 @@ class OfRootFolder(ContainerRuntime):
 
     def box(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
         root = Path(tempfile.mkdtemp(prefix="root-", dir=spec.workspace.parent))
-        mounts = system_root(root)
-        for folder in ("etc", "tmp"):
-            (root / folder).mkdir()
-        (root / "etc" / "passwd").write_text("agent:x:0:0::/home/agent:/bin/sh\n")
+        mounts = fill(root)
         return super().box(replace(spec, image=str(root), mounts=mounts))
+
+
+class OfImage(ContainerRuntime):
+    """Containers of Docker, of an image that is as empty as the root folder."""
+
+    def box(self, spec: BoxSpec) -> AbstractAsyncContextManager[Box]:
+        with scratch_folder() as root:
+            mounts = fill(root)
+            root.chmod(0o755)
+            packed = subprocess.run(["tar", "-C", root, "-c", "."], check=True, capture_output=True).stdout
+        command = ["docker", "import", "-", "localhost/rolltap-test"]
+        subprocess.run(command, input=packed, check=True, stdout=subprocess.DEVNULL)
+        return super().box(replace(spec, image="localhost/rolltap-test", mounts=mounts))
+
+
+def fill(root: Path) -> list[Mount]:
+    """Make the few files of a system whose programs are this machine's. Return the mounts that it needs."""
+    for folder in ("etc", "tmp"):
+        (root / folder).mkdir()
+    (root / "etc" / "passwd").write_text("agent:x:0:0::/home/agent:/bin/sh\n")
+    (root / "tmp").chmod(0o1777)
+    return system_root(root)
 
 
 def container():
     return OfRootFolder()
 
 
+def docker_container():
+    return OfImage("docker")
+
+
 BOXES = {
     f"sandbox of {ME}": (sandbox, ME, list(SCRIPTS)),
     "container": (container, ME, list(SCRIPTS) if DEEP else ONE_OF_EACH),
+    "container of Docker": (docker_container, ME, list(SCRIPTS) if DEEP else ["disturb the first process of its box"]),
     "sandbox of nobody": (sandbox, "nobody", list(SCRIPTS)),
 }
 """Function that makes the runtime, user, and the scripts that it runs."""
 
 
-CHOSEN = cases(BOXES, 0, 1)
+CHOSEN = cases(BOXES, 0, 1, 2)
 
 
 def in_each_box(names):
@@ -61,7 +86,7 @@ def in_each_box(names):
 
 
 @pytest.fixture(scope="module")
-def played():
+def played(request):
     """Return a function that plays all scripts in a box, once, and returns the machine and how each script ended.
 
     The box is no parameter of the fixture: pytest makes such a fixture anew for each pair of parameters of a test.
@@ -71,6 +96,8 @@ def played():
         @functools.cache
         def play_in(box):
             make, user, names = BOXES[box]
+            if make is docker_container:
+                request.getfixturevalue("docker")
             if reason := fault_of(make):
                 pytest.skip(reason)
             if user != ME and os.getuid() != 0:

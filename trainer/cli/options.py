@@ -119,6 +119,7 @@ def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         float: click.FloatRange(bounds.get("gt"), min_open=True),
         Path: FOLDER,
         str: click.STRING,
+        bool: click.BOOL,
     }
     several = field.annotation is not None and get_origin(field.annotation) is tuple
     return click.option(
@@ -128,6 +129,7 @@ def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         default=field.default,
         show_default=True,
         multiple=several,
+        is_flag=kind is bool,
         help=f"{field.description}{' Repeatable.' if several else ''}",
     )
 

@@ -48,7 +48,7 @@ async def rollout_async(
 
     `settings` are the fields of `rolltap.types.RolloutConfig`, as the options of `rolltap rollout`: `sessions` (of each
     task; they are one group), `concurrency`, `recorders`, `timeout`, `repositories`, `tools`, `container_engine`,
-    `container_arguments`, `budget`, `retries`, `give_up_after` and `recorder`.
+    `container_arguments`, `build`, `budget`, `retries`, `give_up_after` and `recorder`.
 
     `out` is the run folder. A rollout into the folder of an earlier one resumes it: sessions that have ended are used
     again; those that were interrupted, failed because of the engine, the recorder or the machine, or could not be

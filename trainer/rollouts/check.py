@@ -1,5 +1,6 @@
 """Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,11 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import same_folder
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
+from rolltap.trainer.rollouts.runtimes.build import image_of
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
-from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import Build, CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ def check_engines(engine: str, model: str) -> str:
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
-    """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none.
+    """Return the tasks as a runtime runs them: without an image that is optional, where the runtime has none, and with
+    the name of the image that is to be built.
 
     Tasks that need what the runtime does not have, or whose instruction is too long for an argument of the harness, are
     left out, and a warning counts them. Raises `InputError` when
@@ -61,18 +65,53 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None =
             fitting.append(_fit(task, runtime, harness))
         except RefusedError as error:
             refused.append(error)
+    return _require_some(fitting, refused)
+
+
+def _require_some(fitting: list[Task], refused: Sequence[RefusedError]) -> list[Task]:
+    """Return the tasks that fit. A warning counts the others; when these are all, an error does."""
     if not fitting and len(refused) == 1:
         raise refused[0]
     if refused:
-        message = describe_refused(refused, len(tasks))
+        message = describe_refused(refused, len(fitting) + len(refused))
         if not fitting:
             raise InputError(message)
         logger.warning("%s; the others are run", message)
     return fitting
 
 
+async def build_images(tasks: Sequence[Task], runtime: Runtime, logs: Path, *, at_once: int) -> list[Task]:
+    """Build the images of tasks, `at_once` at a time, and return the tasks whose images are there.
+
+    The folder `logs` gets the output of each build. A warning counts the tasks whose image cannot be built. Raises
+    `InputError` when these are all.
+    """
+    builds = {task.image: task.build for task in tasks if task.image is not None and task.build is not None}
+    if not builds or not isinstance(runtime, ContainerRuntime):
+        return list(tasks)
+    places = asyncio.Semaphore(at_once)
+    faults: dict[str | None, str] = {}
+
+    async def make(image: str, build: Build) -> None:
+        async with places:
+            try:
+                await runtime.build(image, build, logs / f"build-{image.rpartition(':')[2][:16]}.log")
+            except (InputError, OSError) as error:
+                faults[image] = str(error)
+
+    async with asyncio.TaskGroup() as making:
+        for image, build in builds.items():
+            making.create_task(make(image, build))
+    refused = [RefusedError(f"{_where(task)}: {faults[task.image]}") for task in tasks if task.image in faults]
+    return _require_some([task for task in tasks if task.image not in faults], refused)
+
+
+def _where(task: Task) -> str:
+    return f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+
+
 def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
-    where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
+    where = _where(task)
     command = [task.instruction] if harness is None else harness.command_for(task.instruction)
     size = max(len(os.fsencode(argument)) for argument in command) + 1
     if size > _ARGUMENT_BYTES:
@@ -103,6 +142,15 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
         )
     if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
         raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: pip install 'rolltap[swe]'")
+    if task.build is not None:
+        if not isinstance(runtime, ContainerRuntime) or not runtime.builds:
+            file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))
+            raise RefusedError(
+                f"{where}: {file}: this needs an image to be built: use --build with --runtime container (in a recipe, "
+                f"build = true), or run `podman build -t NAME {task.build.folder}` and name it as the task's image "
+                "('environment.docker_image' of a Harbor task)"
+            )
+        return task.model_copy(update={"image": image_of(task.build)})
     if isinstance(runtime, ImageRuntime):
         if task.image is None:
             raise RefusedError(f"{where} has no image, and the runtime {runtime.name} needs one: give 'image'")

@@ -24,7 +24,7 @@ RENAMED = {
     "max_prompt_tokens": "budget.prompt_tokens",
 }
 """Earlier name of a setting -> its name. The earlier one is refused, and the refusal names the other."""
-RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments")
+RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments", "build")
 """Settings of a runtime that is chosen by its name."""
 
 FREE_OPTIONS = frozenset({"rolltap_secret_file", "rolltap_engine_key_file", "rolltap_patience", "rolltap_fsync"})
@@ -75,6 +75,8 @@ class RolloutConfig(BaseModel):
     """Program of the runtime `container`. By default the first that is installed."""
     container_arguments: tuple[str, ...] = ()
     """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
+    build: bool = False
+    """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the container engine."""
     budget: Budget = Budget()
     """Budgets of each session: see `Budget`."""
     retries: int = Field(default=2, ge=0)
@@ -118,6 +120,7 @@ class RolloutConfig(BaseModel):
             tools=self.tools,
             container_engine=self.container_engine,
             container_arguments=self.container_arguments,
+            build=self.build,
         )
 
 
@@ -132,6 +135,7 @@ class RolloutArguments(TypedDict, total=False):
     tools: Sequence[str | Path]
     container_engine: str | None
     container_arguments: Sequence[str]
+    build: bool
     budget: Budget | Mapping[str, int]
     retries: int
     give_up_after: int

@@ -15,7 +15,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, progress_bar
-from rolltap.trainer.rollouts.check import check_engines, fit_tasks
+from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.check import check_judges
@@ -78,6 +78,11 @@ class Worker:
         check_judges(fitting, self.recorder.engine)
         return fitting
 
+    async def build(self, tasks: Sequence[Task]) -> list[Task]:
+        """Build the images of fitting tasks. Return the tasks that have theirs: see `build_images`."""
+        logs = self.recorder.path / "logs"
+        return await build_images(tasks, self.runtime, logs, at_once=self.config.concurrency)
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(rollout_lock(self.recorder.path))
@@ -131,6 +136,9 @@ async def roll_out(
     weights = await asyncio.to_thread(check_engines, recorder.engine, recorder.model)
     async with worker:
         weights = f"{weights},{PolicyFile(recorder.path).read().version}"
+        if progress and any(task.build for task in fitting):
+            print(f"building the images of tasks; {recorder.path / 'logs'} has the output", file=sys.stderr)
+        fitting = await worker.build(fitting)
         recorded = Recorded(load_sessions(recorder.path).values())
         keys = await keys_of(fitting, worker.stage, weights)
         groups = [

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.task import CommandJudge, Limits, Task
+from rolltap.trainer.tasks.task import Build, CommandJudge, Limits, Task
 from rolltap.trainer.toml import load_toml
 
 _NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
@@ -160,7 +160,7 @@ class _Agent(_Network):
 
 
 class _Environment(_Network):
-    build_timeout_sec: float = 600.0
+    build_timeout_sec: float = Field(default=600.0, gt=0)
     docker_image: str | None = None
     os: str = "linux"
     cpus: float | None = Field(default=None, gt=0)
@@ -276,11 +276,12 @@ def load_harbor(folder: Path) -> Task:
     """Return the task of a Harbor folder. The judge runs `tests/test.sh`, mounted at /tests, in a fresh box.
 
     Files that the Dockerfile copies into its work folder are laid into the workspace, and an image that is a plain
-    operating system or Python is optional. A verifier with `environment_mode = "separate"` gets the declared artifacts
-    only, others get all changes of the work folder; what the agent changed elsewhere in its box is not judged.
+    operating system or Python is optional. A Dockerfile that needs a build is the task's `build`. A verifier with
+    `environment_mode = "separate"` gets the declared artifacts only, others get all changes of the work folder; what
+    the agent changed elsewhere in its box is not judged.
 
     Raises pydantic's `ValidationError`, and `InputError`, which names the files and keys, for what is missing, and for
-    what Harbor has and rolltap has not: images to build, several steps, other services, users, GPUs, MCP servers,
+    what Harbor has and rolltap has not: several steps, other services, users, GPUs, MCP servers,
     skills, health checks, a verifier's own image or the agent's box for it, Windows.
     """
     folder = folder.resolve()
@@ -295,6 +296,7 @@ def load_harbor(folder: Path) -> Task:
         files=environment.files,
         image=environment.image,
         image_optional=environment.optional,
+        build=environment.build,
         workdir=environment.workdir,
         timeout=config.agent.timeout_sec,
         limits=config.environment.limits(),
@@ -325,13 +327,14 @@ def _faults(folder: Path, config: HarborConfig) -> list[str]:
 
 
 class _FoundEnvironment(NamedTuple):
-    """An image, and what lies over its files in the work folder. `optional` as `Task.image_optional`."""
+    """An image or its build, and what lies over its files in the work folder. `optional` as `Task.image_optional`."""
 
     image: str | None
     optional: bool
     workdir: str
     files: dict[str, Path]
     env: dict[str, str]
+    build: Build | None = None
 
 
 def _environment(folder: Path, config: HarborConfig) -> _FoundEnvironment:
@@ -350,10 +353,8 @@ def _environment(folder: Path, config: HarborConfig) -> _FoundEnvironment:
         return _FoundEnvironment(image or says.base, optional, workdir, files, says.env)
     if image is not None:
         return _FoundEnvironment(image, False, workdir, {}, {})
-    raise InputError(
-        f"{source / 'Dockerfile'}, {unclear}: this needs an image to be built: run `podman build -t NAME {source}`, "
-        "set 'environment.docker_image' to NAME in task.toml, and use the runtime container"
-    )
+    build = Build(folder=source, timeout=config.environment.build_timeout_sec, why=unclear or "")
+    return _FoundEnvironment(None, False, workdir, {}, {}, build)
 
 
 def _instruction(folder: Path) -> str:

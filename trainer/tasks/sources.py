@@ -209,6 +209,8 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
             "workspace": workspace,
             "files": {place: absolute(source, "'files'") for place, source in task.files.items()},
             "image": image,
+            "build": task.build
+            and task.build.model_copy(update={"folder": absolute(task.build.folder, "'build.folder'")}),
             "judge": task.judge and judge_of(task.judge),
         }
     )

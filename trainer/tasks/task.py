@@ -211,6 +211,22 @@ class Limits(BaseModel):
         return self.model_copy(update={name: value for name, value in _ISOLATED.items() if getattr(self, name) is None})
 
 
+class Build(BaseModel):
+    """An image that is built before the first session.
+
+    Attributes:
+        folder: Folder with a `Dockerfile`. The build sees nothing else of this machine's files.
+        timeout: Seconds after which the build is stopped.
+        why: Line of the Dockerfile that only a build can carry out, for messages.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path
+    timeout: float = Field(default=600.0, gt=0)
+    why: str = ""
+
+
 def _inside(name: str) -> str:
     if Path(name).is_absolute() or ".." in Path(name).parts or ".git" in Path(name).parts:
         raise ValueError("give a path inside the workspace, relative to it")
@@ -235,6 +251,7 @@ class Task(BaseModel):
             must have images then, unless `image_optional`.
         image_optional: True: a runtime without images takes this machine's system folders instead. The workspace never
             starts with the image's `workdir` then.
+        build: Image to be built, in place of `image`. It needs the runtime `container` with its setting `build`.
         workdir: Absolute path of the workspace in a runtime with files of its own.
         timeout: Seconds after which the harness is stopped; None: the rollout's.
         limits: Limits of the session's box.
@@ -255,6 +272,7 @@ class Task(BaseModel):
     files: dict[Annotated[str, AfterValidator(_inside)], Path] = {}
     image: str | None = Field(default=None, min_length=1)
     image_optional: bool = False
+    build: Build | None = None
     workdir: str = Field(default="/workspace", pattern=r"^/[^/].*$")
     timeout: float | None = Field(default=None, gt=0)
     limits: Limits = Limits()
@@ -270,7 +288,9 @@ class Task(BaseModel):
             raise ValueError("'evaluate' is missing: give the judge's command, or a table 'judge'")
         if self.evaluate and self.judge is not None:
             raise ValueError("'evaluate' and 'judge' are both given: remove 'evaluate', the short form")
-        if self.commit is not None and self.workspace is None and self.image is None:
+        if self.image is not None and self.build is not None:
+            raise ValueError("'image' and 'build' are both given: remove one")
+        if self.commit is not None and self.workspace is None and self.image is None and self.build is None:
             raise ValueError(f"'commit' is {self.commit!r} without a checkout: give 'workspace' or an 'image' with one")
         return self
 
@@ -285,7 +305,10 @@ class Task(BaseModel):
         Of each path that the task names the content counts instead, of `workspace` with a `commit` the commit, and of
         an image its name. `source` and the code of a `PythonJudge` do not count. Raises `InputError` for a path.
         """
-        fields = self.model_dump(exclude={"source", "evaluate", "judge"} | ({"workspace"} if self.commit else set()))
+        without = {"source", "evaluate", "judge", "build"} | ({"workspace"} if self.commit else set())
+        fields = self.model_dump(exclude=without)
+        if self.build is not None:
+            fields["build"] = self.build.folder
         fields["judge"] = self.effective_judge.model_dump()
         text = json.dumps(fields, sort_keys=True, default=lambda value: content_digest(Path(value)))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -103,7 +103,7 @@ class OnlineTraces:
         self._checked = False
 
     def check(self) -> list[Task]:
-        """Check what the rollouts need, and return the tasks as they will be run. Nothing is started.
+        """Check what the rollouts need, and return the tasks as they will be run. Nothing but builds is started.
 
         Raises `InputError` and `EngineError`.
         """
@@ -128,6 +128,7 @@ class OnlineTraces:
         if recipe.publish == "nccl":
             require_transfer()
         self._engines.require_endpoints()
+        tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks
 

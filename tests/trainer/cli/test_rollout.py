@@ -20,10 +20,13 @@ from rolltap.trainer.cli.main import rolltap as command
 from rolltap.trainer.rollouts.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from tests.boxes import copy_programs, imported, require_podman
 from tests.scripted_engine import Say
-from tests.trainer.cli.program import ASK, ROLLTAP, run_rolltap
+from tests.trainer.cli.program import ASK, HELLO, ROLLTAP, run_rolltap
 from tests.trainer.outgoing import METADATA, make_call
+from tests.trainer.tasks.test_harbor import write_task
 
 
 def running(marker):
@@ -70,6 +73,44 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     sessions = load_sessions(tmp_path / "run").values()
     assert len({session.group_id for session in sessions}) == 1
     assert {session.session_id for session in sessions} == set(RecordedCalls(tmp_path / "run"))
+
+
+ASK_OF_SYSTEM = f"""
+import json, urllib.request
+url, body = "https://api.openai.com/v1/chat/completions", json.dumps({HELLO!r}).encode()
+reply = json.load(urllib.request.urlopen(urllib.request.Request(url, body, {{"content-type": "application/json"}})))
+open("answer.txt", "w").write(reply["choices"][0]["message"]["content"])
+"""
+"""A program for an image that has the Python of this machine's system."""
+
+
+def test_rollout_builds_the_images_of_harbor_tasks_and_a_build_that_fails_costs_its_task(options, tmp_path, preset):
+    require_podman()
+    copy_programs(tmp_path / "base", "sh", "sleep", "cat", "cp", "mkdir")
+    with imported(tmp_path / "base", ["podman"], "ENV PATH=/programs") as base:
+        for name, line in (("good", "RUN echo built > /made"), ("bad", "RUN exit 3")):
+            write_task(
+                tmp_path / "tasks" / name,
+                dockerfile=f"FROM {base}\n{line}\nCOPY . /app\nWORKDIR /app\n",
+                test="#!/bin/sh\ncat /made && cat Dockerfile && cp answer.txt /logs/verifier/reward.txt\n",
+            )
+        harness = preset(["/usr/bin/python3", "-c", ASK_OF_SYSTEM])
+        arguments = ["rollout", tmp_path / "tasks", "--harness", harness, "-n", 2, *options, "--runtime", "container"]
+        refused = run_rolltap(*arguments)
+        assert refused.returncode == 1
+        assert "line 2: RUN" in refused.stderr
+        assert "use --build with --runtime container" in refused.stderr
+        built = run_rolltap(*arguments, "--build", "--container-engine", "podman", "--tools", "/usr")
+        assert "1 of 2 tasks are refused: 1 x task 'bad'" in built.stderr
+        sessions = list(load_sessions(tmp_path / "run").values())
+        ends = [(session.task_id, session.status, session.reward) for session in sessions]
+        assert ends == [("good", "completed", 0.5)] * 2, built.stderr
+        images = {"localhost/rolltap-build:" + content_digest(tmp_path / "tasks" / "good" / "environment")}
+        inspect = ["podman", "image", "inspect", "--format", "sha256:{{.Id}}", *images]
+        digest = subprocess.run(inspect, capture_output=True, text=True, check=True).stdout.strip()
+        assert {session.image_digest for session in sessions} == {digest}
+        assert any("echo built" in log.read_text() for log in (tmp_path / "run" / "logs").glob("build-*.log"))
+        subprocess.run(["podman", "image", "rm", "--force", *images], check=True, capture_output=True)
 
 
 NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor -- COMMAND"]

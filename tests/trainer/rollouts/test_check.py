@@ -1,13 +1,16 @@
 """Checks before the first session: engines, judges, and tasks that the runtime can run."""
 
+import asyncio
 import subprocess
 
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.rollouts import check
-from rolltap.trainer.rollouts.check import check_engines, fit_tasks
+from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.runtimes.build import image_of
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 
@@ -129,3 +132,60 @@ def test_an_optional_image_is_used_where_the_runtime_has_images_and_what_it_has_
     assert fit_tasks([task], CONTAINER) == [task]
     for fields, runtime in (({"needs_network": "x"}, PROCESS), ({"judge": MOUNTS}, SANDBOX)):
         assert fit_tasks([make_task(**fields)], runtime) == [make_task(**fields)]
+
+
+class Builder(ContainerRuntime):
+    """A runtime whose builds fail where the Dockerfile says so. It counts them, and those at the same time."""
+
+    def __init__(self, build=True):
+        super().__init__(build=build)
+        self.built, self.running, self.most = [], 0, 0
+
+    async def build(self, image, build, log):
+        self.built.append((image, log))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        if "fails" in (build.folder / "Dockerfile").read_text():
+            raise InputError("its image cannot be built: exit 1")
+
+
+@pytest.fixture
+def to_build(tmp_path):
+    """A function that returns a task with a Dockerfile of a text."""
+
+    def to_build(name, text):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "Dockerfile").write_text(text)
+        return make_task(id=name, build={"folder": tmp_path / name, "why": "line 2: RUN make"})
+
+    return to_build
+
+
+@pytest.mark.parametrize("runtime", [Builder(build=False), PROCESS, SANDBOX, CONTAINER])
+def test_a_task_that_needs_a_build_is_refused_without_it_and_the_option_is_named(to_build, runtime):
+    message = r"a/Dockerfile, line 2: RUN make: this needs an image to be built: use --build with --runtime container"
+    with pytest.raises(InputError, match=message):
+        fit_tasks([to_build("a", "FROM x")], runtime)
+
+
+async def test_images_are_built_at_the_same_time_and_alike_ones_once(to_build, tmp_path):
+    runtime = Builder()
+    tasks = fit_tasks([to_build(name, f"FROM {name[0]}") for name in ("a1", "a2", "b", "c", "d")], runtime)
+    assert [task.image for task in tasks] == [image_of(task.build) for task in tasks]
+    assert await build_images([*tasks, make_task(image="x")], runtime, tmp_path, at_once=3) == [
+        *tasks,
+        make_task(image="x"),
+    ]
+    assert len({image for image, _ in runtime.built}) == len({log for _, log in runtime.built}) == 4
+    assert (len(runtime.built), runtime.most) == (4, 3)
+
+
+async def test_a_build_that_fails_costs_its_tasks_and_no_other(to_build, tmp_path, caplog):
+    runtime = Builder()
+    bad, good = fit_tasks([to_build("bad", "RUN fails"), to_build("good", "FROM x")], runtime)
+    assert await build_images([bad, good], runtime, tmp_path, at_once=1) == [good]
+    assert "1 of 2 tasks are refused: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built" in caplog.text
+    with pytest.raises(InputError, match=r"task 'bad' .*: its image cannot be built: exit 1"):
+        await build_images([bad], runtime, tmp_path, at_once=1)

@@ -3,6 +3,7 @@ import pytest
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.harbor import is_plain_system, read_dockerfile
 from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Build
 
 TEST = "#!/bin/bash\nmkdir -p /logs/verifier\necho 1 > /logs/verifier/reward.txt\n"
 DOCKERFILE = "FROM ubuntu:24.04\n\n# Install or copy over any environment dependencies here.\n\nWORKDIR /app"
@@ -108,16 +109,21 @@ def test_an_image_without_dockerfile_gets_the_environment_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dockerfile", "message"),
+    ("dockerfile", "why"),
     [
-        ("FROM ubuntu\nRUN make", r"environment/Dockerfile, line 2: RUN make: this needs an image to be built: run `p"),
-        ("FROM ubuntu\nWORKDIR /app\nCOPY . /etc/x", r"COPY to /etc/x, outside the work folder /app: this needs an"),
-        (None, r"give environment/Dockerfile, or 'environment\.docker_image'"),
+        ("FROM ubuntu\nRUN make\nWORKDIR /x", "line 2: RUN make"),
+        ("FROM ubuntu\nWORKDIR /x\nCOPY . /etc/x", "COPY to /etc/x, outside the work folder /x"),
     ],
 )
-def test_an_image_that_must_be_built_is_refused(tmp_path, dockerfile, message):
-    with pytest.raises(InputError, match=message):
-        load(tmp_path, dockerfile=dockerfile)
+def test_an_image_that_must_be_built_is_made_of_the_environment_folder_alone(tmp_path, dockerfile, why):
+    task = load(tmp_path, dockerfile=dockerfile, toml="[environment]\nbuild_timeout_sec = 90.0")
+    assert task.build == Build(folder=tmp_path / "task" / "environment", timeout=90, why=why)
+    assert (task.image, task.image_optional, task.files, task.workdir) == (None, False, {}, "/x")
+
+
+def test_without_a_dockerfile_and_an_image_both_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"give environment/Dockerfile, or 'environment\.docker_image'"):
+        load(tmp_path, dockerfile=None)
 
 
 def test_a_separate_verifier_gets_the_artifacts_only(tmp_path):

@@ -18,6 +18,10 @@ def test_a_workspace_is_relative_to_the_task_file_and_empty_lines_are_skipped(tm
     (tmp_path / "start").mkdir()
     tasks = load_tasks(write(tmp_path, {**GOOD, "workspace": "start"}, "", {**GOOD, "id": "u"}))
     assert [(task.id, task.workspace) for task in tasks] == [("t", tmp_path / "start"), ("u", None)]
+    (task,) = load_tasks(write(tmp_path, {**GOOD, "build": {"folder": "start"}}))
+    assert task.build.folder == tmp_path / "start"
+    with pytest.raises(InputError, match=r"line 1: 'build\.folder' .*/nowhere does not exist"):
+        load_tasks(write(tmp_path, {**GOOD, "build": {"folder": "nowhere"}}))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_a_task_has_either_a_command_or_a_judge():
         ({"id": "x" * 201}, "id"),
         ({"limits": {"memory": 1}}, "memory"),
         ({"workdir": "/"}, "workdir"),
+        ({"image": "a", "build": {"folder": "x"}}, "'image' and 'build' are both given: remove one"),
     ],
 )
 def test_a_mistake_is_refused(fields, message):
@@ -43,7 +44,8 @@ def test_a_mistake_is_refused(fields, message):
 def test_a_digest_is_of_what_the_task_asks_not_of_where_it_lies(tmp_path):
     def digest(folder, **fields):
         judge = {"kind": "command", "command": ["true"], "tests": folder, "mounts": {"/tests": folder}}
-        return make_task(workspace=folder, evaluate=[], judge=judge, **fields).digest()
+        fields = {"workspace": folder, "build": {"folder": folder}, **fields}
+        return make_task(evaluate=[], judge=judge, **fields).digest()
 
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -52,6 +54,8 @@ def test_a_digest_is_of_what_the_task_asks_not_of_where_it_lies(tmp_path):
         (folder / "link").symlink_to("sub/a")
     assert digest(first, source="here") == digest(second, source="there")
     assert digest(first, timeout=3) != digest(first)
+    assert digest(first, build=None) != digest(first)
+    assert digest(first, build={"folder": second, "timeout": 3, "why": "x"}) == digest(first)
     long_form = make_task(evaluate=[], judge={"kind": "command", "command": ["true"]})
     assert make_task().digest() == long_form.digest()
     for change in (

@@ -1,6 +1,7 @@
 """The runtime `apptainer`, by Apptainer's command line."""
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,6 +17,8 @@ from rolltap.trainer.tasks.task import Limits
 _CONTROL_GROUPS = Path("/sys/fs/cgroup/cgroup.controllers")
 """Is there with control groups of version 2, with which Apptainer has limits for every user."""
 _CLOSED = "--containall --no-home --no-mount hostfs,bind-paths --writable-tmpfs --net --network none --no-privs"
+_ADDS_RIGHTS = ("APPTAINER_ADD_CAPS", "SINGULARITY_ADD_CAPS")
+"""Variables that stand for the option --add-caps, which counts beside --no-privs."""
 _COPIED = "/rolltap-copy"
 
 
@@ -46,8 +49,9 @@ class ApptainerEngine(Engine):
         return self.stop(name)
 
     def execute(self, name: str, command: Sequence[str]) -> list[str]:
-        """See `Engine.execute`."""
-        return ["apptainer", "exec", "--cleanenv", "--no-eval", "--pwd", "/", f"instance://{name}", *command]
+        """See `Engine.execute`. Of root, a program has all rights again without --no-privs: only users inherit it."""
+        options = ["--cleanenv", "--no-eval", "--no-privs", "--pwd", "/"]
+        return ["apptainer", "exec", *options, f"instance://{name}", *command]
 
     def state(self, name: str) -> list[str]:
         """See `Engine.state`."""
@@ -89,12 +93,14 @@ class ApptainerRuntime(HidingRuntime):
         """Part of the names of the runtime's instances."""
 
     def check(self) -> None:
-        """Raise `InputError` when Apptainer is missing."""
+        """Raise `InputError` when Apptainer is missing, or would give rights to programs in spite of --no-privs."""
         if shutil.which("apptainer") is None:
             raise InputError(
                 "apptainer is not installed: see https://apptainer.org/docs/admin/latest/installation.html, or choose "
                 "another runtime"
             )
+        if given := next((name for name in _ADDS_RIGHTS if os.environ.get(name)), None):
+            raise InputError(f"{given} would give a session's programs rights over this machine: unset it")
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[EngineBox]:

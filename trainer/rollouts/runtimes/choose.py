@@ -23,12 +23,14 @@ def make_runtime(
     tools: Sequence[str | Path] = (),
     container_engine: str | None = None,
     container_arguments: Sequence[str] = (),
+    build: bool = False,
 ) -> Runtime:
     """Return a runtime. `Runtime.check` says whether it works here.
 
     `tools` are folders of this machine that boxes have read-only, under the same path. `container_engine` is `podman`
     or `docker`; by default the first that is installed. `container_arguments` stand between the engine's name and its
-    commands. Raises `InputError` for a setting that is wrong, or that the runtime does not have.
+    commands. `build` lets the runtime `container` build images of tasks. Raises `InputError` for a setting that is
+    wrong, or that the runtime does not have.
     """
     if name not in RUNTIMES:
         raise InputError(f'runtime = "{name}" is not known: write one of {", ".join(RUNTIMES)}')
@@ -38,7 +40,8 @@ def make_runtime(
             "remove it"
         )
     if name != "container":
-        for key, value in (("container_engine", container_engine), ("container_arguments", list(container_arguments))):
+        settings = {"container_engine": container_engine, "container_arguments": list(container_arguments)}
+        for key, value in {**settings, "build": build}.items():
             if value:
                 raise InputError(f'{key} = {value!r} has no meaning with runtime = "{name}": remove it')
     folders = [_folder(tool) for tool in tools]
@@ -52,7 +55,7 @@ def make_runtime(
         container_engine = next((engine for engine in ENGINES if shutil.which(engine)), ENGINES[0])
     if container_engine not in ENGINES:
         raise InputError(f'container_engine = "{container_engine}" is not known: write one of {", ".join(ENGINES)}')
-    return ContainerRuntime(container_engine, container_arguments, tools=folders)
+    return ContainerRuntime(container_engine, container_arguments, tools=folders, build=build)
 
 
 def _folder(tool: str | Path) -> Path:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.runtimes.build import build_image
 from rolltap.trainer.rollouts.runtimes.engine_box import KEEPER, Engine, EngineBox, call, mount_options
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import without_namespaces
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec, HidingRuntime, Mount, require_narrow
-from rolltap.trainer.tasks.task import Limits
+from rolltap.trainer.tasks.task import Build, Limits
 
 _PULL_SECONDS = 3600.0
 
@@ -117,10 +118,14 @@ _MAX_PROCESSES = 32768
 _FURTHER_PROCESSES = 64
 _USER = "0:0"
 """Root of a box is this user on this machine: without user namespaces only root has containers."""
+_NOBODY = "65534:65534"
+"""User of the first process in a container of Docker, which has no masks: root of the box has no rights over it."""
 _CLOSED = "--network none --cap-drop all --security-opt no-new-privileges --cgroupns private --log-driver none"
 _MASKED = ("/proc/pressure", "/proc/1/mem", "/proc/1/task")
 """Files that root of a container may open for writing: each writer of the first is a thread of the kernel, and the
 others are the memory of the first process, whose end is the end of the container."""
+_PROFILE = "/usr/share/containers/seccomp.json"
+"""Podman's profile of system calls. Docker gets it too, where it is; its own one makes no namespaces either."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +146,15 @@ class ContainerEngine(Engine):
     def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""
         image = str(spec.image)
+        podman = self.command[0] == "podman"
         options = [
-            *f"--name {name} --label {LABEL}={self.label} --hostname localhost --user {_USER}".split(),
+            *f"--name {name} --label {LABEL}={self.label} --hostname localhost".split(),
+            *("--user", _USER if podman else _NOBODY),
             *f"{_CLOSED} --pull never --stop-timeout 0 --no-healthcheck --entrypoint {KEEPER[0]}".split(),
             *self._limits(spec.limits),
             *mount_options(mounts, "readonly"),
         ]
-        if self.command[0] == "podman":
+        if podman:
             options.append("--http-proxy=false")  # containers get this process's proxy variables otherwise
             options += ["--security-opt", f"mask={':'.join(_MASKED)}"]
         if self.seccomp is not None:
@@ -156,6 +163,16 @@ class ContainerEngine(Engine):
             options += ["--security-opt", f"seccomp={profile}"]
         source = ["--rootfs", f"{image}:O"] if is_root_folder(image) else [image]
         return [[*self.command, "create", *options, *source, *KEEPER[1:]], [*self.command, "start", name]]
+
+    def execute(self, name: str, command: Sequence[str]) -> list[str]:
+        """See `Engine.execute`."""
+        return [*self.command, "exec", "--user", _USER, name, *command]
+
+    def close(self, pid: int) -> list[list[str]]:
+        """See `Engine.close`. Docker's command line has no mask."""
+        if self.command[0] == "podman" or os.geteuid() or not Path(_MASKED[0]).is_dir():
+            return []
+        return [["mount", "--namespace", str(pid), "--types", "tmpfs", "--options", "ro", "tmpfs", _MASKED[0]]]
 
     def _limits(self, limits: Limits) -> Iterator[str]:
         if limits.cpus is not None and "cpu" in self.controllers:
@@ -260,28 +277,33 @@ def _try(engine: ContainerEngine) -> None:
 def _docker(command: tuple[str, ...]) -> ContainerEngine:
     """Return Docker's engine. Raises `InputError` for a daemon whose containers this user cannot enter."""
     info = json.loads(call([*command, "info", "--format", "{{json .}}"]))
-    rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
-    if os.geteuid() and not rootless:
+    options = " ".join(info.get("SecurityOptions") or ())
+    if os.geteuid() and "rootless" not in options:
         raise InputError(
             "containers of the system's Docker daemon have networks that only root can enter: run rolltap as root, use "
             'rootless Docker, or set container_engine = "podman"'
         )
     known = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}
-    return ContainerEngine(command=command, controllers=frozenset(name for name, key in known.items() if info.get(key)))
+    controllers = frozenset(name for name, key in known.items() if info.get(key))
+    security = {"seccompEnabled": "seccomp" in options, "seccompProfilePath": _PROFILE}
+    return ContainerEngine(command=command, controllers=controllers, seccomp=_profile(security))
 
 
 class ContainerRuntime(HidingRuntime):
     """Boxes that are containers: of an image, or of a root folder, of which each gets a copy on write.
 
-    `engine` is `podman` or `docker`; `arguments` stand before its commands.
+    `engine` is `podman` or `docker`; `arguments` stand before its commands. With `build` it builds tasks' images.
     """
 
     name = "container"
     isolated = True
     warning: str | None = None
 
-    def __init__(self, engine: str = "podman", arguments: Sequence[str] = (), *, tools: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, engine: str = "podman", arguments: Sequence[str] = (), *, tools: Sequence[Path] = (), build: bool = False
+    ) -> None:
         super().__init__(tools)
+        self.builds = build
         self._program, self._arguments = engine, tuple(arguments)
         self.id = secrets.token_hex(4)
         """Value of the label `rolltap` of the runtime's containers."""
@@ -327,6 +349,10 @@ class ContainerRuntime(HidingRuntime):
                 f'"podman", or make an image: tar -C {image} -c . | docker import - NAME'
             )
         return self._engine()
+
+    async def build(self, image: str, build: Build, log: Path) -> None:
+        """Build an image, unless it is there. See `build_image`."""
+        await build_image((await asyncio.to_thread(self._engine)).command, image, build, log)
 
     def image_digest(self, image: str) -> str:
         """Return the SHA-256 of an image's configuration or of a root folder's content. It may pull the image.

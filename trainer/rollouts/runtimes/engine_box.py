@@ -77,6 +77,10 @@ class Engine(ABC):
         """Return the command that prints the state of a box."""
         return [*self.command, "inspect", "--type", "container", "--format", "{{.State.Pid}}", name]
 
+    def close(self, pid: int) -> list[list[str]]:
+        """Return the commands that close the box of the first process `pid` before a program runs in it."""
+        return []
+
     def pid(self, state: str) -> int:
         """Return the id that the first process of a box has on this machine; 0 when it does not run."""
         return int(state)
@@ -197,6 +201,8 @@ class EngineBox:
         self._pid = self._engine.pid(await run_to_end(call, self._engine.state(self._name)))
         if not self._pid:
             raise OSError(f"the container of {self._spec.name} has ended by itself: has its image /bin/sh and sleep?")
+        for command in self._engine.close(self._pid):
+            await run_to_end(call, command)
         if self._spec.proxy is not None:
             await self._running.enter_async_context(Relay(self._pid, self._spec.proxy))
 

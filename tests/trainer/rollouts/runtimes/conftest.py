@@ -3,6 +3,6 @@ import pytest
 from tests.boxes import require_podman
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def podman():
     require_podman()

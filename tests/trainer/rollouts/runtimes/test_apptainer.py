@@ -61,7 +61,7 @@ async def test_a_session_is_an_instance_without_network_and_with_its_own_folders
     assert f"type=bind,source={tmp_path}/home,destination=/home/agent" in started
     assert f"type=bind,source={tmp_path},destination=/opt/tools,ro" in started
     assert listed == ["instance", "list", "--json", name]
-    assert executed[:-3] == ["exec", "--cleanenv", "--no-eval", "--pwd", "/", f"instance://{name}"]
+    assert executed[:-3] == ["exec", "--cleanenv", "--no-eval", "--no-privs", "--pwd", "/", f"instance://{name}"]
     assert executed[-3] == "/bin/sh"
     assert "instruction" not in " ".join(executed)
     assert stopped == ["instance", "stop", "--force", name]
@@ -113,6 +113,13 @@ def test_a_folder_that_cannot_be_copied_out_of_an_image_is_named(tmp_path, lines
 def test_without_apptainer_the_fix_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="apptainer is not installed: see https"):
+        ApptainerRuntime().check()
+
+
+def test_a_variable_that_gives_rights_to_programs_is_refused(monkeypatch, lines):
+    ApptainerRuntime().check()
+    monkeypatch.setenv("APPTAINER_ADD_CAPS", "CAP_SYS_ADMIN")
+    with pytest.raises(InputError, match=r"APPTAINER_ADD_CAPS would give .*: unset it"):
         ApptainerRuntime().check()
 
 

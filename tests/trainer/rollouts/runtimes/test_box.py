@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,20 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.boxes import ENV, containers, make_spec, sandboxed, sh, spec_in, wait_until_dead
+from tests.boxes import ENV, containers, make_docker_spec, make_spec, sandboxed, sh, spec_in, wait_until_dead
+from tests.deep import cases
 
-KINDS = {"sandbox": (SandboxRuntime, spec_in), "container": (ContainerRuntime, make_spec)}
+KINDS = {
+    "sandbox": (SandboxRuntime, spec_in),
+    "podman": (ContainerRuntime, make_spec),
+    "docker": (partial(ContainerRuntime, "docker"), make_docker_spec),
+}
 
 
-@pytest.fixture(params=[pytest.param("sandbox", marks=sandboxed), "container"])
+@pytest.fixture(params=[pytest.param("sandbox", marks=sandboxed), *cases(["podman", "docker"])])
 def kind(request):
-    if request.param == "container":
-        request.getfixturevalue("podman")
+    if request.param != "sandbox":
+        request.getfixturevalue(request.param)
     return request.param
 
 
@@ -177,7 +183,7 @@ async def main():
         await asyncio.to_thread(Path(folder, "workspace", "fifo").read_text)
         processes = psutil.process_iter(["cmdline"])
         started = {p.pid for p in processes if marker in " ".join(p.info["cmdline"] or ())} - {os.getpid()}
-        started |= {p.pid for p in psutil.Process().children()} | ({box._pid} if kind == "container" else set())
+        started |= {p.pid for p in psutil.Process().children()} | ({box._pid} if kind != "sandbox" else set())
         print(getattr(box, "_folder", ""), *started, sep=",", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
@@ -192,6 +198,6 @@ def test_everything_dies_with_rolltap_when_it_is_killed(kind, tmp_path):
     assert killed.returncode == -signal.SIGKILL
     assert len(pids) >= 3
     assert all(wait_until_dead(int(pid)) for pid in pids)
-    if kind == "container":
+    if kind != "sandbox":
         assert not Path(folder).exists()
         assert not any(tmp_path.name in name for name in containers())

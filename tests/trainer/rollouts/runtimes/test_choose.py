@@ -20,6 +20,7 @@ def test_each_runtime_is_made_by_its_name_and_tools_are_folders(name, tmp_path):
         ("process", {"tools": ["/opt"]}, "tools = .* has no meaning .*: remove it"),
         ("sandbox", {"container_engine": "podman"}, "container_engine = 'podman' has no meaning .*: remove it"),
         ("apptainer", {"container_arguments": ["-x"]}, "container_arguments = .* has no meaning .*: remove it"),
+        ("process", {"build": True}, "build = True has no meaning .*: remove it"),
         ("sandbox", {"tools": ["/no/such"]}, 'tools names "/no/such", which is no folder: write the folder'),
         ("container", {"container_engine": "crio"}, 'container_engine = "crio" is not known: write one of podman'),
     ],

@@ -1,7 +1,6 @@
 """Containers of Podman, their images, and their limits."""
 
 import json
-import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from rolltap.trainer.rollouts.runtimes import container
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, find_engine
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, Mount
 from rolltap.trainer.tasks.task import Limits
-from tests.boxes import ENV, containers, in_box, make_spec
+from tests.boxes import ENV, containers, copy_programs, imported, in_box, make_spec
 
 pytestmark = pytest.mark.usefixtures("podman")
 
@@ -63,32 +62,12 @@ def test_an_oci_runtime_that_fails_is_named_with_the_fix_and_as_the_default_one_
 def image(tmp_path_factory):
     """An image with a shell, three programs and an environment of its own."""
     folder = tmp_path_factory.mktemp("image")
-    for name in ("sh", "sleep", "cat", "env"):
-        copy_program(Path("/usr/bin", name).resolve(), folder, name)
+    copy_programs(folder, "sh", "sleep", "cat", "env")
     (folder / "testbed").mkdir()
     (folder / "testbed" / "start").write_text("of the image")
     (folder / "testbed" / "link").symlink_to("start")
-    archive, name = folder.parent / "image.tar", f"localhost/rolltap-test-{os.getpid()}"
-    subprocess.run(["tar", "-C", folder, "-cf", archive, "."], check=True)
-    changes = ["--change", "ENV PATH=/programs", "--change", "ENV OF_IMAGE=kept"]
-    command = ["podman", "import", "--quiet", *changes, archive, name]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    yield name
-    subprocess.run(["podman", "image", "rm", "--force", name], check=True, stdout=subprocess.DEVNULL)
-
-
-def copy_program(program, root, name):
-    """Copy a program of this machine with its libraries."""
-    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-    libraries = [word for word in listed.split() if word.startswith("/")]
-    for source, target in [(program, f"programs/{name}"), *((library, library.lstrip("/")) for library in libraries)]:
-        (root / target).parent.mkdir(parents=True, exist_ok=True)
-        (root / target).write_bytes(Path(source).read_bytes())
-        (root / target).chmod(0o755)
-    (root / "bin").mkdir(exist_ok=True)
-    if name == "sh":
-        (root / "bin" / "sh").write_bytes((root / "programs/sh").read_bytes())
-        (root / "bin" / "sh").chmod(0o755)
+    with imported(folder, ["podman"], "ENV PATH=/programs", "ENV OF_IMAGE=kept") as name:
+        yield name
 
 
 async def test_a_box_of_an_image_keeps_the_images_variables_and_its_path_first(tmp_path, image):

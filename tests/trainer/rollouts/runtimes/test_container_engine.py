@@ -1,4 +1,4 @@
-"""The engines' command lines and images as data. A script answers in Docker's place, whose daemon is not there."""
+"""The engines' command lines and images as data. A script answers in Docker's place."""
 
 import json
 import os
@@ -31,7 +31,8 @@ def option(command, name):
 
 @pytest.mark.parametrize("program", ["podman", "docker"])
 def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, tmp_path):
-    command = create(tmp_path, ContainerEngine(command=(program, "--global"), label="run1"))
+    engine = ContainerEngine(command=(program, "--global"), label="run1")
+    command = create(tmp_path, engine)
     assert command[:3] == [program, "--global", "create"]
     assert option(command, "--network") == ["none"]
     assert option(command, "--cap-drop") == ["all"]
@@ -40,6 +41,10 @@ def test_a_container_has_no_network_no_capabilities_and_no_way_to_more(program, 
     assert option(command, "--pull") == ["never"]
     assert option(command, "--entrypoint") == ["/bin/sh"]
     assert command[command.index("python:3.12") + 1] == "-c"
+    # its first process is out of reach for the programs: of another user in Docker, masked in Podman
+    assert option(command, "--user") == [{"podman": "0:0", "docker": "65534:65534"}[program]]
+    assert option(engine.execute("x", ["sh"]), "--user") == ["0:0"]
+    assert any("mask=" in value for value in option(command, "--security-opt")) == (program == "podman")
     # this machine's proxy variables do not reach it
     assert ("--http-proxy=false" in command) == (program == "podman")
     assert not {"--privileged", "--cap-add", "--device", "--publish", "--pid", "--ipc"} & set(command)
@@ -90,6 +95,16 @@ def test_the_limits_of_docker_are_those_that_its_daemon_has(docker):
     assert find_engine("docker", ("--context", "x")) == ContainerEngine(
         command=("docker", "--context", "x"), controllers=frozenset({"memory", "cpu"})
     )
+
+
+def test_docker_gets_the_narrowed_profile_of_podman_where_both_have_one(docker, tmp_path, monkeypatch):
+    (tmp_path / "profile").write_text(json.dumps({"syscalls": [{"names": ["read", "ptrace", "mount"]}]}))
+    for path, options, has in (("profile", ["name=seccomp"], True), ("profile", [], False), ("no", ["seccomp"], False)):
+        monkeypatch.setattr(container, "_PROFILE", str(tmp_path / path))
+        docker(SecurityOptions=["name=rootless", *options])
+        profile = find_engine("docker", ()).seccomp
+        assert (profile is not None) is has
+        assert not has or profile["syscalls"][0]["names"] == ["read"]
 
 
 def test_a_daemon_of_root_serves_root_only(docker, monkeypatch):

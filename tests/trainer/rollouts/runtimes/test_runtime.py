@@ -208,3 +208,5 @@ def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch)
     assert set(found) == {Path(tempfile.gettempdir()), *(tmp_path / name for name in names)}
     written = Task(id="t", instruction="i", evaluate=["true"])
     assert private_paths(tmp_path / "run", [written], [tmp_path / "key"]) == found[:5]
+    built = Task(id="t", instruction="i", evaluate=["true"], build={"folder": tmp_path / "start"})
+    assert private_paths(tmp_path / "run", [built], [tmp_path / "key"]) == [*found[:5], tmp_path / "start"]
