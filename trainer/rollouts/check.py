@@ -123,7 +123,7 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     _check_paths(task, judges, where)
     for judge in judges:
         if not isinstance(judge, LLMJudge) and (shared := ambiguous(_start_files(task), task, judge)):
-            raise InputError(
+            raise RefusedError(
                 f"{where}: the judge's command names {shared[0]}, and the instruction does too: is it the judge's or "
                 "the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
             )
