@@ -20,7 +20,7 @@ from rolltap.trainer.rollouts.judges.changes import Changes
 from rolltap.trainer.rollouts.judges.folders import Refusal, opened, parents, read_file, scan
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 from rolltap.trainer.tasks.content import PLANTED, SETTINGS, SHADOWS, STARTUP, TEST_FILES, is_shadow, matches
-from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
 
 _PYTEST = re.compile(r"(.*/)?(pytest|py\.test)(-3)?")
 _SHELL = re.compile(r"(.*/)?(ba|da|z|k|a)?sh")
@@ -172,6 +172,20 @@ def pytest_settings(path: str, content: bytes | None) -> object:
         return object()
     sections = [name for name in parser.sections() if name in ("pytest", "tool:pytest")]
     return {name: dict(parser[name]) for name in sections} or None
+
+
+def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
+    """Return the files of a start that are the judge's own: its tests, and those that its command names."""
+    if not isinstance(spec, PytestJudge | CommandJudge):
+        return set()
+    text = " ".join(spec.command)
+    return {
+        path
+        for path, entry in scan(start).entries.items()
+        if entry.kind == "file"
+        and (spec.paths is None or not matches(path, spec.paths))
+        and (matches(path, TEST_FILES) or posixpath.basename(path) in text)
+    }
 
 
 Stamp = tuple[int, int, int]
