@@ -104,11 +104,20 @@ def rollout_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
     """
-    budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
-    for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
-        if name not in ("budget", "recorder"):
-            command = _field_option(name, field)(command)
-    return command
+    for name, field in reversed(Budget.model_fields.items()):
+        command = _field_option(f"max_{name}", field)(command)
+    return field_options(*(name for name in RolloutConfig.model_fields if name not in ("budget", "recorder")))(command)
+
+
+def field_options(*names: str) -> Callable[[Command], Command]:
+    """Return what adds an option for some fields of `RolloutConfig`."""
+
+    def add(command: Command) -> Command:
+        for name in reversed(names):
+            command = _field_option(name, RolloutConfig.model_fields[name])(command)
+        return command
+
+    return add
 
 
 def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:

@@ -1,6 +1,8 @@
 """Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
+import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +42,25 @@ def check_engines(engine: str, model: str) -> str:
         served = ", ".join(f"{url}: {version}" for url, version in versions.items())
         logger.warning("the engines serve different weights (%s): their sessions are in one group", served)
     return ",".join(sorted(set(versions.values())))
+
+
+def kept_check(digest: str) -> Path:
+    """Return the file in which `rolltap tasks check` keeps what it found of the task with a digest."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "rolltap" / "checks" / f"{digest}.json"
+
+
+def warn_of_unchecked(digests: Sequence[str]) -> None:
+    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something."""
+    unchecked = weak = 0
+    for digest in digests:
+        try:
+            weak += not json.loads(kept_check(digest).read_text(encoding="utf-8"))["passed"]
+        except (OSError, ValueError, LookupError, TypeError):
+            unchecked += 1
+    if unchecked or weak:
+        counts = f"{unchecked} were not tried with cheats, {weak} have findings"
+        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(digests), counts)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:

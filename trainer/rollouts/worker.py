@@ -14,7 +14,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, progress_bar
-from rolltap.trainer.rollouts.check import check_engines, fit_tasks
+from rolltap.trainer.rollouts.check import check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.check import check_judges
@@ -127,6 +127,7 @@ async def roll_out(
         weights = f"{weights},{PolicyFile(recorder.path).read().version}"
         recorded = Recorded(load_sessions(recorder.path).values())
         keys = await keys_of(fitting, worker.stage, weights)
+        warn_of_unchecked([worker.stage.digests[task.id] for task in fitting])
         groups = [
             recorded.group(task, key, config.sessions, further=new_groups)
             for task, key in zip(fitting, keys, strict=True)

@@ -209,6 +209,7 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
             "workspace": workspace,
             "files": {place: absolute(source, "'files'") for place, source in task.files.items()},
             "image": image,
+            "solution": task.solution and absolute(task.solution, "'solution'"),
             "judge": task.judge and judge_of(task.judge),
         }
     )

@@ -210,6 +210,10 @@ class Task(BaseModel):
             nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
+        solution: Solves the task, for `rolltap tasks check`; no session sees it, and it does not count in the digest. A
+            folder with `solve.sh`, which is run in the workspace; another folder, which is laid over the workspace; or
+            a file with a unified diff.
+        gold_patch: A unified diff that solves the task, in place of `solution`.
         source: Where the task is from, for messages: a folder, or a file and its row.
     """
 
@@ -229,6 +233,8 @@ class Task(BaseModel):
     needs_network: str | None = None
     evaluate: list[str] = []
     judge: Judge | None = None
+    solution: Path | None = None
+    gold_patch: str = ""
     source: str = ""
 
     @model_validator(mode="after")
@@ -250,9 +256,11 @@ class Task(BaseModel):
         """Return the SHA-256 of the task, in hexadecimal: the same task elsewhere has the same.
 
         Of each path that the task names the content counts instead, of `workspace` with a `commit` the commit, and of
-        an image its name. `source` and the code of a `PythonJudge` do not count. Raises `InputError` for a path.
+        an image its name. `source`, the solution and the code of a `PythonJudge` do not count. Raises `InputError` for
+        a path.
         """
-        fields = self.model_dump(exclude={"source", "evaluate", "judge"} | ({"workspace"} if self.commit else set()))
+        left_out = {"source", "evaluate", "judge", "solution", "gold_patch"}
+        fields = self.model_dump(exclude=left_out | ({"workspace"} if self.commit else set()))
         fields["judge"] = self.effective_judge.model_dump()
         text = json.dumps(fields, sort_keys=True, default=lambda value: content_digest(Path(value)))
         return hashlib.sha256(text.encode()).hexdigest()

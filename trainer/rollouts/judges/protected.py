@@ -178,13 +178,13 @@ def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
     """Return the files of a start that are the judge's own: its tests, and those that its command names."""
     if not isinstance(spec, PytestJudge | CommandJudge):
         return set()
-    text = " ".join(spec.command)
+    names = {posixpath.basename(word) for word in _words(tuple(spec.command))}
     return {
         path
         for path, entry in scan(start).entries.items()
         if entry.kind == "file"
         and (spec.paths is None or not matches(path, spec.paths))
-        and (matches(path, TEST_FILES) or posixpath.basename(path) in text)
+        and (matches(path, TEST_FILES) or posixpath.basename(path) in names)
     }
 
 
