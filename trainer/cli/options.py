@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, get_origin
@@ -99,25 +99,16 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def rollout_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set.
+def rollout_options(command: Callable[..., None], only: Sequence[str] = ()) -> Callable[..., None]:
+    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set, or for those in `only`.
 
     Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
     """
-    for name, field in reversed(Budget.model_fields.items()):
-        command = _field_option(f"max_{name}", field)(command)
-    return field_options(*(name for name in RolloutConfig.model_fields if name not in ("budget", "recorder")))(command)
-
-
-def field_options(*names: str) -> Callable[[Command], Command]:
-    """Return what adds an option for some fields of `RolloutConfig`."""
-
-    def add(command: Command) -> Command:
-        for name in reversed(names):
-            command = _field_option(name, RolloutConfig.model_fields[name])(command)
-        return command
-
-    return add
+    budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
+    for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
+        if name in only or (not only and name not in ("budget", "recorder")):
+            command = _field_option(name, field)(command)
+    return command
 
 
 def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:

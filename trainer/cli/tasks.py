@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +11,31 @@ from rich.console import Console
 from rich.table import Table
 
 import rolltap
-from rolltap.trainer.cli.options import examples, field_options, json_option
+from rolltap.trainer.cli.options import examples, json_option, rollout_options
 from rolltap.types import TaskCheck
 
 _DIFF_LINES = 30
+_OPTIONS = ("repositories", "runtime", "tools", "container_engine", "container_arguments")
 
 
 @click.group("tasks")
 def tasks_group() -> None:
-    """Work on tasks."""
+    """Work on tasks before a rollout."""
 
 
-@tasks_group.command(
-    "check",
-    epilog=examples(
-        "rolltap tasks check tasks.jsonl",
-        "rolltap tasks check harbor-tasks/ --runtime sandbox",
-        "rolltap tasks check rows.parquet --repositories checkouts --runtime sandbox",
-    ),
-)
+@tasks_group.command("check", epilog=examples("rolltap tasks check tasks.jsonl --runtime sandbox"))
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
-@field_options("repositories", "runtime", "tools", "container_engine", "container_arguments")
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1),
-    default=4,
-    show_default=True,
-    help="Maximum number of judgements that run at the same time.",
-)
+@partial(rollout_options, only=_OPTIONS)
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")
 @json_option
 def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
-    """Try TASKS before a rollout: with cheats.
+    """Try TASKS with their solutions and with cheats.
 
-    TASKS is as for `rolltap rollout`. The judge of each task judges its untouched start, which must earn less than the
-    best reward, its own solution, which must earn the best, and the start with each of the standard cheats, which must
-    earn no more than the untouched one. Use the runtime of the rollout: it decides what the judge protects.
+    TASKS and the options are as for `rolltap rollout`. Each task is judged several times: its untouched start, which
+    must earn less than the best reward; its own solution, if it has one, which must earn the best; and the standard
+    cheats, which must earn no more than the untouched start. Use the runtime of the rollout.
 
-    Exit status 0: all of this holds. Exit status 1: it does not, or a task could not be tried.
+    Exit status 1: not all of this holds, or a task could not be tried.
     """
     checks = rolltap.check_tasks(tasks, **given)
     if as_json:
@@ -60,9 +49,8 @@ def _print(checks: list[TaskCheck]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     table = Table("task", "start", "solution", "cheats tried", "findings")
     for check in checks:
-        solution = _reward(check.solution) if check.has_solution else "none"
-        counts = (str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))
-        table.add_row(check.task or "(refused)", _reward(check.start), solution, *counts)
+        rewards = ("none" if reward is None else f"{reward:g}" for reward in (check.start, check.solution))
+        table.add_row(check.task, *rewards, str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))
     console.print(table)
     for check in checks:
         for reason in check.wrong:
@@ -70,11 +58,6 @@ def _print(checks: list[TaskCheck]) -> None:
         for weakness in check.weaknesses:
             console.print(f"\n{check.task}: {weakness.reward:g} for {weakness.cheat}", style="bold red")
             lines = weakness.diff.splitlines()
-            more = [f"... {len(lines) - _DIFF_LINES} more lines; --json has all"] if len(lines) > _DIFF_LINES else []
-            for line in [*lines[:_DIFF_LINES], *more]:
-                console.print(f"    {line}", style="dim")
-            console.print(f"  to mend it: {weakness.advice}")
-
-
-def _reward(reward: float | None) -> str:
-    return "-" if reward is None else f"{reward:g}"
+            cut = [f"... {len(lines) - _DIFF_LINES} more lines: see --json"] if len(lines) > _DIFF_LINES else []
+            console.print("\n".join(f"    {line}" for line in [*lines[:_DIFF_LINES], *cut]), style="dim")
+            console.print(f"  To mend it: {weakness.advice}.")

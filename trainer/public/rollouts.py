@@ -16,7 +16,6 @@ from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
-from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -99,32 +98,22 @@ def check_tasks(
     tasks: Sequence[Task] | str | Path,
     *,
     runtime: str | Runtime = "process",
-    concurrency: int = 4,
     progress: bool = True,
-    repositories: str | Path | None = None,
-    tools: Sequence[str | Path] = (),
-    container_engine: str | None = None,
-    container_arguments: Sequence[str] = (),
+    **settings: Unpack[RolloutArguments],
 ) -> list[TaskCheck]:
-    """Try tasks before a rollout, as `rolltap tasks check`, and return what became of each.
+    """Try tasks before a rollout, and return what became of each.
 
     Each is judged several times: its untouched start, which must earn less than the best reward; its own solution, if
-    it has one, which must earn the best; and the start with each of the standard cheats, which must earn no more than
-    the untouched one. `TaskCheck.passed` says whether all of this holds. A task that cannot be tried says why.
+    it has one, which must earn the best; and the standard cheats, which must earn no more than the untouched start. A
+    task that cannot be tried says why. The results are kept in the user's cache folder, for `rollout` to warn.
 
-    `tasks`, `runtime` and the settings are as of `rollout`; `concurrency` is how many judgements run at the same time.
-    What is found of a task is kept in the user's cache folder by the task's digest, for `rollout` to warn.
-
-    Raises `InputError` for a source without tasks, wrong settings, and a runtime that does not work here.
+    Arguments and `settings` are as of `rollout`; `concurrency` is how many judgements run at the same time. Raises
+    `InputError` for a source without tasks, wrong settings, and a runtime that does not work here.
     """
-    settings = {"tools": tools, "container_engine": container_engine, "container_arguments": container_arguments}
     own = None if isinstance(runtime, str) else runtime
-    config = RolloutConfig.of({"concurrency": concurrency, **settings, **({} if own else {"runtime": runtime})})
+    config = RolloutConfig.of({"concurrency": 4, **settings, **({"runtime": runtime} if own is None else {})})
     refused: list[str] = []
-    if isinstance(tasks, str | Path):
-        given = load_tasks(tasks, repositories=repositories, refused=refused)
-    else:
-        given = given_tasks(tasks, None)
+    given = given_tasks(tasks, config.repositories, refused)
     trials = try_tasks(given, own or config.make_runtime(), concurrency=config.concurrency, progress=progress)
     return [*run_blocking(trials), *(TaskCheck("", wrong=(reason,)) for reason in refused)]
 

@@ -88,7 +88,7 @@ def fit_tasks(tasks: Sequence[Task], runtime: Runtime) -> list[Task]:
 
 def _fit(task: Task, runtime: Runtime) -> Task:
     where = f"task {task.id!r}" + (f" ({task.source})" if task.source else "")
-    judges = list(_judges(task.effective_judge))
+    judges = list(judges_of(task.effective_judge))
     _check_paths(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and (judge.mounts or judge.writable) for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
@@ -131,10 +131,10 @@ def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) 
             raise InputError(f"{where}: {key} names {path}, which does not exist")
 
 
-def _judges(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
+def judges_of(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
     """Yield the judge, or each of several."""
     if isinstance(judge, SeveralJudges):
         for one in judge.judges:
-            yield from _judges(one.judge)
+            yield from judges_of(one.judge)
     else:
         yield judge

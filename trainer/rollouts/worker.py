@@ -142,10 +142,12 @@ async def roll_out(
     return tuple(session.session_id for group in groups for session in ended.attempts(group))
 
 
-def given_tasks(tasks: Sequence[Task] | str | Path, repositories: Path | None) -> list[Task]:
+def given_tasks(
+    tasks: Sequence[Task] | str | Path, repositories: Path | None, refused: list[str] | None = None
+) -> list[Task]:
     """Return the tasks of a list, or of a path as `load_tasks`. Raises `InputError`, also when two have the same id."""
     if isinstance(tasks, str | Path):
-        return load_tasks(Path(tasks), repositories=repositories)
+        return load_tasks(Path(tasks), repositories=repositories, refused=refused)
     if isinstance(tasks, Task):
         raise InputError("tasks is one task: give a list")
     if not tasks:

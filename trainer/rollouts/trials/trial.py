@@ -1,20 +1,19 @@
-"""Trying a task: its untouched start, its own solution, and the standard cheats, each judged as a session would be."""
+"""Trying a task: its untouched start, its solution and the standard cheats, each judged as what a session left."""
 
 import asyncio
 import json
-import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rolltap.addons.errors import InputError, RolltapError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
-from rolltap.trainer.rollouts.check import fit_tasks, kept_check
+from rolltap.trainer.rollouts.check import fit_tasks, judges_of, kept_check
 from rolltap.trainer.rollouts.judges.changes import AgentResult, find_changes
 from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
@@ -24,16 +23,12 @@ from rolltap.trainer.rollouts.judges.protected import own_files
 from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder, scratch_folder
-from rolltap.trainer.rollouts.trials.cheats import CHEATS, Changes, Cheat, Ground
+from rolltap.trainer.rollouts.trials.cheats import CHEATS, Ground
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.git import git
-from rolltap.trainer.tasks.task import Judge, LLMJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import Judge, LLMJudge, Task
 
-logger = logging.getLogger(__name__)
-
-_CODE = (".py", ".sh")
-_SOLVE = "solve.sh"
 _SOLVE_SECONDS = 1800.0
 
 
@@ -49,24 +44,20 @@ class Weakness:
 
 @dataclass(frozen=True, slots=True)
 class TaskCheck:
-    """What became of trying a task.
+    """The result of trying a task.
 
     Attributes:
         task: Id of the task; empty for one that could not be loaded.
-        digest: The task's digest, as the runtime runs it; empty when it could not be tried.
         start: Reward of the untouched start; None without one.
         solution: Reward of the task's own solution; None without one.
-        has_solution: Whether the task has a solution.
         tried: Names of the cheats that were tried.
-        weaknesses: Cheats that earn more than the start.
-        wrong: What is wrong with the start or the solution, or why the task could not be tried.
+        weaknesses: The cheats that earn more than the start.
+        wrong: Faults of the start and the solution, and why the task could not be tried.
     """
 
     task: str
-    digest: str = ""
     start: float | None = None
     solution: float | None = None
-    has_solution: bool = False
     tried: tuple[str, ...] = ()
     weaknesses: tuple[Weakness, ...] = ()
     wrong: tuple[str, ...] = ()
@@ -87,75 +78,40 @@ def best_reward(judge: Judge) -> float:
 
 
 async def try_tasks(tasks: Sequence[Task], runtime: Runtime, *, concurrency: int, progress: bool) -> list[TaskCheck]:
-    """Try tasks, and keep what became of each. A task that cannot be tried says why; it ends nothing.
+    """Try tasks, and keep the results. A task that cannot be tried says why.
 
     `concurrency` is how many judgements run at the same time. Raises `InputError` for a runtime that does not work.
     """
     runtime.check()
-    places, rooms = asyncio.Semaphore(concurrency), asyncio.Semaphore(concurrency)
-    done = 0
+    rooms, places = asyncio.Semaphore(concurrency), asyncio.Semaphore(concurrency)
+    ended: list[TaskCheck] = []
 
-    async def attempt(task: Task, work: Path) -> TaskCheck:
-        nonlocal done
+    async def attempt(task: Task) -> TaskCheck:
         async with rooms:
-            found = await _try(task, runtime, work / task.id, places)
-        done += 1
-        advance(f"tasks: {task.id}", done, len(tasks))
-        return found
+            ended.append(await _try(task, runtime, work / task.id, places))
+        advance("tasks", len(ended), len(tasks))
+        return ended[-1]
 
     with scratch_folder() as work, progress_bar(show=progress) as advance:
-        advance("tasks", 0, len(tasks))
-        return list(await asyncio.gather(*(attempt(task, work) for task in tasks)))
+        return list(await asyncio.gather(*map(attempt, tasks)))
 
 
 async def _try(task: Task, runtime: Runtime, work: Path, places: asyncio.Semaphore) -> TaskCheck:
     try:
         (task,) = fit_tasks([task], runtime)
-        task = task.model_copy(update={"judge": _without_models(task.effective_judge), "evaluate": []})
+        if any(isinstance(spec, LLMJudge) for spec in judges_of(task.effective_judge)):
+            raise InputError("a model judges it, and these cheats are for programs: read how it judged a few sessions")
         check_judges([task], "")
-        found = TaskCheck(task.id, await asyncio.to_thread(task.digest))
-        start = await Starts(work / "starts", runtime).of(task)
-        found = await _Trial(task, runtime, start, work, places).run(found)
-        _keep(found, runtime)
+        kept = kept_check(await asyncio.to_thread(task.digest))
+        (work / "logs").mkdir(parents=True)
+        found = await _Trial(task, runtime, await Starts(work / "starts", runtime).of(task), work, places).run()
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found.to_json()), encoding="utf-8")
         return found
     except (RolltapError, OSError) as error:
         return TaskCheck(task.id, wrong=(f"it could not be tried: {error}",))
     finally:
         await run_to_end(remove_folder, work)
-
-
-def _keep(found: TaskCheck, runtime: Runtime) -> None:
-    file = kept_check(found.digest)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"runtime": runtime.name, **found.to_json()}))
-    except OSError as error:
-        logger.warning("what became of trying task %s is not kept: %s", found.task, error)
-
-
-def _without_models(spec: Judge) -> Judge:
-    """Return a judge without the models among several. Raises `InputError` for a model alone."""
-    if isinstance(spec, LLMJudge):
-        raise InputError("a model judges it, and the cheats are for programs: read what it says of a few sessions")
-    if isinstance(spec, SeveralJudges):
-        programs = [one for one in spec.judges if not isinstance(one.judge, LLMJudge)]
-        programs = [one.model_copy(update={"judge": _without_models(one.judge)}) for one in programs]
-        return spec.model_copy(update={"judges": programs}) if programs else _without_models(spec.judges[0].judge)
-    return spec
-
-
-def _hurried(spec: Judge, seconds: float) -> Judge:
-    """Return a judge that has at most so many seconds."""
-    if isinstance(spec, SeveralJudges):
-        judges = [one.model_copy(update={"judge": _hurried(one.judge, seconds)}) for one in spec.judges]
-        return spec.model_copy(update={"judges": judges})
-    return spec.model_copy(update={"timeout": min(seconds, spec.timeout)})
-
-
-def _own(start: Path, task: Task, spec: Judge) -> set[str]:
-    if isinstance(spec, SeveralJudges):
-        return set().union(*(_own(start, task, one.judge) for one in spec.judges))
-    return set() if isinstance(spec, LLMJudge) else own_files(start, task, spec)
 
 
 @dataclass(slots=True)
@@ -167,108 +123,94 @@ class _Trial:
     places: asyncio.Semaphore
     solved: list[str] = field(default_factory=list)
     """Files that the solution changed."""
-    said: str = ""
-    """How the solution's program ended."""
 
-    async def run(self, found: TaskCheck) -> TaskCheck:
-        spec, best = self.task.effective_judge, best_reward(self.task.effective_judge)
+    async def run(self) -> TaskCheck:
+        best = best_reward(self.task.effective_judge)
+        found = TaskCheck(self.task.id)
         began = time.monotonic()
-        start = await self.judge("start")
-        seconds = max(10.0, 3 * (time.monotonic() - began))
-        wrong = []
+        start = await self.judge("start", {})
+        short = max(10.0, 3 * (time.monotonic() - began))
         if start.reward is None:
             return replace(found, wrong=(f"the untouched start could not be judged: {start.unjudged}",))
         if start.reward >= best:
-            wrong.append(f"the untouched start earns {start.reward:g}, and the best is {best:g}: mend the judge")
-        has_solution = self.task.solution is not None or bool(self.task.gold_patch)
-        solution = None
-        if has_solution:
-            try:
-                judged = await self.judge("solution", solve=True)
-                solution = judged.reward
-                if solution is None or solution < best:
-                    why = judged.unjudged or f"it earns {solution:g}, and the best is {best:g}"
-                    wrong.append(f"the task's own solution does not solve it: {why}{self.said}")
-            except InputError as error:
-                wrong.append(f"the task's own solution cannot be applied: {error}")
+            found = replace(found, wrong=(f"the untouched start earns {start.reward:g}, the best reward",))
+        found = replace(found, start=start.reward)
+        if self.task.solution is not None or self.task.gold_patch:
+            found = await self.try_solution(found, best)
         ground = await in_folder_thread(self.ground)
-        hurried = self.task.model_copy(update={"judge": _hurried(spec, seconds)})
-        planned = [(cheat, changes) for cheat in CHEATS if (changes := cheat.change(ground))]
-        tried = await asyncio.gather(
-            *(
-                self.judge(f"cheat-{number}", changes, hurried if cheat.hangs else None)
-                for number, (cheat, changes) in enumerate(planned)
-            )
+        planned = [(cheat, changed) for cheat in CHEATS if (changed := cheat.change(ground))]
+        judged = await asyncio.gather(
+            *(self.judge(cheat.name, changed, seconds=short if cheat.hangs else None) for cheat, changed in planned)
         )
-        weak = (
-            self.weakness(number, cheat, judged.reward)
-            for number, ((cheat, _), judged) in enumerate(zip(planned, tried, strict=True))
-            if judged.reward is not None and judged.reward > start.reward
-        )
-        return replace(
-            found,
-            start=start.reward,
-            solution=solution,
-            has_solution=has_solution,
-            tried=tuple(cheat.name for cheat, _ in planned),
-            weaknesses=tuple(weak),
-            wrong=tuple(wrong),
-        )
+        weak = [
+            Weakness(cheat.name, result.reward, (self.work / "logs" / f"{cheat.name}.diff").read_text(), cheat.advice)
+            for (cheat, _), result in zip(planned, judged, strict=True)
+            if result.reward is not None and result.reward > start.reward
+        ]
+        return replace(found, tried=tuple(cheat.name for cheat, _ in planned), weaknesses=tuple(weak))
 
-    def weakness(self, number: int, cheat: Cheat, reward: float) -> Weakness:
-        diff = (self.work / "logs" / f"cheat-{number}.diff").read_text(encoding="utf-8")
-        return Weakness(cheat.name, reward, diff, cheat.advice)
+    async def try_solution(self, found: TaskCheck, best: float) -> TaskCheck:
+        log = self.work / "logs" / "solve.log"
+        try:
+            judged = await self.judge("solution", {})
+            why = judged.unjudged or f"it earns {judged.reward:g}, and the best is {best:g}"
+            why += f"; its script says: {read_end(log, 300)}" if log.exists() else ""
+            if judged.reward == best:
+                return replace(found, solution=best)
+            found = replace(found, solution=judged.reward)
+        except InputError as error:
+            why = str(error)
+        return replace(found, wrong=(*found.wrong, f"the task's own solution does not solve it: {why}"))
 
     def ground(self) -> Ground:
         """Return the start as cheats see it. The agent's code is what the solution changes, or all but the judge's."""
         folder = self.start.folder
         paths = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         files = sorted(name for path in paths if ".git/" not in (name := path.relative_to(folder).as_posix()))
-        own = _own(folder, self.task, self.task.effective_judge)
-        code = [path for path in self.solved or files if path.endswith(_CODE) and path not in own]
-        return Ground(folder, files, sorted(own), code)
+        specs = [spec for spec in judges_of(self.task.effective_judge) if not isinstance(spec, LLMJudge)]
+        own = set[str]().union(*(own_files(folder, self.task, spec) for spec in specs))
+        code = [path for path in self.solved or files if path.endswith((".py", ".sh")) and path not in own]
+        return Ground(folder, files, own, code)
 
-    async def judge(
-        self, name: str, changes: Changes = MappingProxyType({}), task: Task | None = None, *, solve: bool = False
-    ) -> Judged:
-        """Return the judgement of a session that left these changes of the start, or the solution's."""
-        folder = self.work / name
+    async def judge(self, name: str, changed: Mapping[str, str], *, seconds: float | None = None) -> Judged:
+        """Return the judgement of a session that left these changes; of one named `solution`, the solution's."""
+        folder = self.work / name.replace(" ", "-")
         made = AgentResult(folder / "workspace", folder / "home")
-        logs = self.work / "logs"
-        async with self.places:
-            try:
-                made.home.mkdir(parents=True)
-                logs.mkdir(exist_ok=True)
-                await in_folder_thread(self.start.copy_to, made.workspace)
-                _write(made.workspace, changes)
-                async with self.runtime.box(self.spec(name, made)) as box:
-                    if solve:
-                        await self.solve(box, made.workspace)
-                    await box.settle()
-                    job = JudgeJob(
-                        task=task or self.task,
-                        start=self.start,
-                        runtime=self.runtime,
-                        result=made,
-                        name=name,
-                        logs=logs,
-                        session_box=box,
-                    )
-                    return await judge(job)
-            finally:
-                await run_to_end(remove_folder, folder)
-
-    def spec(self, name: str, made: AgentResult) -> BoxSpec:
-        solution = self.task.solution
-        return BoxSpec(
-            name=f"{self.work.parent.name}-{self.task.id}-{name}",
+        solution = self.task.solution if name == "solution" else None
+        spec = BoxSpec(
+            name=f"rolltap-{self.start.digest[:12]}-{time.monotonic_ns()}",
             workspace=made.workspace,
             workdir=self.task.workdir,
             home=made.home,
-            mounts=[Mount(solution, "/solution")] if solution and name == "solution" else [],
+            mounts=[Mount(solution.absolute(), "/solution")] if solution else (),
             image=self.task.image,
             limits=self.task.limits,
         )
+        job = JudgeJob(
+            task=self.task,
+            start=self.start,
+            runtime=self.runtime,
+            result=made,
+            name=name,
+            logs=self.work / "logs",
+        )
+        async with self.places:
+            try:
+                made.home.mkdir(parents=True)
+                await in_folder_thread(self.start.copy_to, made.workspace)
+                for path, text in changed.items():
+                    (made.workspace / path).parent.mkdir(parents=True, exist_ok=True)
+                    (made.workspace / path).write_text(text, encoding="utf-8")
+                async with self.runtime.box(spec) as box:
+                    if name == "solution":
+                        await self.solve(box, made.workspace)
+                    await box.settle()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(seconds):
+                            return await judge(replace(job, session_box=box))
+                    return Judged(unjudged="it hangs")
+            finally:
+                await run_to_end(remove_folder, folder)
 
     async def solve(self, box: Box, workspace: Path) -> None:
         """Apply the solution. Raises `InputError` for a patch that does not fit."""
@@ -276,24 +218,11 @@ class _Trial:
         if solution is None or solution.is_file():
             patch = self.task.gold_patch if solution is None else solution.read_text(encoding="utf-8")
             await in_folder_thread(git, "apply", "--whitespace=nowarn", "-", folder=workspace, stdin=patch + "\n")
-        elif (solution / _SOLVE).is_file():
-            script = f"/solution/{_SOLVE}" if self.runtime.isolated else str(solution.absolute() / _SOLVE)
+        elif (solution / "solve.sh").is_file():
+            folder = "/solution" if self.runtime.isolated else str(solution.absolute())
             env = {**clean_environment(Path(box.home), isolated=self.runtime.isolated), **self.task.env}
-            log = self.work / "logs" / "solve.log"
-            seconds = self.task.timeout or _SOLVE_SECONDS
-            ended = await box.run(["bash", script], env=env, timeout=seconds, log=log)
-            last = " ".join(read_end(log, 4096).split("\n")[-3:]).strip()
-            how = ended.stopped or f"status {ended.status}"
-            self.said = f"; {_SOLVE} ended with {how}" + (f", and says: {last[-300:]}" if last else "")
+            log, seconds = self.work / "logs" / "solve.log", self.task.timeout or _SOLVE_SECONDS
+            await box.run(["bash", f"{folder}/solve.sh"], env=env, timeout=seconds, log=log)
         else:
             await in_folder_thread(shutil.copytree, solution, workspace, symlinks=True, dirs_exist_ok=True)
         self.solved = (await in_folder_thread(find_changes, self.start.folder, workspace)).files
-
-
-def _write(workspace: Path, changes: Mapping[str, str]) -> None:
-    for path, text in changes.items():
-        place = workspace / path
-        if place.is_symlink():
-            place.unlink()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
