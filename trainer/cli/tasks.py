@@ -16,14 +16,15 @@ from rolltap.types import TaskCheck
 
 _DIFF_LINES = 30
 _OPTIONS = ("repositories", "runtime", "tools", "container_engine", "container_arguments")
+_EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
 
 
-@click.group("tasks")
+@click.group("tasks", epilog=_EXAMPLES)
 def tasks_group() -> None:
     """Work on tasks before a rollout."""
 
 
-@tasks_group.command("check", epilog=examples("rolltap tasks check tasks.jsonl --runtime sandbox"))
+@tasks_group.command("check", epilog=_EXAMPLES)
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
 @partial(rollout_options, only=_OPTIONS)
 @click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")

@@ -213,7 +213,7 @@ class Task(BaseModel):
         solution: Solves the task, for `rolltap tasks check`; no session sees it, and it does not count in the digest. A
             folder with `solve.sh`, which is run in the workspace; another folder, which is laid over the workspace; or
             a file with a unified diff.
-        gold_patch: A unified diff that solves the task, in place of `solution`.
+        gold_patch: A unified diff that solves the task, in place of `solution`. It is in no dump of the task.
         source: Where the task is from, for messages: a folder, or a file and its row.
     """
 
@@ -234,7 +234,7 @@ class Task(BaseModel):
     evaluate: list[str] = []
     judge: Judge | None = None
     solution: Path | None = None
-    gold_patch: str = ""
+    gold_patch: str = Field(default="", exclude=True, repr=False)
     source: str = ""
 
     @model_validator(mode="after")
@@ -259,7 +259,7 @@ class Task(BaseModel):
         an image its name. `source`, the solution and the code of a `PythonJudge` do not count. Raises `InputError` for
         a path.
         """
-        left_out = {"source", "evaluate", "judge", "solution", "gold_patch"}
+        left_out = {"source", "evaluate", "judge", "solution"}
         fields = self.model_dump(exclude=left_out | ({"workspace"} if self.commit else set()))
         fields["judge"] = self.effective_judge.model_dump()
         text = json.dumps(fields, sort_keys=True, default=lambda value: content_digest(Path(value)))

@@ -48,7 +48,7 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert (task.id, task.instruction, task.timeout, task.workdir) == ("task", "Do it.", 900.0, "/app")
     assert (task.image, task.image_optional, task.files, task.needs_network) == ("ubuntu:24.04", True, {}, None)
     assert (task.limits.cpus, task.limits.memory_gib, task.limits.disk_gib) == (2, 2, 0.5)
-    assert task.source == str(tmp_path / "task")
+    assert (task.source, task.solution) == (str(tmp_path / "task"), tmp_path / "task" / "solution")
     judge = task.effective_judge
     assert judge.command[:2] == ["sh", "-c"]
     assert judge.command[3:] == ["sh", "/bin/bash", "/tests/test.sh"]

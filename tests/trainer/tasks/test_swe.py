@@ -62,7 +62,8 @@ def test_a_row_becomes_a_task_that_pytest_judges(tmp_path, row):
     assert judge.fail_to_pass == ["tests/test_code.py::test_a[1-b c]"]
     assert judge.pass_to_pass == ["tests/test_code.py::TestB::test_c", "tests/other.py::test_d"]
     assert (judge.test_patch, judge.protect) == (PATCH, ["tests/other.py", "tests/test_code.py"])
-    assert "SECRET" not in task.model_dump_json()
+    assert "SECRET" not in task.model_dump_json() + repr(task)
+    assert task.gold_patch == "SECRET-PATCH"
 
 
 def test_an_image_of_the_row_is_used_without_repositories(tmp_path, row):

@@ -84,13 +84,14 @@ async def try_tasks(tasks: Sequence[Task], runtime: Runtime, *, concurrency: int
     """
     runtime.check()
     rooms, places = asyncio.Semaphore(concurrency), asyncio.Semaphore(concurrency)
-    ended: list[TaskCheck] = []
+    ended: list[str] = []
 
     async def attempt(task: Task) -> TaskCheck:
         async with rooms:
-            ended.append(await _try(task, runtime, work / task.id, places))
+            found = await _try(task, runtime, work / task.id, places)
+        ended.append(task.id)
         advance("tasks", len(ended), len(tasks))
-        return ended[-1]
+        return found
 
     with scratch_folder() as work, progress_bar(show=progress) as advance:
         return list(await asyncio.gather(*map(attempt, tasks)))
@@ -108,8 +109,9 @@ async def _try(task: Task, runtime: Runtime, work: Path, places: asyncio.Semapho
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(found.to_json()), encoding="utf-8")
         return found
-    except (RolltapError, OSError) as error:
-        return TaskCheck(task.id, wrong=(f"it could not be tried: {error}",))
+    except Exception as error:  # of one task; the others are tried
+        reason = str(error) if isinstance(error, RolltapError | OSError) else repr(error)
+        return TaskCheck(task.id, wrong=(f"it could not be tried: {reason}",))
     finally:
         await run_to_end(remove_folder, work)
 
@@ -123,13 +125,14 @@ class _Trial:
     places: asyncio.Semaphore
     solved: list[str] = field(default_factory=list)
     """Files that the solution changed."""
+    took: float = 0.0
+    """Seconds of the last judgement."""
 
     async def run(self) -> TaskCheck:
         best = best_reward(self.task.effective_judge)
         found = TaskCheck(self.task.id)
-        began = time.monotonic()
         start = await self.judge("start", {})
-        short = max(10.0, 3 * (time.monotonic() - began))
+        short = max(10.0, 3 * self.took)
         if start.reward is None:
             return replace(found, wrong=(f"the untouched start could not be judged: {start.unjudged}",))
         if start.reward >= best:
@@ -142,8 +145,9 @@ class _Trial:
         judged = await asyncio.gather(
             *(self.judge(cheat.name, changed, seconds=short if cheat.hangs else None) for cheat, changed in planned)
         )
+        logs = self.work / "logs"
         weak = [
-            Weakness(cheat.name, result.reward, (self.work / "logs" / f"{cheat.name}.diff").read_text(), cheat.advice)
+            Weakness(cheat.name, result.reward, (logs / f"{cheat.name}.diff").read_text(encoding="utf-8"), cheat.advice)
             for (cheat, _), result in zip(planned, judged, strict=True)
             if result.reward is not None and result.reward > start.reward
         ]
@@ -155,9 +159,9 @@ class _Trial:
             judged = await self.judge("solution", {})
             why = judged.unjudged or f"it earns {judged.reward:g}, and the best is {best:g}"
             why += f"; its script says: {read_end(log, 300)}" if log.exists() else ""
-            if judged.reward == best:
-                return replace(found, solution=best)
             found = replace(found, solution=judged.reward)
+            if judged.reward is not None and judged.reward >= best:
+                return found
         except InputError as error:
             why = str(error)
         return replace(found, wrong=(*found.wrong, f"the task's own solution does not solve it: {why}"))
@@ -187,12 +191,7 @@ class _Trial:
             limits=self.task.limits,
         )
         job = JudgeJob(
-            task=self.task,
-            start=self.start,
-            runtime=self.runtime,
-            result=made,
-            name=name,
-            logs=self.work / "logs",
+            task=self.task, start=self.start, runtime=self.runtime, result=made, name=name, logs=self.work / "logs"
         )
         async with self.places:
             try:
@@ -205,10 +204,12 @@ class _Trial:
                     if name == "solution":
                         await self.solve(box, made.workspace)
                     await box.settle()
+                    began = time.monotonic()
+                    judged = Judged(unjudged="it hangs")
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(seconds):
-                            return await judge(replace(job, session_box=box))
-                    return Judged(unjudged="it hangs")
+                        judged = await asyncio.wait_for(judge(replace(job, session_box=box)), seconds)
+                    self.took = time.monotonic() - began
+                    return judged
             finally:
                 await run_to_end(remove_folder, folder)
 

@@ -117,6 +117,7 @@ def test_a_solution_of_every_kind_must_earn_the_best(tmp_path, kind, runtime, mo
 
 def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
+    (tmp_path / "solution.bin").write_bytes(b"\xff\xff")
     write(tmp_path, {"wrong/calc.py": WRONG, "fails/solve.sh": "echo no network; exit 3"})
     given = {
         "solved": {"evaluate": ["true"]},
@@ -124,6 +125,7 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
         "unsolved": {"solution": tmp_path / "wrong"},
         "fails": {"solution": tmp_path / "fails"},
         "misfit": {"gold_patch": PATCH.replace("a - b", "a * b")},
+        "binary": {"solution": tmp_path / "solution.bin"},
         "misplaced": {"workspace": tmp_path / "nowhere"},
         "a-model": {"judge": several(LLMJudge(rubric="r", url="http://127.0.0.1:1", model="m"))},
         "right": {"gold_patch": PATCH},
@@ -138,6 +140,7 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
         "unsolved": "does not solve it: it earns 0, and the best is 1",
         "fails": "its script says: no network",
         "misfit": "`git apply` failed",
+        "binary": "it could not be tried: UnicodeDecodeError(",
         "misplaced": f"the workspace {tmp_path / 'nowhere'} is not a folder",
         "a-model": "a model judges it",
     }.items():
@@ -152,10 +155,11 @@ def several(model):
 
 def test_a_task_that_cannot_be_loaded_is_one_of_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
-    line = {"id": "t", "instruction": "Do it.", "evaluate": ["false"]}
+    (tmp_path / "answer").mkdir()
+    line = {"id": "t", "instruction": "Do it.", "evaluate": ["false"], "solution": "answer"}
     (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'id': 'u', 'evaluated': 1})}\n")
-    good, refused = rolltap.check_tasks(tmp_path / "tasks.jsonl", progress=False)
-    assert (good.task, good.passed) == ("t", True)
+    tried, refused = rolltap.check_tasks(tmp_path / "tasks.jsonl", progress=False)
+    assert (tried.task, tried.solution, len(tried.wrong)) == ("t", 0.0, 1)
     assert (refused.task, refused.passed) == ("", False)
     assert "line 2: unknown key 'evaluated'" in refused.wrong[0]
     with pytest.raises(InputError, match="the list of tasks is empty"):
