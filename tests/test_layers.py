@@ -18,7 +18,7 @@ LAYERS = [
     ["trainer.training.grpo", "trainer.rollouts.runtimes"],
     ["trainer.rollouts.judges"],
     ["trainer.rollouts"],
-    ["trainer.doctor", "trainer.training"],
+    ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],
     ["trainer.training.dry_run"],
     ["trainer.public"],
     ["trainer.cli"],

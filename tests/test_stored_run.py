@@ -98,9 +98,9 @@ def test_a_rollout_goes_on_with_its_groups_unless_a_part_of_their_key_changed(
     where = ("--out", run, "--engine", scripted_engine.url, "--model", tokenizer_folder)
     done = run_rolltap("rollout", tmp_path / "tasks.jsonl", "--harness", tmp_path / "stored.toml", "-n", 1, *where)
     (line,) = (line for line in done.stderr.splitlines() if "changed" in line)
-    # the harness and the model are others here; the digest of the task, the limits and all else are the same
+    # the harness, the model and the judge are others here; the limits and all else are the same
     changed = line.rpartition(": ")[2].removesuffix(" changed").split(", ")
-    assert {"harness", "model"} <= set(changed) <= {"harness", "model", "program", "harness_version"}
+    assert {"harness", "model", "task"} <= set(changed) <= {"harness", "model", "task", "program", "harness_version"}
 
 
 def test_a_training_that_was_begun_goes_on(tmp_path):

@@ -13,8 +13,11 @@ import pytest
 import rolltap
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.choose import make_runtime
+from rolltap.trainer.rollouts.trials import trial
+from rolltap.trainer.rollouts.trials.cheats import CHEATS
+from tests.boxes import sandboxed
 from tests.conftest import ROOT
-from tests.deep import cases
+from tests.deep import DEEP, cases
 from tests.harness.play import installed
 from tests.recipes.mini_agents import AGENTS, ATTEMPTS, ask, lead
 from tests.scripted_engine import ScriptedEngine
@@ -94,6 +97,23 @@ def test_the_solution_of_the_harbor_task_is_the_reference_patch(mini, row, tmp_p
     subprocess.run(["bash", task / "solution" / "solve.sh"], cwd=start, check=True)
     diff = subprocess.run(["git", "diff"], cwd=start, stdout=subprocess.PIPE, text=True, check=True)
     assert diff.stdout == row["patch"]
+
+
+FORMS = {"harbor": "harbor", "row": "tasks.jsonl"}
+WON = ["an exit with status 0 at the import", "JSON as the reward, by the agent's code"]
+"""Cheats that win where the exit status of pytest decides alone, or the reward's file is not written last."""
+
+
+@sandboxed
+@pytest.mark.parametrize("form", cases(FORMS, 0))
+def test_no_cheat_wins_in_either_form_and_the_solution_earns_the_best(form, mini, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trial, "CHEATS", [cheat for cheat in CHEATS if DEEP or cheat.name in WON])
+    (found,) = rolltap.check_tasks(
+        mini / FORMS[form], repositories=mini / "repositories", runtime="sandbox", progress=False
+    )
+    assert (found.start, found.solution, found.weaknesses, found.wrong) == (0.0, 1.0, (), ())
+    assert {*WON} <= {*found.tried}
 
 
 EARNED = {"right": 1.0, "wrong": 0.0, "deletes-tests": 0.0, "breaks-others": 0.0}

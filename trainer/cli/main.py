@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, rollout, runs, train
+from rolltap.trainer.cli import doctor, edit, rollout, runs, tasks, train
 from rolltap.trainer.console import runs_first
 
 
@@ -28,6 +28,7 @@ class InOrder(click.Group):
         rollout.record_command,
         rollout.env_command,
         doctor.doctor_command,
+        tasks.tasks_group,
         rollout.rollout_command,
         rollout.reward_command,
         train.train_command,

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, get_origin
@@ -99,14 +99,14 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def rollout_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set.
+def rollout_options(command: Callable[..., None], only: Sequence[str] = ()) -> Callable[..., None]:
+    """Add an option for each field of `RolloutConfig` but `recorder`, which is --set, or for those in `only`.
 
     Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
     """
     budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
     for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
-        if name not in ("budget", "recorder"):
+        if name in only or (not only and name not in ("budget", "recorder")):
             command = _field_option(name, field)(command)
     return command
 

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -141,8 +142,8 @@ def record_command(
     The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
     variables that you have set yourself override the harness's. The program is then asked for its version first.
 
-    With --evaluate, the reward is the number alone on the last line of the evaluator's output, or the JSON object there
-    (the keys reward and parts). Without one it is 1 for status 0 and 0 for status 1; other statuses are no verdict.
+    With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others are no verdict. Give
+    another reward with `rolltap reward`.
     """
     if preset is not None:
         harness = rolltap.Harness.load(preset)
@@ -269,7 +270,33 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
     print_result(run.summary(), as_json)
+    _report_refused(run)
     _report_faults(run)
+
+
+def _report_refused(run: rolltap.Run) -> None:
+    """Say on stderr how many sessions changed files that are the judge's, and which: these changes were not applied."""
+    new = [session for session in run.sessions() if session.session_id in run.new_session_ids]
+    refused = [{*_refused(json.loads(session.evidence))} for session in new]
+    files = Counter(path for paths in refused for path in paths)
+    if files:
+        named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))
+        sessions = sum(map(bool, refused))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"{sessions} session{'s' * (sessions != 1)} changed files of the judge, which it did not take: {named}. "
+            "If the task asks for such changes, list them in 'paths' of its judge",
+            markup=False,
+        )
+
+
+def _refused(evidence: dict[str, Any]) -> Iterator[str]:
+    """Yield the paths of the judge's own that a session changed, also from the evidence of several judges."""
+    for entry in evidence.get("refused", []):
+        path, _, why = entry.rpartition(": ")
+        if why in ("protected", "planted", "settings"):
+            yield path
+    for part in evidence.get("judges", {}).values():
+        yield from _refused(part)
 
 
 def _report_faults(run: rolltap.Run) -> None:

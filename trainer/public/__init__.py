@@ -13,6 +13,7 @@ Record
     `rollout`            run tasks with a harness, several sessions each, and record every model call
     `rollout_async`      the same inside an event loop
     `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
+    `check_tasks`        try tasks with their solutions and the standard cheats
     `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
     `Recorder`           record programs that you start yourself
     `Proxy`              a recorder that runs already
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from rolltap.addons.errors import RolltapError as RolltapError
     from rolltap.addons.store.records import Call as Call
     from rolltap.addons.store.records import Session as Session
+    from rolltap.rollouts import check_tasks as check_tasks
     from rolltap.rollouts import rollout as rollout
     from rolltap.rollouts import rollout_async as rollout_async
     from rolltap.runs import Run as Run
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "rolltap.addons.errors": ("RolltapError",),
     "rolltap.addons.store.records": ("Call", "Session"),
-    "rolltap.rollouts": ("rollout", "rollout_async"),
+    "rolltap.rollouts": ("check_tasks", "rollout", "rollout_async"),
     "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "verify_run"),
     "rolltap.trainer.engine.serve": ("EngineServer",),
     "rolltap.trainer.training.grpo.config": ("TraceGRPOConfig",),

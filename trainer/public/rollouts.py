@@ -14,6 +14,7 @@ from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.provenance import set_provenance
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.session import end_recorded
+from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
 from rolltap.trainer.tasks.task import Task
 
@@ -24,7 +25,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-__all__ = ["RolloutConfig", "end_recorded", "examine", "examine_model", "rollout", "rollout_async", "set_provenance"]
+__all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
+__all__ += ["set_provenance"]
 
 
 async def rollout_async(
@@ -90,6 +92,30 @@ def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 rollout = _blocking(rollout_async)
 rollout.__name__ = rollout.__qualname__ = "rollout"
+
+
+def check_tasks(
+    tasks: Sequence[Task] | str | Path,
+    *,
+    runtime: str | Runtime = "process",
+    progress: bool = True,
+    **settings: Unpack[RolloutArguments],
+) -> list[TaskCheck]:
+    """Try tasks before a rollout, and return what became of each.
+
+    Each is judged several times: its untouched start, which must earn less than the best reward; its own solution, if
+    it has one, which must earn the best; and the standard cheats, which must earn no more than the untouched start. A
+    task that cannot be tried says why. The results are kept in the user's cache folder, for `rollout` to warn.
+
+    Arguments and `settings` are as of `rollout`; `concurrency` is how many judgements run at the same time. Raises
+    `InputError` for a source without tasks, wrong settings, and a runtime that does not work here.
+    """
+    own = None if isinstance(runtime, str) else runtime
+    config = RolloutConfig.of({"concurrency": 4, **settings, **({"runtime": runtime} if own is None else {})})
+    refused: list[str] = []
+    given = given_tasks(tasks, config.repositories, refused)
+    trials = try_tasks(given, own or config.make_runtime(), concurrency=config.concurrency, progress=progress)
+    return [*run_blocking(trials), *(TaskCheck("", wrong=(reason,)) for reason in refused)]
 
 
 def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":

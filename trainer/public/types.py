@@ -17,6 +17,8 @@ from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec as BoxSpec
 from rolltap.trainer.rollouts.runtimes.runtime import Ended as Ended
 from rolltap.trainer.rollouts.runtimes.runtime import Mount as Mount
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime as Runtime
+from rolltap.trainer.rollouts.trials.trial import TaskCheck as TaskCheck
+from rolltap.trainer.rollouts.trials.trial import Weakness as Weakness
 from rolltap.trainer.runs.edit import LeftBehind as LeftBehind
 from rolltap.trainer.runs.edit import SplitBy as SplitBy
 from rolltap.trainer.runs.exports import ExportFormat as ExportFormat

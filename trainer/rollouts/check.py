@@ -1,6 +1,7 @@
 """Checks before the first session: the engines, and what tasks need and the runtime or this machine does not have."""
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,25 @@ def check_engines(engine: str, model: str) -> str:
         served = ", ".join(f"{url}: {version}" for url, version in versions.items())
         logger.warning("the engines serve different weights (%s): their sessions are in one group", served)
     return ",".join(sorted(set(versions.values())))
+
+
+def kept_check(digest: str) -> Path:
+    """Return the file in which `rolltap tasks check` keeps what it found of the task with a digest."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "rolltap" / "checks" / f"{digest}.json"
+
+
+def warn_of_unchecked(digests: Sequence[str]) -> None:
+    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something."""
+    unchecked = weak = 0
+    for digest in digests:
+        try:
+            weak += not json.loads(kept_check(digest).read_text(encoding="utf-8"))["passed"]
+        except (OSError, ValueError, LookupError, TypeError):
+            unchecked += 1
+    if unchecked or weak:
+        counts = f"{unchecked} were not tried with cheats, {weak} have findings"
+        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(digests), counts)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
@@ -119,7 +139,7 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
             f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {_ARGUMENT_BYTES:,}: "
             "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
         )
-    judges = list(_judges(task.effective_judge))
+    judges = list(judges_of(task.effective_judge))
     _check_paths(task, judges, where)
     for judge in judges:
         if not isinstance(judge, LLMJudge) and (shared := ambiguous(_start_files(task), task, judge)):
@@ -186,10 +206,10 @@ def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) 
             raise InputError(f"{where}: {key} names {path}, which does not exist")
 
 
-def _judges(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
+def judges_of(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
     """Yield the judge, or each of several."""
     if isinstance(judge, SeveralJudges):
         for one in judge.judges:
-            yield from _judges(one.judge)
+            yield from judges_of(one.judge)
     else:
         yield judge

@@ -15,7 +15,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, progress_bar
-from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
+from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.check import check_judges
@@ -141,6 +141,7 @@ async def roll_out(
         fitting = await worker.build(fitting)
         recorded = Recorded(load_sessions(recorder.path).values())
         keys = await keys_of(fitting, worker.stage, weights)
+        warn_of_unchecked([worker.stage.digests[task.id] for task in fitting])
         groups = [
             recorded.group(task, key, config.sessions, further=new_groups)
             for task, key in zip(fitting, keys, strict=True)
@@ -155,10 +156,12 @@ async def roll_out(
     return tuple(session.session_id for group in groups for session in ended.attempts(group))
 
 
-def given_tasks(tasks: Sequence[Task] | str | Path, repositories: Path | None) -> list[Task]:
+def given_tasks(
+    tasks: Sequence[Task] | str | Path, repositories: Path | None, refused: list[str] | None = None
+) -> list[Task]:
     """Return the tasks of a list, or of a path as `load_tasks`. Raises `InputError`, also when two have the same id."""
     if isinstance(tasks, str | Path):
-        return load_tasks(Path(tasks), repositories=repositories)
+        return load_tasks(Path(tasks), repositories=repositories, refused=refused)
     if isinstance(tasks, Task):
         raise InputError("tasks is one task: give a list")
     if not tasks:

@@ -1,7 +1,7 @@
 """Harbor task folders as tasks.
 
 The format is that of Harbor 0.25 (https://harborframework.com/docs/task-format): task.toml, instruction.md,
-environment/, tests/test.sh, and solution/, which no session sees.
+environment/, tests/test.sh, and solution/solve.sh, which no session sees.
 
 A Dockerfile that only copies files has its effect without an image being built: see `read_dockerfile`.
 """
@@ -290,6 +290,7 @@ def load_harbor(folder: Path) -> Task:
     if faults := _faults(folder, config):
         raise InputError(f"{folder}: {'; '.join(faults)}")
     environment = _environment(folder, config)
+    solution = folder / "solution"
     return Task(
         id=folder.name,
         instruction=_instruction(folder),
@@ -303,6 +304,7 @@ def load_harbor(folder: Path) -> Task:
         env={**environment.env, **resolve_variables(config.environment.env, file)},
         needs_network=config.network() or _download(folder / "tests"),
         judge=_judge(folder, config, environment.workdir),
+        solution=solution if (solution / "solve.sh").is_file() else None,
         source=str(folder),
     )
 

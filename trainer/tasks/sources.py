@@ -211,6 +211,7 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
             "image": image,
             "build": task.build
             and task.build.model_copy(update={"folder": absolute(task.build.folder, "'build.folder'")}),
+            "solution": task.solution and absolute(task.solution, "'solution'"),
             "judge": task.judge and judge_of(task.judge),
         }
     )

@@ -77,7 +77,7 @@ class _InstallConfig(BaseModel):
 
 
 class SweRow(BaseModel):
-    """The keys of a row that a task is made of. Others are not read: `patch` and `hints_text` would tell the answer."""
+    """The keys of a row that a task is made of. Others are not read: `hints_text` would tell the answer."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -86,6 +86,7 @@ class SweRow(BaseModel):
     base_commit: str
     problem_statement: str = Field(min_length=1)
     test_patch: str
+    patch: str | None = None
     version: str = ""
     fail_to_pass: _Names = Field(alias="FAIL_TO_PASS", min_length=1)
     pass_to_pass: _Names = Field(alias="PASS_TO_PASS")
@@ -139,6 +140,7 @@ def swe_task(row: Mapping[str, Any], where: str, repositories: Path | None) -> T
             log_parser=log_parser,
             timeout=_JUDGE_SECONDS,
         ),
+        gold_patch=swe.patch or "",
         source=where,
     )
 

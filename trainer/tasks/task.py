@@ -260,6 +260,10 @@ class Task(BaseModel):
             nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
+        solution: Solves the task, for `rolltap tasks check`; no session sees it, and it does not count in the digest. A
+            folder with `solve.sh`, which is run in the workspace; another folder, which is laid over the workspace; or
+            a file with a unified diff.
+        gold_patch: A unified diff that solves the task, in place of `solution`. It is in no dump of the task.
         source: Where the task is from, for messages: a folder, or a file and its row.
     """
 
@@ -280,6 +284,8 @@ class Task(BaseModel):
     needs_network: str | None = None
     evaluate: list[str] = []
     judge: Judge | None = None
+    solution: Path | None = None
+    gold_patch: str = Field(default="", exclude=True, repr=False)
     source: str = ""
 
     @model_validator(mode="after")
@@ -303,9 +309,10 @@ class Task(BaseModel):
         """Return the SHA-256 of the task, in hexadecimal: the same task elsewhere has the same.
 
         Of each path that the task names the content counts instead, of `workspace` with a `commit` the commit, and of
-        an image its name. `source` and the code of a `PythonJudge` do not count. Raises `InputError` for a path.
+        an image its name. `source`, the solution and the code of a `PythonJudge` do not count. Raises `InputError` for
+        a path.
         """
-        without = {"source", "evaluate", "judge", "build"} | ({"workspace"} if self.commit else set())
+        without = {"source", "evaluate", "judge", "build", "solution"} | ({"workspace"} if self.commit else set())
         fields = self.model_dump(exclude=without)
         if self.build is not None:
             fields["build"] = self.build.folder

@@ -38,7 +38,9 @@ def running(marker):
 @pytest.fixture
 def tasks(tmp_path):
     path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps({"id": "t", "instruction": "Say it.", "evaluate": ["sh", "-c", "cat answer.txt"]}))
+    command = ["sh", "-c", "(cat answer.txt || echo 0) >&$ROLLTAP_REWARD_FD"]
+    judge = {"kind": "command", "command": command, "result": "number"}
+    path.write_text(json.dumps({"id": "t", "instruction": "Say it.", "judge": judge}))
     return path
 
 
@@ -65,6 +67,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json")
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
+    assert "of 1 tasks 1 were not tried with cheats" in ended.stderr
     assert summary["sessions"] == {"failed": 3}
     assert summary["calls"] == {"completed": 3}
     assert summary["steps"][0]["mean_reward"] == 0.5
@@ -312,7 +315,7 @@ TWICE = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
 @pytest.mark.parametrize(
     ("arguments", "program", "status", "reward", "error"),
     [
-        (["--evaluate", "echo score: 0.3"], ASK, "unjudged", None, "score: 0.3"),
+        (["--evaluate", "sh -c 'exit 3'"], ASK, "unjudged", None, "ended with status 3"),
         (["--evaluate", "touch judged"], "pass", "infrastructure", None, "no model call came"),
         (["--set", "rolltap_max_calls=1", "--evaluate", "true"], TWICE, "budget", 1.0, "budget"),
     ],

@@ -14,7 +14,9 @@ from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK
 
-TASK = rolltap.Task(id="t", instruction="Say it.", evaluate=["sh", "-c", "cat answer.txt"])
+COMMAND = ["sh", "-c", "cat answer.txt >&$ROLLTAP_REWARD_FD"]
+JUDGE = {"kind": "command", "command": COMMAND, "result": "number"}
+TASK = rolltap.Task(id="t", instruction="Say it.", judge=JUDGE)
 ANSWER = ASK.replace("print(", "open('answer.txt', 'w').write(").replace("sys.exit(3)", "")
 HARNESS = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ANSWER])
 

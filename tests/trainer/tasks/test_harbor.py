@@ -49,13 +49,13 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert (task.id, task.instruction, task.timeout, task.workdir) == ("task", "Do it.", 900.0, "/app")
     assert (task.image, task.image_optional, task.files, task.needs_network) == ("ubuntu:24.04", True, {}, None)
     assert (task.limits.cpus, task.limits.memory_gib, task.limits.disk_gib) == (2, 2, 0.5)
-    assert task.source == str(tmp_path / "task")
+    assert (task.source, task.solution) == (str(tmp_path / "task"), tmp_path / "task" / "solution")
     judge = task.effective_judge
-    assert judge.command[:2] == ["sh", "-c"]
-    assert judge.command[3:] == ["sh", "/bin/bash", "/tests/test.sh"]
+    assert judge.command == ["/bin/bash", "/tests/test.sh"]
     assert (judge.where, judge.timeout, judge.env, judge.paths) == ("fresh", 120.0, {"MODEL": "x"}, None)
     assert judge.mounts == {"/tests": tmp_path / "task" / "tests"}
-    assert (judge.reward_file, judge.writable) == ("/logs/verifier/reward.txt", ["/logs/verifier"])
+    assert judge.reward_files == ["/logs/verifier/reward.txt", "/logs/verifier/reward.json"]
+    assert judge.writable == ["/logs/verifier"]
     assert "SECRET" not in task.model_dump_json()
 
 

@@ -57,12 +57,13 @@ def test_a_row_becomes_a_task_that_pytest_judges(tmp_path, row):
     assert task.instruction.endswith("\n\nThe sum is wrong.")
     judge = task.effective_judge
     assert judge.kind == "pytest"
-    assert judge.command[-4:] == ["--junit-xml", "{report}", "tests/other.py", "tests/test_code.py"]
+    assert judge.command[-2:] == ["tests/other.py", "tests/test_code.py"]
     assert judge.command[:3] == ["python", "-m", "pytest"]
     assert judge.fail_to_pass == ["tests/test_code.py::test_a[1-b c]"]
     assert judge.pass_to_pass == ["tests/test_code.py::TestB::test_c", "tests/other.py::test_d"]
-    assert (judge.test_patch, judge.protect) == (PATCH, ["tests/other.py", "tests/test_code.py"])
-    assert "SECRET" not in task.model_dump_json()
+    assert (judge.test_patch, judge.files) == (PATCH, ["tests/other.py", "tests/test_code.py"])
+    assert "SECRET" not in task.model_dump_json() + repr(task)
+    assert task.gold_patch == "SECRET-PATCH"
 
 
 def test_an_image_of_the_row_is_used_without_repositories(tmp_path, row):
@@ -142,7 +143,7 @@ def test_the_test_command_of_a_row_is_used(tmp_path, row, config, begin):
     (task,) = load(tmp_path, {**row, **config})
     command = task.effective_judge.command
     assert command[: len(begin)] == begin
-    assert command[-4:] == ["--junit-xml", "{report}", "tests/other.py", "tests/test_code.py"]
+    assert command[-2:] == ["tests/other.py", "tests/test_code.py"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_row_of_django_or_sympy_is_judged_by_its_own_program_in_the_image(tmp_
     row = {**row, **DJANGO, "test_patch": patch, "image": "swebench/x"}
     (task,) = load(tmp_path, row, local=False)
     judge = task.effective_judge
-    assert (judge.log_parser, judge.protect, task.image_optional) == ("parse_log_django", ["tests/runtests.py"], False)
+    assert (judge.log_parser, judge.files, task.image_optional) == ("parse_log_django", ["tests/runtests.py"], False)
     assert judge.command[-6:] == ["--verbosity", "2", "--settings=test_sqlite", "--parallel", "1", "utils.test_x"]
     (old,) = load(tmp_path, {**row, "version": "1.9"}, local=False)
     assert old.effective_judge.command[-3:] == ["--verbosity", "2", "utils.test_x"]

@@ -1,0 +1,64 @@
+"""`rolltap tasks check`: tries tasks before a rollout."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import rolltap
+from rolltap.trainer.cli.options import examples, json_option, rollout_options
+from rolltap.types import TaskCheck
+
+_DIFF_LINES = 30
+_OPTIONS = ("repositories", "runtime", "tools", "container_engine", "container_arguments")
+_EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
+
+
+@click.group("tasks", epilog=_EXAMPLES)
+def tasks_group() -> None:
+    """Work on tasks before a rollout."""
+
+
+@tasks_group.command("check", epilog=_EXAMPLES)
+@click.argument("tasks", type=click.Path(path_type=Path, exists=True))
+@partial(rollout_options, only=_OPTIONS)
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")
+@json_option
+def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
+    """Try TASKS with their solutions and with cheats.
+
+    TASKS and the options are as for `rolltap rollout`. Each task is judged several times: its untouched start, which
+    must earn less than the best reward; its own solution, if it has one, which must earn the best; and the standard
+    cheats, which must earn no more than the untouched start. Use the runtime of the rollout.
+
+    Exit status 1: not all of this holds, or a task could not be tried.
+    """
+    checks = rolltap.check_tasks(tasks, **given)
+    if as_json:
+        click.echo(json.dumps([check.to_json() for check in checks]))
+    else:
+        _print(checks)
+    sys.exit(0 if all(check.passed for check in checks) else 1)
+
+
+def _print(checks: list[TaskCheck]) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    table = Table("task", "start", "solution", "cheats tried", "findings")
+    for check in checks:
+        rewards = ("none" if reward is None else f"{reward:g}" for reward in (check.start, check.solution))
+        table.add_row(check.task, *rewards, str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))
+    console.print(table)
+    for check in checks:
+        for reason in check.wrong:
+            console.print(f"\n{check.task}: {reason}", style="bold red")
+        for weakness in check.weaknesses:
+            console.print(f"\n{check.task}: {weakness.reward:g} for {weakness.cheat}", style="bold red")
+            lines = weakness.diff.splitlines()
+            cut = [f"... {len(lines) - _DIFF_LINES} more lines: see --json"] if len(lines) > _DIFF_LINES else []
+            console.print("\n".join(f"    {line}" for line in [*lines[:_DIFF_LINES], *cut]), style="dim")
+            console.print(f"  To mend it: {weakness.advice}.")
