@@ -259,7 +259,6 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
             name=session.session_id,
             logs=stage.recorder.path / "logs",
             engine_urls=stage.recorder.engine.split(","),
-            session_box=box,
         )
         judged = await judge(job)
     except (OSError, InputError):

@@ -31,15 +31,12 @@ class _WorkspaceJudge(_Judge):
     """Fields of the judges that look at a workspace.
 
     Attributes:
-        where: `fresh` (default): a copy of the task's start, to which the agent's changes were applied. `session`: the
-            folder and the box that the agent left, with all that it put there.
         paths: Glob patterns, relative to the workspace, of what the agent is to change: nothing else is applied. None:
             all but the judge's own files. Settings of test runners are applied only where a pattern is their path.
         files: Glob patterns, relative to the workspace, of further own files of the judge: see `judges/protected.py`.
         tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
     """
 
-    where: Literal["fresh", "session"] = "fresh"
     paths: list[str] | None = None
     files: list[str] = []
     tests: Path | None = None
@@ -66,7 +63,7 @@ class CommandJudge(_ValueJudge):
 
     Attributes:
         result: How the command says the reward. `status`: exit status 0 is 1, exit status 1 is 0, all others are
-            unjudged, and so is 1 with an error of Python at the end of the output, unless it is an `AssertionError`.
+            unjudged, and so is 1 without a module that Python needs.
             `number` and `json`: one finite number, or a JSON object (`{"reward": 0.5, "parts": {"speed": 1.0}}`),
             written at once to the descriptor that ROLLTAP_REWARD_FD names. Its children have this descriptor too,
             unless it closes it. A Python script (`python [OPTIONS] SCRIPT` or `-m MODULE`) keeps it to itself.

@@ -62,7 +62,6 @@ class Changes:
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     diff: str = ""
     added: frozenset[str] = frozenset()
-    _evidence: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         """Return True if there is something to apply."""
@@ -83,12 +82,7 @@ class Changes:
             changed={path: entry for path, entry in self.changed.items() if path not in refused},
             deleted=tuple(path for path in self.deleted if path not in refused),
             refused={**self.refused, **refused},
-            _evidence=None,
-        ).with_evidence()
-
-    def with_evidence(self) -> "Changes":
-        """Return the changes with their evidence ready: it takes a second for very many files."""
-        return dataclasses.replace(self, _evidence=self.evidence())
+        )
 
     def evidence(self) -> dict[str, Any]:
         """Return the changes as JSON for the sessions table, with at most 100 paths of each kind, long ones cut.
@@ -96,8 +90,6 @@ class Changes:
         `changed_tests` are the test files of the start that were modified or deleted; `odd_files` counts what is no
         file, `planted_files` what a program would load by itself, without what installing packages leaves.
         """
-        if self._evidence is not None:
-            return dict(self._evidence)
         files = self.files
         tests = [path for path in files if path not in self.added and matches(path, TEST_FILES)]
         planted = {path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))}
@@ -164,7 +156,7 @@ def find_changes(start: Path, workspace: Path, *, seconds: float = MAX_SECONDS) 
     deleted = tuple(sorted(gone, reverse=True))
     added = frozenset(path for path in changed if path not in before.entries)
     diff = _diff(start, workspace, before.entries, changed, deleted, min(end, time.monotonic() + _MAX_DIFF_SECONDS))
-    return Changes(changed, deleted, refused, diff, added).with_evidence()
+    return Changes(changed, deleted, refused, diff, added)
 
 
 def _require_bounded(before: Tree, after: Tree) -> None:

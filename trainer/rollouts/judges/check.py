@@ -14,7 +14,7 @@ from rolltap.trainer.rollouts.judges.log import require_parser
 from rolltap.trainer.rollouts.judges.model import find_key, require_other_model
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
 
 _IMPORT_SECONDS = 120.0
 
@@ -46,9 +46,6 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
                 key = "function"
                 if why := _import_fault(spec.function):
                     raise UnjudgedError(f"{spec.function} cannot be imported: {why}")
-            case CommandJudge() if spec.where == "session" and spec.own_paths:
-                key = "mounts"
-                raise UnjudgedError("'where' is 'session', whose box has no paths of the judge's: use 'fresh'")
             case PytestJudge(log_parser=str(parser)):
                 key = "log_parser"
                 require_parser(parser)

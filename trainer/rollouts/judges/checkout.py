@@ -2,12 +2,11 @@
 
 import errno
 import os
-import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +37,6 @@ class JudgeJob:
         logs: Folder for the judge's output.
         changes: The agent's changes against the start: `judge` finds them.
         engine_urls: The policy's engines.
-        session_box: The session's own box, for judges that ask for it.
     """
 
     task: Task
@@ -49,7 +47,6 @@ class JudgeJob:
     logs: Path
     changes: Changes = field(default_factory=Changes)
     engine_urls: Sequence[str] = ()
-    session_box: Box | None = None
 
     @property
     def log(self) -> Path:
@@ -113,10 +110,6 @@ class Checkout:
 @asynccontextmanager
 async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
     """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it cannot be made."""
-    if spec.where == "session" and job.result is not None:
-        async with _session_checkout(job, job.result, spec) as checkout:
-            yield checkout
-        return
     beside = job.result.workspace.parent if job.result is not None else None
     folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
     try:
@@ -131,7 +124,8 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for part in (home, out, tools):
         part.mkdir()
-    _copy_tools(tools)
+    for file in (LAUNCH, REPORT):
+        shutil.copy(file, tools / f"rolltap_{file.name}")
     changes, laid = await in_folder_thread(_prepare, job, spec, workspace)
     own = await in_folder_thread(_own_there, job, spec, workspace, laid)
     isolated = job.runtime.isolated
@@ -172,38 +166,6 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
             )
 
 
-@asynccontextmanager
-async def _session_checkout(job: JudgeJob, result: AgentResult, spec: OneJudge) -> AsyncIterator[Checkout]:
-    if job.session_box is None:
-        raise UnjudgedError("the session's box is gone, and its judge asks for it", broke=False)
-    await job.session_box.settle()
-    names = [f".rolltap-{part}-{secrets.token_hex(8)}" for part in ("out", "tools")]
-    with _blame_agent():
-        with opened(result.home) as home:
-            for name in names:
-                os.mkdir(name, 0o755, dir_fd=home)
-        await in_folder_thread(_lay_over_session, job, result, spec)
-    out, tools = (result.home / name for name in names)
-    _copy_tools(tools)
-    out_inside, tools_inside = (f"{job.session_box.home}/{name}" for name in names)
-    with Channel(out / _PIPE) as channel:
-        yield Checkout(
-            job=job,
-            box=job.session_box,
-            workspace=result.workspace,
-            changes=job.changes,
-            out=out,
-            out_inside=out_inside,
-            tools=tools_inside,
-            channel=channel,
-        )
-
-
-def _copy_tools(folder: Path) -> None:
-    for file in (LAUNCH, REPORT):
-        shutil.copy(file, folder / f"rolltap_{file.name}")
-
-
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
     """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
     there = {path for path, entry in scan(workspace).entries.items() if entry.kind == "file"}
@@ -220,21 +182,14 @@ def _prepare(job: JudgeJob, spec: OneJudge, workspace: Path) -> tuple[Changes, s
     tests = _lay_tests(job, spec, workspace)
     if job.result is None:
         return job.changes, tests
-    with _blame_agent():
-        changes = select(job.changes, job.task, spec, tests, job.start.folder, job.result.workspace)
-        apply_changes(changes, job.result.workspace, workspace)
-    return changes, tests
-
-
-@contextmanager
-def _blame_agent() -> Iterator[None]:
-    """Raise `UnjudgedError` for an error of a folder that an agent made: it broke the judge."""
+    changes = select(job.changes, job.task, spec, tests, job.start.folder, job.result.workspace)
     try:
-        yield
+        apply_changes(changes, job.result.workspace, workspace)
     except OSError as error:
         if is_of_the_machine(error):
             raise
         raise UnjudgedError(f"what the agent left cannot be laid out: {error}") from error
+    return changes, tests
 
 
 def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
@@ -266,17 +221,6 @@ def _lay(tests: Path, workspace: Path) -> set[str]:
                 chunks = read_chunks(folder, source.name)
                 write_file(workspace, path, chunks, executable=os.access(source, os.X_OK))
     return set(files)
-
-
-def _lay_over_session(job: JudgeJob, result: AgentResult, spec: OneJudge) -> None:
-    if isinstance(spec, PytestJudge) and spec.test_patch:
-        with tempfile.TemporaryDirectory(prefix="judge-") as folder:
-            patched = Path(folder, "workspace")
-            job.start.copy_to(patched)
-            _apply_patch(spec.test_patch, patched)
-            apply_changes(find_changes(job.start.folder, patched), patched, result.workspace)
-    if spec.tests is not None:
-        _lay(spec.tests, result.workspace)
 
 
 def _apply_patch(patch: str, folder: Path) -> None:

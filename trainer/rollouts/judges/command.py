@@ -29,9 +29,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuvx]+")
 _MAX_REWARD_BYTES = 64 << 10
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
-_PYTHON_ERROR = re.compile(r"(?:^|\n)Traceback \(most recent call last\):\n(?:[ \t].*\n)+([\w.]+)(?:: .*)?$")
-_NO_IMPORT = re.compile(r"(?:No module named|ModuleNotFoundError\b|ImportError\b)[^\n]*$")
-_NAMED = re.compile(r"(?:No module named|cannot import name) ['\"]?([\w.]+)")
+_NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
 async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
@@ -73,32 +71,18 @@ def _with_pipe(command: Sequence[str], checkout: Checkout) -> list[str]:
 def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") -> Reward:
     """Return the reward by the exit status of a program whose output is in `log`. Raises `UnjudgedError`.
 
-    Python ends with status 1 when a judge itself breaks: that is no verdict, unless an assertion failed, or a module or
-    name is missing that the task, `asked`, names.
+    A status of 1 is no verdict when the last line says that a module is missing, unless the task, `asked`, names it.
     """
     if status not in (0, 1):
         what = f": {spec.command[0]!r}, or a program in it, {_NOT_RUN[status]}" if status in _NOT_RUN else ""
         raise UnjudgedError(
-            f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}",
-            broke=True,
+            f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
         )
-    if status == 1 and (broken := _broken(read_end(log), asked)):
+    if status == 1 and (module := _NO_MODULE.search(read_end(log))) and not re.search(rf"\b{module[1]}\b", asked):
         raise UnjudgedError(
-            f"the judge ended with status 1 and the error {broken!r}, which is no verdict; its output is in {log.name}",
-            broke=True,
+            f"the judge ended with status 1 and without the module {module[1]}: install it for the judge"
         )
     return Reward(float(status == 0), {})
-
-
-def _broken(output: str, asked: str) -> str | None:
-    """Return the last line of an output that ends as a Python program that broke; None for others."""
-    output = output.replace("\r\n", "\n").rstrip()
-    error = _PYTHON_ERROR.search(output)
-    if not (error or _NO_IMPORT.search(output)) or (error and error[1] == "AssertionError"):
-        return None
-    last = output.rpartition("\n")[2]
-    named = _NAMED.search(last)
-    return None if named and re.search(rf"\b{re.escape(named[1])}\b", asked) else last[:300]
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:

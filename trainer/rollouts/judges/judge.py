@@ -158,7 +158,7 @@ async def _judge_by_status_and_report(
 
     A test can end pytest with status 0. A command that makes no report on the start either counts by its status.
     """
-    fields = spec.model_dump(include={"where", "timeout", "paths", "files", "tests", "env", "command"})
+    fields = spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"})
     try:
         reward, evidence = await judge_by_report(PytestJudge(**fields), checkout, allow)
     except NoReportError as error:
@@ -178,8 +178,7 @@ def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:
 async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, job: JudgeJob) -> Judged:
     """Return the judgement of a session whose judge has no verdict."""
     evidence = {"judge": spec.kind, **error.evidence}
-    fresh = isinstance(spec, LLMJudge) or spec.where == "fresh"
-    if not error.broke or (fresh and not job.changes):
+    if not error.broke or not job.changes:
         return Judged(unjudged=str(error), evidence=evidence)
     baseline = (await _judge_baseline(spec, job)).judged
     if baseline.reward is None:
@@ -219,16 +218,15 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
 
 async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
-    fresh = spec if isinstance(spec, LLMJudge) else spec.model_copy(update={"where": "fresh"})
     task = job.task
-    facts = (fresh.model_dump_json(), job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
+    facts = (spec.model_dump_json(), job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     if key in _baselines:
         return _baselines[key]
-    start = dataclasses.replace(job, result=None, changes=Changes(), name=f"{job.name}.start", session_box=None)
+    start = dataclasses.replace(job, result=None, changes=Changes(), name=f"{job.name}.start")
     baseline = _Baseline(Judged())
     try:
-        baseline.judged = await _run_judge(fresh, start, baseline)
+        baseline.judged = await _run_judge(spec, start, baseline)
     except UnjudgedError as error:
         baseline.judged = Judged(unjudged=str(error), evidence=error.evidence)
     if baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:

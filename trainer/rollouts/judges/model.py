@@ -60,7 +60,7 @@ async def judge_by_model(spec: LLMJudge, job: JudgeJob) -> tuple[Reward, dict[st
     Asks again after a connection error, the statuses 429 and 5xx, and an answer that is not as asked for: two of these
     may be the work of the agent's changes, all else is not.
     """
-    await asyncio.to_thread(require_other_model, spec, job.engine_urls)
+    require_other_model(spec, job.engine_urls)
     key = find_key(spec)
     try:
         async with asyncio.timeout(spec.timeout), httpx.AsyncClient(timeout=spec.timeout) as client:
@@ -144,25 +144,16 @@ def require_other_model(spec: LLMJudge, engine_urls: Sequence[str]) -> None:
 def is_policy(url: str, engine_urls: Sequence[str]) -> bool:
     """Return True if an engine of the policy listens at the address of `url`.
 
-    Names are resolved, and all addresses of loopback are one. A gateway that forwards to the engine is not seen.
+    All names and addresses of loopback are one. Other names are not resolved; a gateway to the engine is not seen.
     """
-    own = _addresses(url)
-    return any(own & _addresses(engine) for engine in engine_urls)
+    return _address(url) in map(_address, engine_urls)
 
 
-def _addresses(url: str) -> set[tuple[str, int]]:
+def _address(url: str) -> tuple[str, int]:
     split = urlsplit(url)
-    host = split.hostname or ""
-    port = split.port or (443 if split.scheme == "https" else 80)
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    except OSError:
-        found = {host}
-    return {("loopback" if _is_loopback(address) else address, port) for address in found}
-
-
-def _is_loopback(address: str) -> bool:
-    return address.removeprefix("::ffff:").startswith("127.") or address in ("::1", "0.0.0.0", "::")
+    host = (split.hostname or "").removeprefix("::ffff:")
+    is_loopback = host.startswith("127.") or host in ("localhost", "::1", "0.0.0.0", "::", socket.gethostname())
+    return "loopback" if is_loopback else host, split.port or (443 if split.scheme == "https" else 80)
 
 
 def _pause(retry_after: str) -> float:

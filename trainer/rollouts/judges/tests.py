@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from xml.parsers import expat
 
 from rolltap.trainer.rollouts.judges.checkout import Checkout
-from rolltap.trainer.rollouts.judges.folders import opened, read_file, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.folders import read_file, scan, write_file
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
 from rolltap.trainer.tasks.content import TEST_FILES, matches
 from rolltap.trainer.tasks.task import PytestJudge
@@ -211,12 +211,6 @@ class Canary:
         write_file(workspace, file, iter([_TESTS.replace("{token}", token).encode()]), executable=False)
         return cls(token, file)
 
-    def remove(self, workspace: Path) -> None:
-        """Remove the tests, if their folder is still there: a session's own workspace may be judged again."""
-        parent, _, name = self.file.rpartition("/")
-        with contextlib.suppress(OSError), opened(workspace, parent) as folder:
-            remove(folder, name)
-
     def take(
         self, outcomes: Mapping[Name, Outcome]
     ) -> tuple[dict[Name, Outcome], Literal["failed", "passed", "absent"]]:
@@ -242,16 +236,6 @@ def read_marks(content: bytes) -> set[Name]:
 _MAX_TESTS = 500
 _MAX_NAME = 300
 _MAX_EVASIONS = 50
-_STATUS = {
-    1: "",
-    2: " (interrupted)",
-    3: " (an internal error of pytest)",
-    4: " (wrong arguments, or a test file is not there)",
-    5: " (no tests)",
-}
-"""Exit statuses of pytest (`pytest.ExitCode`)."""
-
-
 Skips = frozenset[tuple[Name, Outcome]]
 """Tests that were skipped or that failed as expected."""
 
@@ -284,12 +268,9 @@ async def judge_by_report(
         "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools, spec.env.get("PYTHONPATH")])),
     }
     command = [argument.replace("{report}", checkout.pipe) for argument in spec.command]
-    try:
-        status = await checkout.run(command, env, spec.timeout)
-    finally:
-        canary.remove(checkout.workspace)
+    status = await checkout.run(command, env, spec.timeout)
     marks, _, content = b"".join(checkout.channel.pieces()).rpartition(b"\0")
-    ended = f"the judge ended with status {status}{_STATUS.get(status, '')}"
+    ended = f"the judge ended with status {status}"
     if not content:
         why = f"{ended} and wrote no report; its output is in {checkout.job.log.name}"
         raise NoReportError(why, status)

@@ -212,7 +212,7 @@ class _Trial:
                     began = time.monotonic()
                     judged = Judged(unjudged="it hangs")
                     with suppress(TimeoutError):
-                        judged = await asyncio.wait_for(judge(replace(job, session_box=box)), seconds)
+                        judged = await asyncio.wait_for(judge(job), seconds)
                     self.took = time.monotonic() - began
                     return judged
             finally:

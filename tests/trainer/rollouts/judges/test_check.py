@@ -21,8 +21,6 @@ def check(spec):
         ({**MODEL, "url": "http://localhost:8000/v1"}, "judge.url", "it may not judge itself"),
         ({"kind": "python", "function": "no_module_of_mine:f"}, "judge.function", "No module named 'no_module_of_min"),
         ({"kind": "python", "function": "json:no_function"}, "judge.function", "has no attribute 'no_function'"),
-        ({**COMMAND, "where": "session", "mounts": {"/a": "/etc"}}, "judge.mounts", "'where' is 'session'"),
-        ({**COMMAND, "where": "session", "writable": ["/a"]}, "judge.mounts", "'where' is 'session'"),
     ],
 )
 def test_a_judge_that_cannot_judge_is_an_error_before_the_first_session(spec, key, why):

@@ -1,13 +1,10 @@
-import os
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from pydantic import ValidationError
 
 from rolltap.trainer.rollouts.judges.command import judge_here
-from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import sandboxed
 from tests.trainer.rollouts.judges.sessions import Left, shell
@@ -80,10 +77,9 @@ async def test_a_judge_that_cannot_be_started_is_unjudged(tmp_path, program):
 
 
 @pytest.mark.parametrize(
-    ("code", "reward"),
-    [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0), ("assert not 1", 0.0)],
+    ("code", "reward"), [("import nosuch", None), ("import calc; calc.add", 0.0), ("import answer", 0.0)]
 )
-async def test_a_judge_that_breaks_in_python_has_no_verdict_unless_the_agent_broke_it(tmp_path, code, reward):
+async def test_a_judge_without_a_module_has_no_verdict_unless_the_agent_was_asked_for_it(tmp_path, code, reward):
     left = Left(tmp_path, {"calc.py": "add = 1"}, did={"calc.py": "ad = 1"})
     spec = {"kind": "command", "command": [sys.executable, "-c", code]}
     assert (await left.judge(spec, "Write the module answer.")).reward == reward
@@ -118,23 +114,6 @@ async def test_only_what_paths_name_is_applied(tmp_path):
     ]
 
 
-async def test_a_judge_of_the_session_sees_the_agents_own_folders(tmp_path):
-    left = Left(tmp_path, {"a.txt": "old", "check.sh": "exit 0"}, did={"a.txt": "new"})
-    os.mkfifo(left.workspace / "fifo")
-    (left.home / "note").write_text("in the home")
-    write = tmp_path / "tests/check.sh"
-    write.parent.mkdir()
-    write.write_text('cat a.txt "$HOME/note"; test -p fifo; echo 0.75 >&$ROLLTAP_REWARD_FD')
-
-    spec = shell(". ./check.sh", where="session", tests=str(write.parent), result="number")
-    async with left.runtime.box(BoxSpec(name="s", workspace=left.workspace, workdir="/w", home=left.home)) as box:
-        with patch.object(type(box), "settle", autospec=True, side_effect=type(box).settle) as settle:
-            judged = await left.judge(spec, session_box=box)
-    assert (judged.reward, settle.call_count) == (0.75, 1), left.log
-    assert left.log == "newin the home"
-    assert (await left.judge(spec)).unjudged == "the session's box is gone, and its judge asks for it"
-
-
 async def test_nothing_of_the_judging_is_left(tmp_path):
     deep = "import os\nfor i in range(1500):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
     left = Left(tmp_path, {}, did={"deep.py": deep})
@@ -157,7 +136,7 @@ def test_a_verdict_is_a_status(judge):
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ("python3 -c '1 / 0'", "ZeroDivisionError: division by zero"),
+        ("python3 -c 'import nosuch'", "without the module nosuch"),
         ("sh -c 'kill -9 $$'", "status -9"),
         ("no-such-program", "No such file"),
         ("'", "is no command"),

@@ -2,7 +2,7 @@
 
 It is loaded before any code of the agent's, by PYTEST_PLUGINS, as `rolltap_report`. ROLLTAP_REPORT names the pipe,
 ROLLTAP_CANARY the file of the canary's tests. Before the report, and a zero byte, come the names of the tests that are
-marked to be skipped or to fail, one a line, as Python writes them.
+marked to be skipped or to fail, one a line, as Python writes them. Of several pytests the first one reports.
 """
 
 import importlib
@@ -11,43 +11,56 @@ from typing import Any
 
 import pytest
 
-PIPE: int = importlib.import_module("rolltap_launch").take(os.environ.pop("ROLLTAP_REPORT"))
-CANARY = os.environ.pop("ROLLTAP_CANARY")
-KEPT: "list[Any]" = []
-FAILED: "list[Any]" = []
-# not for a pytest that a test starts
-os.environ["PYTEST_PLUGINS"] = os.environ["PYTEST_PLUGINS"].replace("rolltap_report", "").strip(",")
+FILE, CANARY = os.environ.pop("ROLLTAP_REPORT", ""), os.environ.pop("ROLLTAP_CANARY", "")
+PIPE: int = importlib.import_module("rolltap_launch").take(FILE) if os.path.exists(FILE) else -1
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: Any) -> None:
     """Have the report written, and the canary run."""
-    config.option.xmlpath = "/proc/self/fd/%d" % PIPE  # noqa: UP031
-    config.args.append(os.path.join(os.getcwd(), CANARY))
+    if PIPE >= 0:
+        config.option.xmlpath = "/proc/self/fd/%d" % PIPE  # noqa: UP031
+        config.args.append(os.path.join(os.getcwd(), CANARY))
+        config.pluginmanager.register(Canary())
 
 
-def pytest_itemcollected(item: Any) -> None:
-    """Keep the canary's tests."""
-    if item.nodeid.partition("::")[0].endswith(os.path.basename(CANARY)):
-        KEPT.append(item)
+class Canary:
+    """The hooks of the pytest that reports."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.failed = self.others = 0
+
+    def pytest_itemcollected(self, item: Any) -> None:
+        """Keep the canary's tests."""
+        if is_canary(item.nodeid):
+            self.items.append(item)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: "list[Any]") -> None:
+        """Put the canary last, whatever the arguments select."""
+        items[:] = [item for item in items if item not in self.items] + self.items
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Write the names of the marked tests."""
+        marked = [repr(item.nodeid)[:2000] for item in session.items if is_marked(item)]
+        with os.fdopen(os.dup(PIPE), "w") as pipe:
+            pipe.write(chr(10).join(marked) + chr(0))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Count the failures of the canary, and the other tests."""
+        self.failed += report.failed and is_canary(report.nodeid)
+        self.others += report.when == "setup" and not is_canary(report.nodeid)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: Any) -> None:
+        """Set the exit status that pytest would have without the canary: 0, 1, or 5 without tests."""
+        if session.exitstatus == 1 and session.testsfailed == self.failed:
+            session.exitstatus = 0 if self.others else 5
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: "list[Any]") -> None:
-    """Put the canary last, whatever the arguments select."""
-    items[:] = [item for item in items if item not in KEPT] + KEPT
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Count the failures of the canary."""
-    FAILED.extend(item for item in KEPT if item.nodeid == report.nodeid and report.failed)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: Any) -> None:
-    """Set the exit status that pytest would have without the canary: 0, 1, or 5 without tests."""
-    if session.exitstatus == 1 and session.testsfailed == len(FAILED):
-        session.exitstatus = 5 if session.testscollected <= len(KEPT) else 0
+def is_canary(name: str) -> bool:
+    """Return True for the name of a test of the canary's."""
+    return name.partition("::")[0].endswith(os.path.basename(CANARY))
 
 
 def is_marked(item: Any) -> bool:
@@ -56,10 +69,3 @@ def is_marked(item: Any) -> bool:
     names = ["__unittest_skip__", "__unittest_expecting_failure__"]
     marks = [mark.name for mark in item.iter_markers() if mark.name in ("skip", "skipif", "xfail")]
     return bool(marks) or any(getattr(one, name, False) for one in objects for name in names)
-
-
-def pytest_collection_finish(session: Any) -> None:
-    """Write the names of the marked tests."""
-    marked = [repr(item.nodeid)[:2000] for item in session.items if is_marked(item)]
-    with os.fdopen(os.dup(PIPE), "w") as pipe:
-        pipe.write(chr(10).join(marked) + chr(0))
