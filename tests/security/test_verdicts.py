@@ -51,6 +51,14 @@ async def test_a_child_of_a_test_cannot_write_the_report(tmp_path):
     assert (judged.reward, judged.evidence["tests"]) == (0.0, {"tests/test_tool.py::test_tool": "failed"}), left.log
 
 
+async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_closed(tmp_path):
+    left = Left(tmp_path, {"tool.sh": ""}, did={"tool.sh": "echo 1 >&$ROLLTAP_REWARD_FD"})
+    spec = {**shell("sh ./tool.sh", result="number"), "paths": ["tool.sh"]}
+    assert (await left.judge(spec)).reward == 1.0
+    closed = shell("sh ./tool.sh 9>&-; echo 0 >&$ROLLTAP_REWARD_FD", result="number")
+    assert (await left.judge({**spec, **closed})).reward == 0.0
+
+
 VERIFIER = {"mounts": {}, "writable": ["/logs"], "reward_files": ["/logs/reward.txt", "/logs/reward.json"]}
 AT_FILES = {
     "written": "echo 1 > /logs/reward.txt",

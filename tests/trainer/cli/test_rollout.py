@@ -78,6 +78,12 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     assert {session.session_id for session in sessions} == set(RecordedCalls(tmp_path / "run"))
 
 
+def test_rollout_says_which_files_of_the_judge_sessions_changed(options, tasks, preset):
+    planted = ASK.replace("print(", "open('conftest.py', 'w').write(")
+    ended = run_rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", planted]), "-n", 2, *options)
+    assert "2 sessions changed files of the judge, which it did not take: conftest.py (2). If the task" in ended.stderr
+
+
 ASK_OF_SYSTEM = f"""
 import json, urllib.request
 url, body = "https://api.openai.com/v1/chat/completions", json.dumps({HELLO!r}).encode()

@@ -170,16 +170,17 @@ def compare(outcomes: Mapping[Name, Outcome], fail_to_pass: Sequence[str], pass_
     return Verdict(float(whole), parts, tests)
 
 
-_TESTS = """import unittest
+_TESTS = """import sys
+import unittest
 
+if getattr(sys.modules.get("rolltap_report"), "PIPE", -1) >= 0:  # not for another pytest
 
-def test_{token}():
-    assert [] == [1]
+    def test_{token}():
+        assert [] == [1]
 
-
-class Test_{token}(unittest.TestCase):
-    def test_{token}(self):
-        self.assertEqual([], [1])
+    class Test_{token}(unittest.TestCase):
+        def test_{token}(self):
+            self.assertEqual([], [1])
 """
 _WORDS = "basic empty single nested default simple multiple large small mixed repeated values inputs options names"
 

@@ -269,3 +269,34 @@ async def test_what_the_start_or_a_mark_skips_is_no_failure(tmp_path, names):
     lists = {"fail_to_pass": LISTS["fail_to_pass"][: len(names)], "pass_to_pass": [f"test_calc.py::{n}" for n in names]}
     judged = await left.judge({**SPEC, **lists})
     assert (judged.reward, judged.evidence["canary"]) == (1.0, "failed"), left.log
+
+
+TWO_RUNS = ["sh", "-c", f"{sys.executable} -m pytest -q test_calc.py && {sys.executable} -m pytest -q test_more.py"]
+STARTS_PYTEST = f"""
+import calc, subprocess
+def test_add(): assert calc.add(2, 2) == 4
+def test_inner(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_it(): pass")
+    assert subprocess.run([{sys.executable!r}, "-m", "pytest", "-q", str(tmp_path)]).returncode == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "command"),
+    [
+        ({"test_more.py": START["test_calc.py"]}, TWO_RUNS),
+        ({"test_more.py": STARTS_PYTEST}, [sys.executable, "-m", "pytest", "-q"]),
+        ({}, ["sh", "-c", f"{sys.executable} -m pytest -q -n 2 || exit 1"]),
+        ({}, ["env", "-i", "PATH=/usr/bin:/bin", sys.executable, "-m", "pytest", "-q"]),
+        ({"a.txt": ""}, ["sh", "-c", "grep -q 'a + b' calc.py # not by pytest"]),
+    ],
+    ids=["two pytests", "a pytest in a test", "xdist", "without variables", "no pytest"],
+)
+async def test_a_command_that_names_pytest_earns_by_its_status_and_report(tmp_path, tests, command):
+    left = Left(tmp_path, {**START, **tests})
+    spec = {"kind": "command", "command": command, "paths": ["calc.py"]}
+    assert (await left.judge(spec)).reward == 0.0, left.log
+    left.do({"calc.py": GOOD})
+    assert (await left.judge(spec)).reward == 1.0, left.log
+    left.do({"calc.py": "import os; os._exit(0)\n"})
+    assert (await left.judge(spec)).reward == (1.0 if "-i" in command else 0.0), left.log
