@@ -52,7 +52,7 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert (task.source, task.solution) == (str(tmp_path / "task"), tmp_path / "task" / "solution")
     judge = task.effective_judge
     assert judge.command == ["/bin/bash", "/tests/test.sh"]
-    assert (judge.where, judge.timeout, judge.env, judge.paths) == ("fresh", 120.0, {"MODEL": "x"}, None)
+    assert (judge.timeout, judge.env, judge.paths) == (120.0, {"MODEL": "x"}, None)
     assert judge.mounts == {"/tests": tmp_path / "task" / "tests"}
     assert judge.reward_files == ["/logs/verifier/reward.txt", "/logs/verifier/reward.json"]
     assert judge.writable == ["/logs/verifier"]
@@ -129,7 +129,7 @@ def test_without_a_dockerfile_and_an_image_both_are_named(tmp_path):
 def test_a_separate_verifier_gets_the_artifacts_only(tmp_path):
     toml = 'artifacts = ["out.json", { source = "/app/sub/x" }]\n[verifier]\nenvironment_mode = "separate"'
     separate = load(tmp_path, toml=toml).effective_judge
-    assert (separate.where, separate.paths) == ("fresh", ["out.json", "out.json/**", "sub/x", "sub/x/**"])
+    assert separate.paths == ["out.json", "out.json/**", "sub/x", "sub/x/**"]
     with pytest.raises(InputError, match=r"the artifact /var/x is outside the work folder /app"):
         load(tmp_path, toml='artifacts = ["/var/x"]\n[verifier]\nenvironment_mode = "separate"')
     assert load(tmp_path, toml='artifacts = ["/var/x"]').effective_judge.paths is None

@@ -1,52 +1,65 @@
 """The verdict's channel: a named pipe (fifo(7)) that a judge's program writes to and rolltap alone reads.
 
-A launcher of ours opens it and removes its name before any code of the agent's runs (`runtimes/inside/launch.py`); or
-it is mounted read-only at a path that a judge writes to, where nobody can read, replace or empty it.
+A launcher of ours opens it before any code of the agent's runs (`runtimes/inside/launch.py`); or it is mounted
+read-only at a path that a judge writes to, where nobody can read, replace or empty it. Who opens it is counted, by
+inotify(7): what two programs wrote may be a number that neither meant.
 """
 
 import asyncio
+import ctypes
 import os
 from pathlib import Path
 from typing import Self
 
 MAX_BYTES = 72 << 20
 _AT_ONCE = 1 << 20
-"""Bytes of one read: more than a pipe holds, so that what was written at once is one piece."""
+_OPENED, _MODIFIED, _CLOSED = 0x20, 0x2, 0x8
+"""IN_OPEN, and IN_MODIFY and IN_CLOSE_WRITE, without which two openings could be told as one."""
 
 
 class Channel:
-    """The pipe at `path`, and the pieces that come out of it. A context manager of a running event loop.
+    """The pipe at `path`, and the bytes that come out of it. A context manager of a running event loop.
 
-    `MAX_BYTES` are kept, and the piece that exceeds it.
+    `MAX_BYTES` are kept, and what exceeds them is dropped.
+
+    Attributes:
+        content: Bytes that were written so far, after `read`.
+        opened: Number of times that a program has opened the pipe, after `read`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self.content = bytearray()
+        self.opened = 0
 
     def __enter__(self) -> Self:
         os.mkfifo(self.path, 0o600)
         # a writer's end of its own: without it, the end of a writer is the end of the file
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         os.chmod(self.path, 0o200)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if libc.inotify_add_watch(self._events, os.fsencode(self.path), _OPENED | _MODIFIED | _CLOSED) < 0:
+            raise OSError(ctypes.get_errno(), "the verdict's pipe cannot be watched")
+        for descriptor in (self._pipe, self._events):
+            asyncio.get_running_loop().add_reader(descriptor, self.read)
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
+        for descriptor in (self._pipe, self._events):
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
 
-    def pieces(self) -> list[bytes]:
-        """Return what was written so far, each time that somebody wrote."""
-        self._read()
-        return self._pieces
+    def read(self) -> None:
+        """Take what was written, and who opened the pipe, until now."""
+        self.content += _read(self._pipe)[: max(0, MAX_BYTES - len(self.content))]
+        events = _read(self._events)  # 16 bytes each, without a name: the second number is the mask
+        masks = (int.from_bytes(events[at + 4 : at + 8], "little") for at in range(0, len(events), 16))
+        self.opened += sum(mask & _OPENED > 0 for mask in masks)
 
-    def _read(self) -> None:
-        try:
-            piece = os.read(self._descriptor, _AT_ONCE)
-        except BlockingIOError:
-            return
-        if self._size <= MAX_BYTES:
-            self._pieces.append(piece)
-            self._size += len(piece)
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _AT_ONCE)
+    except BlockingIOError:
+        return b""

@@ -13,7 +13,7 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
-from rolltap.trainer.rollouts.judges.channel import Channel
+from rolltap.trainer.rollouts.judges.channel import MAX_BYTES, Channel
 from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, remove, scan, write_file
 from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, own_files, read_only, select, stamp
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
@@ -24,7 +24,7 @@ from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
 
 LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
-_OUT, _TOOLS, _PIPE = "/rolltap/out", "/rolltap/tools", "verdict"
+_TOOLS, _PIPE = "/rolltap/tools", "/rolltap/verdict"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,10 @@ class Checkout:
     Attributes:
         workspace: Folder of this machine with the changes and the tests.
         changes: The changes as they are there, with what was refused.
-        out: Folder of this machine that the judge writes to. The agent never saw it.
+        out: Folder of this machine for a judge that runs outside of the box.
         tools: Folder in the box with the programs of `runtimes/inside` as `rolltap_NAME.py`, for the judge to read.
         guarded: Path in the workspace -> stamp: the judge's own files, which no program may change.
-        channel: For the verdict. `pipe` is its path in the box.
+        channel: For the verdict. `pipe` is its path in the box, at which our launchers open it.
     """
 
     job: JudgeJob
@@ -72,15 +72,19 @@ class Checkout:
     workspace: Path
     changes: Changes
     out: Path
-    out_inside: str
     tools: str
     channel: Channel
+    pipe: str
     guarded: Mapping[str, Stamp | None] = field(default_factory=dict)
 
-    @property
-    def pipe(self) -> str:
-        """Path of the channel in the box, at which our own launchers open it."""
-        return f"{self.out_inside}/{_PIPE}"
+    def verdict(self, ended: str, limit: int = MAX_BYTES) -> bytes:
+        """Return what was written to the channel. Raises `UnjudgedError`, which begins with `ended`, for no verdict."""
+        self.channel.read()
+        if self.channel.opened > 1:
+            raise UnjudgedError(f"{ended}, and its verdict was written {self.channel.opened} times: write it once")
+        if len(self.channel.content) > limit:
+            raise UnjudgedError(f"{ended}, and its verdict has more than {limit >> 10} KiB")
+        return bytes(self.channel.content)
 
     def rewritten(self) -> list[str]:
         """Return the judge's files in the workspace that were changed since it was made."""
@@ -129,17 +133,17 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
     changes, laid = await in_folder_thread(_prepare, job, spec, workspace)
     own = await in_folder_thread(_own_there, job, spec, workspace, laid)
     isolated = job.runtime.isolated
-    out_inside, tools_inside = (_OUT, _TOOLS) if isolated else (str(out), str(tools))
-    mounts = [Mount(out, out_inside, writable=True), Mount(tools, tools_inside)]
-    pipe = out / _PIPE
+    pipe = folder / "verdict"
+    tools_inside, pipe_inside = (_TOOLS, _PIPE) if isolated else (str(tools), str(pipe))
+    mounts = [Mount(tools, tools_inside)]
     if isinstance(spec, CommandJudge):
         mounts += [Mount(source.absolute(), target) for target, source in spec.mounts.items()]
         for number, target in enumerate(spec.writable):
             (folder / f"writable-{number}").mkdir()
             mounts.append(Mount(folder / f"writable-{number}", target, writable=True))
-        if spec.reward_files:
-            pipe = folder / _PIPE
-            mounts += [Mount(pipe, target) for target in spec.reward_files]
+        mounts += [Mount(pipe, target) for target in spec.reward_files]
+    if not (isinstance(spec, CommandJudge) and spec.reward_files):
+        mounts.append(Mount(pipe, pipe_inside))
     if isolated and not (isinstance(spec, CommandJudge) and spec.mounts):  # what it brings may replace the start's
         mounts += read_only(workspace, job.task.workdir, own)
     box_spec = BoxSpec(
@@ -159,16 +163,16 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
                 workspace=workspace,
                 changes=changes,
                 out=out,
-                out_inside=out_inside,
                 tools=tools_inside,
                 channel=channel,
+                pipe=pipe_inside,
                 guarded={path: stamp(workspace, path) for path in own},
             )
 
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
     """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
-    there = {path for path, entry in scan(workspace).entries.items() if entry.kind == "file"}
+    there = {path for path, entry in scan(workspace).entries.items() if entry.kind != "folder"}
     own = own_files(job.start.folder, job.task, spec) | laid
     return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 

@@ -26,7 +26,7 @@ from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 _TAKE_PIPE = 'exec 9>"$1" && rm -f "$1" && shift && ROLLTAP_REWARD_FD=9 exec "$@"'
 """Gives a program the pipe as a descriptor."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
-_PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuvx]+")
+_PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
 _NOT_RUN = {126: "cannot be run", 127: "is not there"}
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
@@ -41,22 +41,9 @@ async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Rewa
         by_status = read_status(spec, status, checkout.job.log, asked=checkout.job.task.instruction)
         if spec.by_status:
             return by_status, evidence
-    where = " or ".join(spec.reward_files) or "ROLLTAP_REWARD_FD"
-    return read_reward(checkout.channel.pieces(), ended, where), evidence
-
-
-def read_reward(pieces: Sequence[bytes], ended: str, where: str) -> Reward:
-    """Return the reward that came out of a channel. Raises `UnjudgedError`, also when it came in several pieces.
-
-    One of several pieces may be the agent's: `1.` before the judge's `0` would be another number.
-    """
-    if not pieces:
-        raise UnjudgedError(f"{ended} and wrote no reward to {where}")
-    if len(pieces) > 1:
-        raise UnjudgedError(f"{ended}, and a reward was written to {where} in {len(pieces)} pieces: write it at once")
-    if len(pieces[0]) > _MAX_REWARD_BYTES:
-        raise UnjudgedError(f"the judge wrote more than {_MAX_REWARD_BYTES >> 10} KiB to {where}")
-    return parse_text(pieces[0].decode(errors="replace"))
+    if not (written := checkout.verdict(ended, _MAX_REWARD_BYTES)):
+        raise UnjudgedError(f"{ended} and wrote no reward to {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FD'}")
+    return parse_text(written.decode(errors="replace")), evidence
 
 
 def _with_pipe(command: Sequence[str], checkout: Checkout) -> list[str]:
@@ -105,12 +92,12 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
     ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)
     if ended.status is None:
         raise UnjudgedError(f"the function {spec.function} took more than {spec.timeout:g} s")
-    content = b"".join(checkout.channel.pieces())
-    if ended.status != 0 or not content:
+    checkout.channel.read()
+    if ended.status != 0 or not checkout.channel.content:
         last = (read_end(log).strip().splitlines() or ["no output"])[-1][:300]
         how = f"ended by signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
         raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}")
-    return parse_text(content.decode(errors="replace")), {}
+    return parse_text(checkout.channel.content.decode(errors="replace")), {}
 
 
 def modules() -> str:

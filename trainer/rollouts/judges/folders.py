@@ -36,7 +36,7 @@ Refusal = _Kind | Literal["protected", "planted", "settings"]
 """Why something is not applied: a symbolic link out of the workspace; what is no file; a setuid or setgid bit (the file
 is applied without it); a repository's own files; compiled Python; larger than `MAX_FILE_BYTES`; no right to
 read it; deeper than `MAX_DEPTH`, or with a path longer than `MAX_PATH`; under a path of the tests, or not under the
-paths that the task names; it would run in the judge's pytest; it would change pytest's settings."""
+paths that the task names; a program of the judge's would load it by itself; it would change a runner's settings."""
 
 
 class TooMuchError(RolltapError):

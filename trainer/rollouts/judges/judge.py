@@ -13,18 +13,18 @@ Several judges: the weighted mean of their rewards.
 
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import Checkout, JudgeJob, open_checkout
-from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function, read_status
+from rolltap.trainer.rollouts.judges.checkout import JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
 from rolltap.trainer.rollouts.judges.protected import OneJudge, runs_pytest
-from rolltap.trainer.rollouts.judges.tests import NoReportError, Skips, judge_by_report
+from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
 
@@ -110,8 +110,26 @@ async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
 
 
 async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None = None) -> Judged:
-    """Ask one judge. Raises `UnjudgedError` when it has no verdict. `keep` is set on the untouched start."""
+    """Ask one judge. Raises `UnjudgedError` when it has no verdict. `keep` is set on the untouched start.
 
+    A command that names pytest is judged by its report too, if it makes one on the untouched start: a test can end
+    pytest with status 0.
+    """
+    if isinstance(spec, CommandJudge) and spec.by_status and runs_pytest(spec):
+        fields = spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"})
+        reports = keep is not None or "canary" in (await _judge_baseline(spec, job)).judged.evidence
+        try:
+            if reports and not spec.own_paths:
+                judged = await _ask_judge(PytestJudge(**fields), job, keep)
+                reward = judged.reward if judged.evidence["exit_status"] == 0 else 0.0
+                return dataclasses.replace(judged, reward=reward).and_evidence(judge=spec.kind)
+        except UnjudgedError:
+            if keep is None:
+                raise
+    return await _ask_judge(spec, job, keep)
+
+
+async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None) -> Judged:
     async def allow(skips: Skips) -> Skips:
         assert not isinstance(spec, LLMJudge)
         if keep is not None:
@@ -125,10 +143,7 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         return _judged(reward, {**evidence, **more})
     async with open_checkout(job, spec) as checkout:
         applied = checkout.changes.evidence()
-        evidence |= {
-            "log": job.log.name,
-            **{key: applied[key] for key in ("refused", "refused_files", "planted_files")},
-        }
+        evidence |= {key: applied[key] for key in ("refused", "refused_files", "planted_files")} | {"log": job.log.name}
         try:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
                 reward, more = await judge_by_log(spec, spec.log_parser, checkout)
@@ -136,8 +151,6 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
                 reward, more = await judge_by_report(spec, checkout, allow)
             elif isinstance(spec, PythonJudge):
                 reward, more = await judge_by_function(spec, checkout)
-            elif spec.by_status and runs_pytest(spec):
-                reward, more = await _judge_by_status_and_report(spec, checkout, allow, job, is_start=keep is not None)
             else:
                 reward, more = await judge_by_command(spec, checkout)
             if isinstance(spec, PythonJudge | CommandJudge) and not spec.range[0] <= reward.reward <= spec.range[1]:
@@ -149,24 +162,6 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         if rewritten := await in_folder_thread(checkout.rewritten):
             evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
-
-
-async def _judge_by_status_and_report(
-    spec: CommandJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]], job: JudgeJob, *, is_start: bool
-) -> tuple[Reward, dict[str, Any]]:
-    """Judge by a command that names pytest: its status must be 0, and the report that it makes without changes good.
-
-    A test can end pytest with status 0. A command that makes no report on the start either counts by its status.
-    """
-    fields = spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"})
-    try:
-        reward, evidence = await judge_by_report(PytestJudge(**fields), checkout, allow)
-    except NoReportError as error:
-        if not is_start and "canary" in (await _judge_baseline(spec, job)).judged.evidence:
-            raise
-        asked = job.task.instruction
-        return read_status(spec, error.status, job.log, asked=asked), {"exit_status": error.status}
-    return (Reward(0.0, reward.parts) if evidence["exit_status"] else reward), evidence
 
 
 def _judged(reward: Reward, evidence: dict[str, Any]) -> Judged:

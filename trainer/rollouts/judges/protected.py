@@ -44,22 +44,23 @@ _IMPORTED = re.compile(r"([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+
 
 def runs_pytest(spec: OneJudge) -> bool:
     """Return True if the text of a judge's command names pytest."""
-    return isinstance(spec, PytestJudge) or _names("pytest", _text(spec)) or _names("py.test", _text(spec))
+    return isinstance(spec, PytestJudge) or any(_is_named(name, _text(spec)) for name in ("pytest", "py.test"))
 
 
 def _text(spec: OneJudge) -> str:
     return "" if isinstance(spec, PythonJudge) else " ".join(spec.command)
 
 
-def _names(name: str, text: str) -> bool:
-    """Return True if a name stands in a text between characters that are no part of a name."""
-    return name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", text) is not None
-
-
 def _is_named(path: str, text: str) -> bool:
+    """Return True if a path, or its end, stands in a text between characters that are no part of a name.
+
+    A name without its folder is looked for too: `run.sh` may be in any folder, `tools/run.sh` is in one.
+    """
     name = path.rpartition("/")[2]
-    if _names(path, text) or (len(name) >= _SHORTEST_NAME and _names(name, text)):
-        return True
+    for found in re.finditer(rf"(?<![\w.-])((?:[\w.-]+/)*){re.escape(name)}(?![\w.-])", text) if name in text else ():
+        word = "/".join(part for part in found[0].split("/") if part not in (".", ".."))
+        if word == path or word.endswith(f"/{path}") or (path.endswith(word) and len(name) >= _SHORTEST_NAME):
+            return True
     modules = (module.replace(".", "/") for module in _MODULE.findall(text))
     return path.endswith(".py") and any(path in (f"{module}.py", f"{module}/__main__.py") for module in modules)
 
@@ -102,6 +103,9 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
 
     `laid` are the paths of the tests that the task lays over the start, `work` is the folder that the agent left.
     """
+    if isinstance(spec, CommandJudge):
+        targets = (*spec.mounts, *spec.writable, *spec.reward_files)
+        laid = {*laid, *(os.path.relpath(target, task.workdir) for target in targets)}
     own = own_files(start, task, spec) | {*laid}
     folders = {parent for path in laid for parent in parents(path)}
     scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
@@ -122,7 +126,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
             continue
         elif not is_folder and (path in own or spec.paths is not None or _is_listed(path, spec)):
             refused[path] = "protected"
-        elif path in changes.added and not is_folder and _is_imported_first(path, scripts, places):
+        elif path in changes.added and _is_imported_first(path, scripts, places, task.instruction):
             refused[path] = "planted"
     stays = (path for path, why in refused.items() if path in own and path not in changes.added)
     kept = {parent for path in stays for parent in parents(path)}
@@ -140,12 +144,14 @@ def _python_path(task: Task, spec: OneJudge) -> list[str]:
     return [".", *filter(None, inside)]
 
 
-def _is_imported_first(path: str, scripts: Collection[str], places: Collection[str]) -> bool:
-    """Return True for a new module that the judge would import in place of another one.
+def _is_imported_first(path: str, scripts: Collection[str], places: Collection[str], asked: str) -> bool:
+    """Return True for a new module that the judge would import in place of another one, unless the task asks for it.
 
     Python looks for modules in the folder of its script first: all modules there are the judge's. `-m` and PYTHONPATH
     put folders before Python's own: modules there may have no name of these.
     """
+    if _is_named(path, asked):
+        return False
     for place in {*scripts, *places}:
         folder = "" if place in ("", ".") else f"{place}/"
         module = _IMPORTED.fullmatch(path.removeprefix(folder)) if path.startswith(folder) else None
@@ -203,7 +209,7 @@ def read_only(workspace: Path, workdir: str, paths: Iterable[str]) -> list[Mount
 
     Their folders are mounts too: the folder of a mount can be renamed, a mount cannot.
     """
-    chosen = list(paths)[:_MAX_MOUNTS]
+    chosen = [path for path in paths if not (workspace / path).is_symlink()][:_MAX_MOUNTS]
     folders = {parent for path in chosen for parent in parents(path)}
     mounts = [Mount(workspace / folder, f"{workdir}/{folder}", writable=True) for folder in sorted(folders)]
     return mounts + [Mount(workspace / path, f"{workdir}/{path}") for path in chosen]
@@ -217,4 +223,4 @@ def stamp(workspace: Path, path: str) -> Stamp | None:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return None
-    return (status.st_ino, status.st_size, status.st_ctime_ns) if stat.S_ISREG(status.st_mode) else None
+    return (status.st_ino, status.st_size, status.st_ctime_ns) if not stat.S_ISDIR(status.st_mode) else None

@@ -241,18 +241,10 @@ Skips = frozenset[tuple[Name, Outcome]]
 """Tests that were skipped or that failed as expected."""
 
 
-class NoReportError(UnjudgedError):
-    """A program ended with `status` and wrote no report."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 async def judge_by_report(
     spec: PytestJudge, checkout: Checkout, allow: Callable[[Skips], Awaitable[Skips]]
 ) -> tuple[Reward, dict[str, Any]]:
-    """Return the reward and the evidence. Raises `NoReportError`, and `UnjudgedError`.
+    """Return the reward and the evidence. Raises `UnjudgedError`.
 
     A test that is skipped, or fails as expected, counts as such if it has a mark that says so. `allow` is asked for
     those without one when the reward depends on them, and returns the ones that count as such too.
@@ -264,17 +256,16 @@ async def judge_by_report(
     env = {
         **spec.env,
         "ROLLTAP_REPORT": checkout.pipe,
-        "ROLLTAP_CANARY": canary.file,
+        "ROLLTAP_CANARY": f"{checkout.box.workdir}/{canary.file}",
         "PYTEST_PLUGINS": ",".join(filter(None, [spec.env.get("PYTEST_PLUGINS"), "rolltap_report"])),
         "PYTHONPATH": os.pathsep.join(filter(None, [checkout.tools, spec.env.get("PYTHONPATH")])),
     }
     command = [argument.replace("{report}", checkout.pipe) for argument in spec.command]
     status = await checkout.run(command, env, spec.timeout)
-    marks, _, content = b"".join(checkout.channel.pieces()).rpartition(b"\0")
     ended = f"the judge ended with status {status}"
+    marks, _, content = checkout.verdict(ended).rpartition(b"\0")
     if not content:
-        why = f"{ended} and wrote no report; its output is in {checkout.job.log.name}"
-        raise NoReportError(why, status)
+        raise UnjudgedError(f"{ended} and wrote no report; its output is in {checkout.job.log.name}")
     outcomes, saw = canary.take(read_report(content))
     if not outcomes:
         raise UnjudgedError(f"{ended}, and no test ran; its output is in {checkout.job.log.name}")

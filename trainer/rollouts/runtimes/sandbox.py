@@ -200,7 +200,7 @@ class _Pipes:
         options = [*options, "--json-status-fd", str(status_write), "--block-fd", str(block_read)]
         options += ["--seccomp", str(self.filter)]
         for descriptor, content in (
-            (self.arguments, "".join(f"{option}\0" for option in options).encode()),
+            (self.arguments, os.fsencode("".join(f"{option}\0" for option in options))),
             (self.filter, seccomp_filter()),
         ):
             os.write(descriptor, content)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from rolltap.trainer.rollouts.judges.changes import AgentResult, find_changes
 from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.judges.folders import write_file
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.protected import own_files
 from rolltap.trainer.rollouts.judges.verdict import Judged
@@ -203,8 +205,8 @@ class _Trial:
                 made.home.mkdir(parents=True)
                 await in_folder_thread(self.start.copy_to, made.workspace)
                 for path, text in changed.items():
-                    (made.workspace / path).parent.mkdir(parents=True, exist_ok=True)
-                    (made.workspace / path).write_text(text, encoding="utf-8")
+                    executable = os.access(made.workspace / path, os.X_OK)
+                    write_file(made.workspace, path, iter([text.encode()]), executable=executable)
                 async with self.runtime.box(spec) as box:
                     if name == "solution":
                         await self.solve(box, made.workspace)

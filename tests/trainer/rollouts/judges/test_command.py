@@ -27,7 +27,7 @@ from tests.trainer.rollouts.judges.sessions import Left, shell
         ("echo score: 0.3 >&$ROLLTAP_REWARD_FD", "number", None, "'score: 0.3' is not one number"),
         ("echo 1.5 >&$ROLLTAP_REWARD_FD", "number", None, "is not in the judge's range [0.0, 1.0]: set its 'range'"),
         ("echo 1e300 >&$ROLLTAP_REWARD_FD", "number", None, "rewards are between -1,000,000 and 1,000,000"),
-        ("yes | head -c 70000 >&$ROLLTAP_REWARD_FD", "number", None, "to ROLLTAP_REWARD_FD"),
+        ("yes | head -c 70000 >&$ROLLTAP_REWARD_FD", "number", None, "its verdict has more than 64 KiB"),
     ],
 )
 async def test_the_reward_is_the_exit_status_or_a_value_at_the_descriptor_and_all_else_is_unjudged(
@@ -66,7 +66,7 @@ async def test_children_of_another_program_have_the_descriptor_and_two_rewards_a
     judged = await left.judge(spec)
     assert judged.reward == 0.0
     assert (
-        "pieces: write it at once" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
+        "its verdict was written" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
     )
 
 

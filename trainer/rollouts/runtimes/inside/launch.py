@@ -3,11 +3,12 @@
     python launch.py PIPE SCRIPT|-m MODULE [ARGUMENTS]
     python launch.py PIPE --function MODULE:FUNCTION [FOLDER]
 
-The pipe's name is removed before anything of the task is imported. Programs that the script starts do not have the
-descriptor (close-on-exec), and cannot open it in /proc or reach this memory (PR_SET_DUMPABLE in prctl(2)). A script
-finds it in ROLLTAP_REWARD_FD; a function returns its reward. Without FOLDER the function is only imported.
+The pipe is opened before anything of the task is imported. Processes that a script starts do not have the descriptor
+(close-on-exec, and closed after a fork). They cannot open it in /proc or reach this memory (PR_SET_DUMPABLE in
+prctl(2)). A script finds it in ROLLTAP_REWARD_FD; a function returns its reward, and is only imported without FOLDER.
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -22,11 +23,13 @@ PR_SET_DUMPABLE = 4
 
 
 def take(pipe: str) -> int:
-    """Open a pipe for this process alone, remove its name, and return the descriptor. Raises `OSError`."""
+    """Open a pipe for this process alone, and return the descriptor. Raises `OSError`."""
     if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError("this process cannot be closed to others (PR_SET_DUMPABLE)")
     descriptor = os.open(pipe, os.O_WRONLY)
-    os.unlink(pipe)
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    with contextlib.suppress(OSError):  # in a box it is mounted, and who else opens it is counted
+        os.unlink(pipe)
     return descriptor
 
 
@@ -40,7 +43,7 @@ def start(program: str, *arguments: str) -> None:
     if by_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(name, run_name="__main__")
+        runpy.run_path(os.path.abspath(name), run_name="__main__")
 
 
 def call(pipe: int, function: str, folder: str = "") -> int:

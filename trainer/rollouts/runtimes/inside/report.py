@@ -5,8 +5,10 @@ ROLLTAP_CANARY the file of the canary's tests. Before the report, and a zero byt
 marked to be skipped or to fail, one a line, as Python writes them. Of several pytests the first one reports.
 """
 
+import contextlib
 import importlib
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -18,15 +20,17 @@ PIPE: int = importlib.import_module("rolltap_launch").take(FILE) if os.path.exis
 def pytest_configure(config: Any) -> None:
     """Have the report written, and the canary run."""
     if PIPE >= 0:
-        config.option.xmlpath = "/proc/self/fd/%d" % PIPE  # noqa: UP031
-        config.args.append(os.path.join(os.getcwd(), CANARY))
-        config.pluginmanager.register(Canary())
+        config.pluginmanager.register(Canary(config))
 
 
 class Canary:
     """The hooks of the pytest that reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self.wanted = config.option.xmlpath
+        self.report = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as this process
+        config.option.xmlpath = "/proc/self/fd/%d" % self.report.fileno()  # noqa: UP031
+        config.args.append(CANARY)
         self.items: list[Any] = []
         self.failed = self.others = 0
 
@@ -43,8 +47,7 @@ class Canary:
     def pytest_collection_finish(self, session: Any) -> None:
         """Write the names of the marked tests."""
         marked = [repr(item.nodeid)[:2000] for item in session.items if is_marked(item)]
-        with os.fdopen(os.dup(PIPE), "w") as pipe:
-            pipe.write(chr(10).join(marked) + chr(0))
+        write("\n".join(marked).encode() + b"\0")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Count the failures of the canary, and the other tests."""
@@ -53,9 +56,21 @@ class Canary:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Set the exit status that pytest would have without the canary: 0, 1, or 5 without tests."""
+        """Hand the report on, and set the exit status that pytest would have without the canary: 0, 1, or 5."""
+        self.report.seek(0)
+        report = self.report.read()
+        write(report)
+        if self.wanted:
+            with contextlib.suppress(OSError), open(self.wanted, "wb") as file:
+                file.write(report)
         if session.exitstatus == 1 and session.testsfailed == self.failed:
             session.exitstatus = 0 if self.others else 5
+
+
+def write(content: bytes) -> None:
+    """Write all of this to the pipe."""
+    with os.fdopen(os.dup(PIPE), "wb") as pipe:
+        pipe.write(content)
 
 
 def is_canary(name: str) -> bool:
