@@ -44,7 +44,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.rollouts.workspace import Starts
-from rolltap.trainer.runs.suspicions.rules import suspicions
+from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 
@@ -139,7 +139,9 @@ def end_session(recorder: Recorder, session: Session, task: Task | None) -> None
     What an agent did must not end the rollout: when a rule fails on it, the log says so.
     """
     try:
-        found = suspicions(recorder.rows, session.session_id, task, json.loads(session.evidence))
+        calls = recorder.rows.of("calls", session.session_id, CALL_COLUMNS)
+        events = recorder.rows.of("events", session.session_id, EVENT_COLUMNS)
+        found = suspicions(calls, events, task, json.loads(session.evidence))
         session.suspicions = json.dumps(found)
     except Exception:
         logger.warning("the suspicions of session %s could not be counted", session.session_id, exc_info=True)

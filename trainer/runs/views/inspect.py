@@ -22,7 +22,7 @@ from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.names import some
 from rolltap.trainer.runs.exports.sessions import dump_json, parsed_session
-from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, recorded_suspicions
+from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import Ledger
@@ -200,7 +200,7 @@ def session_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ..
     if recorded.session is not None:
         return suspected(recorded.session)
     calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
-    return recorded_suspicions(calls, events)
+    return suspicions(calls, events)
 
 
 def view_call(run: Path, session: str, prefix: str) -> CallView:
