@@ -65,9 +65,7 @@ async def test_children_of_another_program_have_the_descriptor_and_two_rewards_a
     spec = shell("sh child.sh; sleep 0; echo 0 >&$ROLLTAP_REWARD_FD", result="number", paths=["child.sh"])
     judged = await left.judge(spec)
     assert judged.reward == 0.0
-    assert (
-        "its verdict was written" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
-    )
+    assert "its verdict was written" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
