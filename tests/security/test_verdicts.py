@@ -1,5 +1,6 @@
 """Attacks on what a judge says and reads, and ordinary solutions that must earn what they should."""
 
+import os
 import sys
 
 import pytest
@@ -57,6 +58,32 @@ async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_clo
     assert (await left.judge(spec)).reward == 1.0
     closed = shell("sh ./tool.sh 9>&-; echo 0 >&$ROLLTAP_REWARD_FD", result="number")
     assert (await left.judge({**spec, **closed})).reward == 0.0
+
+
+async def test_who_runs_before_pytest_cannot_write_its_report(tmp_path):
+    text = "<testsuites><testcase classname='tests.test_calc' name='test_add'/></testsuites>"
+    forges = f"import os\npipe = os.environ['ROLLTAP_REPORT']\nopen(pipe, 'w').write('\\0' + {text!r})\n"
+    forges += "os.rename(pipe, pipe + '1')\nopen(pipe, 'w').close()\n"
+    left = Left(tmp_path, {"tool.py": "", **START}, did={"tool.py": forges})
+    spec = {**PYTEST, "command": ["sh", "-c", f"{PYTHON} tool.py; {PYTHON} -m pytest -q"], "paths": ["tool.py"]}
+    spec["fail_to_pass"] = ["tests/test_calc.py::test_add"]
+    assert (await left.judge(spec)).reward in ((0.0, 1.0) if os.geteuid() == 0 else (0.0,))
+    boxed = Left(tmp_path / "boxed", {"tool.py": "", **START}, SandboxRuntime(), did={"tool.py": forges})
+    spec["command"] = ["sh", "-c", "python3 tool.py; python3 -m pytest -q"]
+    assert (await boxed.judge(spec)).reward == 0.0, boxed.log
+
+
+async def test_a_link_of_the_judges_is_compared_and_a_mount_below_the_workspace_is_its_own(tmp_path):
+    replaces = "import os; os.unlink('check.py'); open('check.py', 'w').write('')"
+    left = Left(tmp_path, {"tools/real.py": "raise SystemExit(1)", "calc.py": ""})
+    for folder in (left.start.folder, left.workspace):
+        (folder / "check.py").symlink_to("tools/real.py")
+    left.do({"calc.py": replaces})
+    judged = await left.judge(shell(f"{PYTHON} -c 'import calc'; {PYTHON} check.py"))
+    assert (judged.reward, judged.evidence["rewritten"]) == (0.0, ["check.py"])
+    left.do({"out": "in place of a folder"})
+    judged = await left.judge(shell("exit 1", writable=["/workspace/out"]))
+    assert judged.evidence["refused"][:2] == ["out: protected"]
 
 
 VERIFIER = {"mounts": {}, "writable": ["/logs"], "reward_files": ["/logs/reward.txt", "/logs/reward.json"]}
@@ -168,6 +195,28 @@ FIXTURE = "import pytest\n@pytest.fixture\ndef four(): return 4\n"
 ASKED = {"tests/test_new.py": "import calc\ndef test_add(): assert calc.add(1, 1) == 2\n"}
 MAIN = {"main.py": "print(0)\n"}
 HONEST = {
+    "a module that was asked for beside the script": (
+        {"check.py": CHECK.replace("calc.py", "solution.py")},
+        command(PYTHON, "check.py"),
+        {"solution.py": "print(4)\n"},
+    ),
+    "a file with the name of the script": (
+        {"test/index.sh": "test $(sh src/index.sh) = 4 || exit 1\n", "src/index.sh": "echo 0\n"},
+        command("sh", "test/index.sh"),
+        {"src/index.sh": "echo 4\n"},
+    ),
+    "two pytests in one command": (START, shell(f"{PYTHON} -m pytest -q && {PYTHON} -m pytest -q"), RIGHT),
+    "a path of Python in the command": (START, shell(f"PYTHONPATH=src {PYTHON} -m pytest -q || exit 1"), RIGHT),
+    "another folder": (
+        {f"back/{name}": text for name, text in START.items()},
+        shell(f"cd back && {PYTHON} -m pytest -q"),
+        {"back/calc.py": RIGHT["calc.py"]},
+    ),
+    "a report of the task's own": (
+        START,
+        shell(f"{PYTHON} -m pytest -q --junitxml=out.xml; grep -q 'failures=\"0\"' out.xml"),
+        RIGHT,
+    ),
     "a mended function": (START, BY_PYTEST, RIGHT),
     "a mended function, by the report": (START, BY_REPORT, RIGHT),
     "unittest": ({"tests/test_u.py": UNITS, **CALC}, UNITTEST, RIGHT),
@@ -249,7 +298,8 @@ HONEST = {
 async def test_an_ordinary_solution_earns_what_it_should(tmp_path, what):
     start, spec, did = HONEST[what]
     left = Left(tmp_path, start)
-    assert (await left.judge(spec)).reward == 0.0, left.log
+    instruction = "Mend it, or write solution.py."
+    assert (await left.judge(spec, instruction)).reward == 0.0, left.log
     left.do(did)
-    judged = await left.judge(spec)
+    judged = await left.judge(spec, instruction)
     assert (judged.reward, judged.unjudged) == (1.0, None), left.log

@@ -11,7 +11,6 @@ import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,9 +69,7 @@ class Changes:
     @property
     def files(self) -> list[str]:
         """Paths of changed and deleted files and links, and of new empty folders, in order."""
-        above: set[str] = set()
-        for path in self.changed:
-            above.update(takewhile(lambda parent: parent not in above, parents(path)))
+        above = {parent for path in self.changed for parent in parents(path)}
         return sorted(({*self.changed} - above) | {*self.deleted})
 
     def without(self, refused: Mapping[str, Refusal]) -> "Changes":

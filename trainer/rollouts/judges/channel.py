@@ -18,13 +18,9 @@ _OPENED, _MODIFIED, _CLOSED = 0x20, 0x2, 0x8
 
 
 class Channel:
-    """The pipe at `path`, and the bytes that come out of it. A context manager of a running event loop.
+    """The pipe at `path`. A context manager of a running event loop.
 
-    `MAX_BYTES` are kept, and what exceeds them is dropped.
-
-    Attributes:
-        content: Bytes that were written so far, after `read`.
-        opened: Number of times that a program has opened the pipe, after `read`.
+    After `read`, `content` has the first `MAX_BYTES` that were written so far, and `opened` counts who opened the pipe.
     """
 
     def __init__(self, path: Path) -> None:

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from rolltap.trainer.rollouts.runtimes import inside
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
 from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
+from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
 
 LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
@@ -228,13 +228,7 @@ def _lay(tests: Path, workspace: Path) -> set[str]:
 
 
 def _apply_patch(patch: str, folder: Path) -> None:
-    git = shutil.which("git")
-    if git is None:
-        raise InputError("git is not on the PATH: it is needed to apply the task's 'test_patch'")
-    alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "PATH": os.defpath}
-    text = patch if patch.endswith("\n") else patch + "\n"
-    command = [git, "apply", "--whitespace=nowarn", "-"]
-    done = subprocess.run(command, cwd=folder, env=alone, input=text.encode(), capture_output=True, check=False)
-    if done.returncode != 0:
-        why = f"the task's test_patch does not fit its start: {done.stderr.decode(errors='replace')}"
-        raise UnjudgedError(why, broke=False)
+    try:
+        git("apply", "--whitespace=nowarn", "-", folder=folder, stdin=patch.removesuffix("\n") + "\n")
+    except InputError as error:
+        raise UnjudgedError(f"the task's test_patch does not fit its start: {error}", broke=False) from error

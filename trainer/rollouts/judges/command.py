@@ -28,7 +28,6 @@ _TAKE_PIPE = 'exec 9>"$1" && rm -f "$1" && shift && ROLLTAP_REWARD_FD=9 exec "$@
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
-_NOT_RUN = {126: "cannot be run", 127: "is not there"}
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
@@ -61,7 +60,7 @@ def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") 
     A status of 1 is no verdict when the last line says that a module is missing, unless the task, `asked`, names it.
     """
     if status not in (0, 1):
-        what = f": {spec.command[0]!r}, or a program in it, {_NOT_RUN[status]}" if status in _NOT_RUN else ""
+        what = f": {spec.command[0]!r}, or a program in it, is not there" if status == 127 else ""
         raise UnjudgedError(
             f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
         )

@@ -7,8 +7,6 @@ A judge without a verdict (a time limit, a signal, no report, words that are no 
 agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
 per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
 is 0. Without a verdict on the untouched start, the session is unjudged.
-
-Several judges: the weighted mean of their rewards.
 """
 
 import dataclasses
@@ -30,7 +28,7 @@ from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudg
 
 
 def _combine(spec: SeveralJudges, judged: Sequence[Judged]) -> Judged:
-    """Return the weighted mean. Each reward is a part with the name of its judge; its parts follow as `NAME.PART`."""
+    """Return the weighted mean of rewards, each a part with its judge's name; the judge's parts are `NAME.PART`."""
     parts: dict[str, float] = {}
     evidence: dict[str, Any] = {"judge": "several", "judges": {}}
     for one, result in zip(spec.judges, judged, strict=True):

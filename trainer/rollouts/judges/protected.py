@@ -29,8 +29,6 @@ from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, T
 OneJudge = CommandJudge | PytestJudge | PythonJudge
 """A judge that looks at a workspace."""
 
-_SHORTEST_NAME = 4
-"""Characters of a file's name without its folder that is looked for in commands: shorter ones are words too."""
 _MODULE = re.compile(r"(?:^|\s)-m\s*([\w.]+)")
 _FILE_NAME = re.compile(r"[\w-]*\.\w[\w-]*")
 _SHADOWS = sys.stdlib_module_names | {
@@ -44,7 +42,7 @@ _IMPORTED = re.compile(r"([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+
 
 def runs_pytest(spec: OneJudge) -> bool:
     """Return True if the text of a judge's command names pytest."""
-    return isinstance(spec, PytestJudge) or any(_is_named(name, _text(spec)) for name in ("pytest", "py.test"))
+    return any(_is_named(name, _text(spec)) for name in ("pytest", "py.test"))
 
 
 def _text(spec: OneJudge) -> str:
@@ -54,12 +52,14 @@ def _text(spec: OneJudge) -> str:
 def _is_named(path: str, text: str) -> bool:
     """Return True if a path, or its end, stands in a text between characters that are no part of a name.
 
-    A name without its folder is looked for too: `run.sh` may be in any folder, `tools/run.sh` is in one.
+    A name without its folder is looked for too: `run.sh` is in any folder, `tools/run.sh` in one of that name. A name
+    of less than four characters may be a word.
     """
     name = path.rpartition("/")[2]
-    for found in re.finditer(rf"(?<![\w.-])((?:[\w.-]+/)*){re.escape(name)}(?![\w.-])", text) if name in text else ():
+    pattern = rf"(?<![\w.-])(?:[\w.-]+/)*{re.escape(name)}(?![\w-]|\.\w)"
+    for found in re.finditer(pattern, text) if name in text else ():
         word = "/".join(part for part in found[0].split("/") if part not in (".", ".."))
-        if word == path or word.endswith(f"/{path}") or (path.endswith(word) and len(name) >= _SHORTEST_NAME):
+        if word == path or word.endswith(f"/{path}") or (path.endswith(word) and len(name) >= 4):
             return True
     modules = (module.replace(".", "/") for module in _MODULE.findall(text))
     return path.endswith(".py") and any(path in (f"{module}.py", f"{module}/__main__.py") for module in modules)

@@ -24,7 +24,6 @@ Outcome = Literal["passed", "skipped", "xfailed", "failed", "error"]
 """From the best to the worst. `error`: the test did not run, or its setup or teardown failed."""
 
 MAX_REPORT_BYTES = 64 << 20
-_MAX_REPORTED = 500_000
 _RANK = ("passed", "skipped", "xfailed", "failed", "error")
 _ILLEGAL = re.compile("[^\t\n\r -~\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that pytest writes as `#x` and their number, because XML has none of them (`_pytest.junitxml`)."""
@@ -84,8 +83,6 @@ class _Reader:
 
     def end(self, tag: str) -> None:
         if tag == "testcase" and self._test is not None:
-            if len(self.outcomes) >= _MAX_REPORTED:
-                raise UnjudgedError(f"the report has more than {_MAX_REPORTED} tests")
             before = self.outcomes.get(self._test, "passed")
             self.outcomes[self._test] = max(before, self._outcome, key=_RANK.index)
             self._test = None
@@ -236,7 +233,6 @@ def read_marks(content: bytes) -> set[Name]:
 
 _MAX_TESTS = 500
 _MAX_NAME = 300
-_MAX_EVASIONS = 50
 Skips = frozenset[tuple[Name, Outcome]]
 """Tests that were skipped or that failed as expected."""
 
@@ -285,7 +281,7 @@ async def judge_by_report(
         "tests": {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]},
     }
     if evasions := sorted(str(name)[:_MAX_NAME] for name, _ in skips - allowed):
-        evidence["skipped_by_code"] = evasions[:_MAX_EVASIONS]
+        evidence["skipped_by_code"] = evasions[:50]
     if saw == "passed":
         evidence["forged_report"] = "a test passed that must fail"
         return Reward(0.0, dict.fromkeys(verdict.parts, 0.0)), evidence

@@ -1,6 +1,6 @@
 """The judgement of a session, and strict reading of a reward.
 
-A reward is one number within `MAX_REWARD` that was meant as one, or a JSON object with one.
+A reward is one number that was meant as one, or a JSON object with one.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.trainer.tasks.task import MAX_REWARD, Bound
+from rolltap.trainer.tasks.task import Bound
 from rolltap.trainer.toml import describe
 
 
@@ -54,7 +54,6 @@ class UnjudgedError(Exception):
 
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-_BETWEEN = f"between -{MAX_REWARD:,.0f} and {MAX_REWARD:,.0f}"
 
 
 class Reward(NamedTuple):
@@ -63,15 +62,6 @@ class Reward(NamedTuple):
     reward: float
     parts: dict[str, float]
     reason: str = ""
-
-
-def parse_number(text: str) -> float:
-    """Return the finite number that a text is, in ASCII digits, with blanks around it. Raises `UnjudgedError`."""
-    if not _NUMBER.fullmatch(text.strip(" \t\r\n")):
-        raise UnjudgedError(f"{_short(text)} is not one number")
-    if abs(number := float(text)) > MAX_REWARD:
-        raise UnjudgedError(f"the number is {number:g}, and rewards are {_BETWEEN}")
-    return number
 
 
 class RewardObject(BaseModel):
@@ -100,8 +90,13 @@ def parse_json(text: str) -> Reward:
 
 
 def parse_text(text: str) -> Reward:
-    """Return the reward that a file holds: a JSON object, or one number alone. Raises `UnjudgedError`."""
-    return parse_json(text) if text.lstrip().startswith("{") else Reward(parse_number(text), {})
+    """Return the reward that a text is: JSON, or one number in ASCII digits. Raises `UnjudgedError`."""
+    text = text.strip(" \t\r\n")
+    if _NUMBER.fullmatch(text):
+        text = f'{{"reward": {float(text)!r}}}'
+    elif not text.startswith("{"):
+        raise UnjudgedError(f"{_short(text)} is not one number")
+    return parse_json(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json, parse_number, parse_text
+from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json, parse_text
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -14,10 +14,10 @@ NO_NUMBERS = "|nan|inf|-Infinity|1e999|1000001|-1e300|1_000|0x1|0,5|0.3 0.4|scor
 
 
 def test_a_number_is_read_and_what_is_not_one_finite_number_is_refused():
-    assert [parse_number(text) for text in ("0.25", " -3\n", "+.5", "1.", "1e-3")] == [0.25, -3.0, 0.5, 1.0, 0.001]
+    assert [parse_text(text).reward for text in ("0.25", " -3\n", "+.5", "1.", "1e-3")] == [0.25, -3.0, 0.5, 1.0, 0.001]
     for text in NO_NUMBERS.split("|"):
         with pytest.raises(UnjudgedError):
-            parse_number(text)
+            parse_text(text)
 
 
 @pytest.mark.parametrize(

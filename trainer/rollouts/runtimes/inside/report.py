@@ -2,10 +2,10 @@
 
 It is loaded before any code of the agent's, by PYTEST_PLUGINS, as `rolltap_report`. ROLLTAP_REPORT names the pipe,
 ROLLTAP_CANARY the file of the canary's tests. Before the report, and a zero byte, come the names of the tests that are
-marked to be skipped or to fail, one a line, as Python writes them. Of several pytests the first one reports.
+marked to be skipped or to fail, one a line, as Python writes them. Of several pytests the first one reports; one with
+`--junit-xml` of its own does not.
 """
 
-import contextlib
 import importlib
 import os
 import tempfile
@@ -19,7 +19,7 @@ PIPE: int = importlib.import_module("rolltap_launch").take(FILE) if os.path.exis
 
 def pytest_configure(config: Any) -> None:
     """Have the report written, and the canary run."""
-    if PIPE >= 0:
+    if PIPE >= 0 and config.option.xmlpath in (None, FILE):  # not where a command wants a report of its own
         config.pluginmanager.register(Canary(config))
 
 
@@ -27,7 +27,6 @@ class Canary:
     """The hooks of the pytest that reports."""
 
     def __init__(self, config: Any) -> None:
-        self.wanted = config.option.xmlpath
         self.report = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as this process
         config.option.xmlpath = "/proc/self/fd/%d" % self.report.fileno()  # noqa: UP031
         config.args.append(CANARY)
@@ -58,11 +57,7 @@ class Canary:
     def pytest_sessionfinish(self, session: Any) -> None:
         """Hand the report on, and set the exit status that pytest would have without the canary: 0, 1, or 5."""
         self.report.seek(0)
-        report = self.report.read()
-        write(report)
-        if self.wanted:
-            with contextlib.suppress(OSError), open(self.wanted, "wb") as file:
-                file.write(report)
+        write(self.report.read())
         if session.exitstatus == 1 and session.testsfailed == self.failed:
             session.exitstatus = 0 if self.others else 5
 
