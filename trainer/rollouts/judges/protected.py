@@ -52,8 +52,7 @@ def _text(spec: OneJudge) -> str:
 def _is_named(path: str, text: str) -> bool:
     """Return True if a path, or its end, stands in a text between characters that are no part of a name.
 
-    A name without its folder is looked for too: `run.sh` is in any folder, `tools/run.sh` in one of that name. A name
-    of less than four characters may be a word.
+    A name of four characters is looked for without its folder too: `run.sh` is in any folder, `tools/run.sh` in one.
     """
     name = path.rpartition("/")[2]
     pattern = rf"(?<![\w.-])(?:[\w.-]+/)*{re.escape(name)}(?![\w-]|\.\w)"
