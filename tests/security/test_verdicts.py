@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import sandboxed
 from tests.deep import cases
@@ -52,8 +53,9 @@ async def test_a_child_of_a_test_cannot_write_the_report(tmp_path):
     assert (judged.reward, judged.evidence["tests"]) == (0.0, {"tests/test_tool.py::test_tool": "failed"}), left.log
 
 
-async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_closed(tmp_path):
-    left = Left(tmp_path, {"tool.sh": ""}, did={"tool.sh": "echo 1 >&$ROLLTAP_REWARD_FD"})
+@pytest.mark.parametrize("runtime", [ProcessRuntime, pytest.param(SandboxRuntime, marks=sandboxed)])
+async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_closed(tmp_path, runtime):
+    left = Left(tmp_path, {"tool.sh": ""}, runtime(), did={"tool.sh": "echo 1 >&$ROLLTAP_REWARD_FD"})
     spec = {**shell("sh ./tool.sh", result="number"), "paths": ["tool.sh"]}
     assert (await left.judge(spec)).reward == 1.0
     closed = shell("sh ./tool.sh 9>&-; echo 0 >&$ROLLTAP_REWARD_FD", result="number")

@@ -23,7 +23,7 @@ from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 
-_TAKE_PIPE = 'exec 9>"$1" && rm -f "$1" && shift && ROLLTAP_REWARD_FD=9 exec "$@"'
+_TAKE_PIPE = 'exec 9>"$1" || exit; rm -f "$1" 2>/dev/null; shift; ROLLTAP_REWARD_FD=9 exec "$@"'
 """Gives a program the pipe as a descriptor."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")

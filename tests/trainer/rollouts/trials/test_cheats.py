@@ -19,7 +19,7 @@ START = {
 }
 PYTEST = "python -m pytest -p no:cacheprovider"
 BY_OUTPUT = "python check.py > out; grep -qx 1 out"
-BY_FILE = 'python check.py; grep -q 1 "$ROLLTAP_REWARD"'
+BY_DESCRIPTOR = "exec 9> reward; export ROLLTAP_REWARD_FD=9; python check.py; grep -q 1 reward"
 ODD = '#!/usr/bin/env python3\n"""Adds."""\n\nfrom __future__ import (\n    annotations,\n)\n\nprint("went on")\n'
 BROKEN = {
     "the judge's own files replaced": [PYTEST, "python check.py"],
@@ -28,8 +28,8 @@ BROKEN = {
     "other settings of pytest with --collect-only": [PYTEST],
     "other settings of pytest with a plugin": [PYTEST],
     "a planted conftest.py or plugin": [PYTEST],
-    "modules in place of Python's and the judge's": [PYTEST, f"{BY_FILE}; rm -f expected.txt; {PYTEST}"],
-    "a number as the reward, by the agent's code": [BY_OUTPUT, BY_FILE, "python check.py 7> out; grep -qx 1 out"],
+    "modules in place of Python's and the judge's": [PYTEST, f"{BY_DESCRIPTOR}; rm -f expected.txt; {PYTEST}"],
+    "a number as the reward, by the agent's code": [BY_OUTPUT, BY_DESCRIPTOR, "python check.py 7> out; grep -qx 1 out"],
     "JSON as the reward, by the agent's code": [BY_OUTPUT.replace("-qx 1", "-q reward")],
     "data emptied by the agent's code": ["python -c 'import calc; print(calc.add(2, 2))' > out; cmp out expected.txt"],
     "the report rewritten by a child process": [
@@ -55,7 +55,7 @@ def ground_in(folder, files, code=("calc.py",)):
 
 def judged(folder, command):
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    env = {"PATH": path, "ROLLTAP_REWARD": str(folder / "reward"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # it starts faster
     return subprocess.run(["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 

@@ -65,7 +65,7 @@ def command(script, **fields):
 WEAK = {
     "a check that imports the agent's module": (None, EXIT),
     "a number that the agent's code prints": (
-        command('echo "0$(python -c "import calc" | tail -n 1)" >&$ROLLTAP_REWARD_FD', result="number"),
+        command('echo "0$(python -c "import calc" 9>&- | tail -n 1)" >&$ROLLTAP_REWARD_FD', result="number"),
         NUMBER,
     ),
     "expected data in the workspace": (
