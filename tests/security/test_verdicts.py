@@ -1,17 +1,33 @@
 """Attacks on what a judge says and reads, and ordinary solutions that must earn what they should."""
 
 import os
+import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime, system_root
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.boxes import sandboxed
+from tests.boxes import require_podman, sandboxed
 from tests.deep import cases
 from tests.trainer.rollouts.judges.sessions import Left, shell
 
 PYTHON = sys.executable
+
+
+class Container(ContainerRuntime):
+    """Containers of a root folder of this machine's programs, with what a judge mounts."""
+
+    def box(self, spec):
+        root = spec.workspace.parent / "root"
+        shutil.rmtree(root, ignore_errors=True)
+        for folder in ("etc", "tmp", "logs", "rolltap/tools"):
+            (root / folder).mkdir(parents=True)
+        return super().box(replace(spec, image=str(root), mounts=[*system_root(root), *spec.mounts]))
+
+
 TESTS = {"tests/test_calc.py": "import calc\ndef test_add(): assert calc.add(2, 2) == 4\n"}
 CALC = {"calc.py": "def add(a, b): return a - b\n"}
 RIGHT = {"calc.py": "def add(a, b): return a + b\n"}
@@ -62,6 +78,19 @@ async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_clo
     assert (await left.judge({**spec, **closed})).reward == 0.0
 
 
+async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_there(tmp_path):
+    require_podman()
+    left = Left(
+        tmp_path, {"tool.sh": "printf 5", "check.py": SCRIPT}, Container(), did={"tool.sh": AT_FILES["written"]}
+    )
+    by_file = {**shell(BY_FILE, **VERIFIER), "paths": ["tool.sh"]}
+    assert (await left.judge(by_file)).reward == 0.0, left.log
+    left.do({"tool.sh": "printf 4"})
+    assert (await left.judge(by_file)).reward == 1.0, left.log
+    assert (await left.judge(command("python3", "check.py", result="number"))).reward == 0.5, left.log
+    assert "could not be started" in (await left.judge(command("no-such-judge"))).unjudged
+
+
 async def test_who_runs_before_pytest_cannot_write_its_report(tmp_path):
     text = "<testsuites><testcase classname='tests.test_calc' name='test_add'/></testsuites>"
     forges = f"import os\npipe = os.environ['ROLLTAP_REPORT']\nopen(pipe, 'w').write('\\0' + {text!r})\n"
@@ -88,6 +117,8 @@ async def test_a_link_of_the_judges_is_compared_and_a_mount_below_the_workspace_
     assert judged.evidence["refused"][:2] == ["out: protected"]
 
 
+SCRIPT = "import os\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), b'0.5')\n"
+BY_FILE = 'test "$(sh ./tool.sh)" = 4 && echo 1 > /logs/reward.txt || echo 0 > /logs/reward.txt'
 VERIFIER = {"mounts": {}, "writable": ["/logs"], "reward_files": ["/logs/reward.txt", "/logs/reward.json"]}
 AT_FILES = {
     "written": "echo 1 > /logs/reward.txt",
@@ -105,8 +136,7 @@ AT_FILES = {
 @pytest.mark.parametrize("how", cases(AT_FILES, 2, 4))
 async def test_a_reward_file_that_the_agent_writes_too_earns_nothing(tmp_path, how):
     left = Left(tmp_path, {"tool.sh": "printf 5"}, SandboxRuntime(), did={"tool.sh": AT_FILES[how]})
-    script = 'test "$(sh ./tool.sh)" = 4 && echo 1 > /logs/reward.txt || echo 0 > /logs/reward.txt'
-    spec = {**shell(script, **VERIFIER), "paths": ["tool.sh"]}
+    spec = {**shell(BY_FILE, **VERIFIER), "paths": ["tool.sh"]}
     assert ((await left.judge(spec)).reward or 0.0) == 0.0, left.log
     left.do({"tool.sh": "printf 4"})
     assert (await left.judge(spec)).reward == 1.0, left.log
