@@ -30,7 +30,7 @@ OneJudge = CommandJudge | PytestJudge | PythonJudge
 """A judge that looks at a workspace."""
 
 _MODULE = re.compile(r"(?:^|\s)-m\s*([\w.]+)")
-_FILE_NAME = re.compile(r"[\w-]*\.\w[\w-]*")
+_FILE_NAME = re.compile(r"(?<![\w-])[\w-]*\.\w[\w-]*")
 _SHADOWS = sys.stdlib_module_names | {
     *("pytest", "_pytest", "pluggy", "iniconfig", "xdist", "py", "packaging", "pygments", "exceptiongroup", "tomli"),
     *("colorama", "typing_extensions", "coverage", "attr"),
