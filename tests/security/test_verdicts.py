@@ -199,11 +199,11 @@ SETTINGS = {
 BY_REPORT = {**PYTEST, "command": [PYTHON, "-m", "pytest"]}
 
 
-@pytest.mark.parametrize("what", cases(SETTINGS, 0, 6, 8))
+@pytest.mark.parametrize("what", cases(SETTINGS, 0, 8))
 @pytest.mark.parametrize(
     "spec", cases([command("sh", "-c", f"exec {PYTHON} -mpytest"), {**PYTEST, "command": [PYTHON, "-mpytest"]}])
 )
-@pytest.mark.parametrize("paths", [None, ["**"]])
+@pytest.mark.parametrize("paths", cases([None, ["**"]], 1))
 async def test_settings_of_test_runners_are_not_the_agents(tmp_path, what, spec, paths):
     left = Left(tmp_path, START, did=SETTINGS[what])
     judged = await left.judge({**spec, "paths": paths})

@@ -281,18 +281,18 @@ def test_inner(tmp_path):
 """
 
 
-@pytest.mark.parametrize(
-    ("tests", "command"),
-    [
-        ({"test_more.py": START["test_calc.py"]}, TWO_RUNS),
-        ({"test_more.py": STARTS_PYTEST}, [sys.executable, "-m", "pytest", "-q"]),
-        ({}, ["sh", "-c", f"{sys.executable} -m pytest -q -n 2 || exit 1"]),
-        ({}, ["env", "-i", "PATH=/usr/bin:/bin", sys.executable, "-m", "pytest", "-q"]),
-        ({"a.txt": ""}, ["sh", "-c", "grep -q 'a + b' calc.py # not by pytest"]),
-    ],
-    ids=["two pytests", "a pytest in a test", "xdist", "without variables", "no pytest"],
-)
-async def test_a_command_that_names_pytest_earns_by_its_status_and_report(tmp_path, tests, command):
+NAMES_PYTEST = {
+    "two pytests": ({"test_more.py": START["test_calc.py"]}, TWO_RUNS),
+    "a pytest in a test": ({"test_more.py": STARTS_PYTEST}, [sys.executable, "-m", "pytest", "-q"]),
+    "xdist": ({}, ["sh", "-c", f"{sys.executable} -m pytest -q -n 2 || exit 1"]),
+    "without variables": ({}, ["env", "-i", "PATH=/usr/bin:/bin", sys.executable, "-m", "pytest", "-q"]),
+    "no pytest": ({"a.txt": ""}, ["sh", "-c", "grep -q 'a + b' calc.py # not by pytest"]),
+}
+
+
+@pytest.mark.parametrize("kind", cases(NAMES_PYTEST, 0, 3))
+async def test_a_command_that_names_pytest_earns_by_its_status_and_report(tmp_path, kind):
+    tests, command = NAMES_PYTEST[kind]
     left = Left(tmp_path, {**START, **tests})
     spec = {"kind": "command", "command": command, "paths": ["calc.py"]}
     assert (await left.judge(spec)).reward == 0.0, left.log
