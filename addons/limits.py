@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import math
 import os
 import resource
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import itemgetter
 
 from mitmproxy import connection, ctx, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
@@ -33,14 +36,29 @@ REMEMBERED = 100_000
 """Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
 
+class _Phase(IntEnum):
+    """Phase of a connection, in the order in which connections are closed to make room."""
+
+    SILENT = 0
+    """No request with credentials came."""
+    IDLE = 1
+    SENDING = 2
+    """Its request is not complete."""
+    WAITING = 3
+    """Its request is complete, and has no complete reply."""
+
+
 @dataclass(slots=True)
 class _State:
     deadline: asyncio.TimerHandle
     """Closes the connection. Cancelled by the first request with credentials."""
-    known: bool = False
-    """True after the first request with credentials."""
-    busy: bool = False
-    """True while a request with credentials has no complete reply."""
+    session: str | None = None
+    """Session of the newest credentials."""
+    phase: _Phase = _Phase.SILENT
+
+    def begin(self, session: str | None, phase: _Phase) -> None:
+        self.session, self.phase = session, phase
+        self.deadline.cancel()
 
 
 class _Requests:
@@ -62,12 +80,14 @@ class _Requests:
 
 
 class Descriptors(_Requests):
-    """Raises the soft limit of descriptors to the hard one, and refuses what does not fit.
+    """Raises the soft limit of descriptors to the hard one, and divides them between sessions.
 
-    When there is no room, connections without a running request are closed: first those that have shown no credentials,
-    the oldest first. If there are none, a request that needs a new connection to the endpoint gets 503 with
-    `retry-after`, and when only `_BURST` descriptors are left, new connections are closed. A session whose connection
-    has reached the endpoint goes on. Each of these is recorded. Must come after `Sessions`.
+    When there is no room, connections without a running request are closed, those without credentials before those of
+    the session that holds most. A new connection takes the place of one whose request is not complete, too. A request
+    that needs a connection to the endpoint takes the place of one of a session that holds more than its own would: an
+    incomplete request, else the newest. Without such a session it gets 429 if its session holds other connections, and
+    503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a fault of the
+    machine. Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
     """
 
     def __init__(
@@ -111,21 +131,32 @@ class Descriptors(_Requests):
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Note that a tunnel was opened with credentials."""
         if flow.response is None and (state := self._clients.get(flow.client_conn)) is not None:
-            state.known = True
-            state.deadline.cancel()
+            state.begin(flow.metadata[SESSION], _Phase.IDLE)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Refuse a request that needs a connection for which no room is left."""
-        if SESSION not in flow.metadata:
+        session, client = flow.metadata.get(SESSION), flow.client_conn
+        if session is None:
             return
-        if (state := self._clients.get(flow.client_conn)) is not None:
-            state.known = state.busy = True
-            state.deadline.cancel()
-        if flow.response is not None or flow.error is not None or self._servers[flow.client_conn]:
+        if (state := self._clients.get(client)) is None:
             return
-        if not self._make_room(_PER_SERVER + _RESERVE):
-            message = "The recorder has as many calls as it has file descriptors for. Try again later."
-            self._record(refuse(flow, DialectError(message, status=503, code="overloaded"), retry_after=5))
+        state.begin(session, _Phase.SENDING)
+        if flow.response is not None or flow.error is not None or self._servers[client]:
+            return
+        if self._make_room(_PER_SERVER + _RESERVE, client):
+            return
+        if self._held()[session] > 1:
+            message, status, code = "This session has too many connections open.", 429, "rate_limit_exceeded"
+        else:
+            message, status, code = "The recorder has as many calls as it has file descriptors for.", 503, "overloaded"
+        error = DialectError(f"{message} Try again later.", status=status, code=code)
+        self._record(refuse(flow, error, retry_after=5))
+
+    def request(self, flow: http.HTTPFlow) -> None:
+        """Note that a request is complete."""
+        state = self._clients.get(flow.client_conn)
+        if state is not None and state.phase is _Phase.SENDING:
+            state.phase = _Phase.WAITING
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
@@ -141,17 +172,34 @@ class Descriptors(_Requests):
 
     def _end(self, client: connection.Client) -> None:
         if (state := self._clients.pop(client, None)) is not None:
-            state.busy = False
+            state.phase = min(state.phase, _Phase.IDLE)
             self._clients[client] = state
 
-    def _make_room(self, descriptors: int) -> bool:
-        """Close idle connections until so many descriptors are free. Return False if there are too few of them."""
+    def _make_room(self, descriptors: int, asking: connection.Client | None = None) -> bool:
+        """Close connections until so many descriptors are free, for a new connection or the request of one `asking`.
+
+        Returns False if too few can be closed.
+        """
         while self._used() + descriptors > self._limit:
-            idle = [client for client, state in self._clients.items() if not state.busy]
-            if not idle:
+            held = self._held()
+            idle = _Phase.SENDING if asking is None else _Phase.IDLE
+            fair = math.inf if asking is None else held[self._clients[asking].session] + _PER_SERVER
+            loads = [
+                (state.phase, -held[state.session], -i if state.phase is _Phase.WAITING else i, client)
+                for i, (client, state) in enumerate(self._clients.items())
+                if state.phase <= idle or held[state.session] > fair
+            ]
+            if not loads:
                 return False
-            self._drop(min(idle, key=lambda client: self._clients[client].known), "closed to make room for others")
+            self._drop(min(loads, key=itemgetter(0, 1, 2))[-1], "closed to make room for others")
         return True
+
+    def _held(self) -> Counter[str | None]:
+        """Return the number of descriptors of each session."""
+        held: Counter[str | None] = Counter()
+        for client, state in self._clients.items():
+            held[state.session] += 1 + _PER_SERVER * self._servers[client]
+        return held
 
     def _drop(self, client: connection.Client, detail: str) -> None:
         self.client_disconnected(client)

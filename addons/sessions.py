@@ -13,7 +13,7 @@ from rolltap.addons.store.records import Event
 logger = logging.getLogger(__name__)
 
 SESSION = "rolltap_session"
-"""Key of `flow.metadata`: the session id of an authenticated flow."""
+"""Key of `flow.metadata`: the session id of an authenticated flow, a CONNECT too."""
 
 _HELP = (
     "The rolltap recorder requires proxy credentials: HTTPS_PROXY=http://SESSION:PASSWORD@HOST:PORT\n"
@@ -53,7 +53,7 @@ class Sessions:
         """Authenticate a tunnel."""
         session_id = self._authenticate(flow)
         if session_id is not None:
-            self._authenticated[flow.client_conn] = session_id
+            self._authenticated[flow.client_conn] = flow.metadata[SESSION] = session_id
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Set the session of a request from its tunnel, or authenticate a request without a tunnel."""

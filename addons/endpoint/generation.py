@@ -70,8 +70,9 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 10.0
 """Seconds without a listener after which a call is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
 UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
-"""Seconds without a new token after which an aborted call counts as one that the engine did not answer. It is twice the
-time in which a silent engine is found out, so that a long prefill or a queue is still an answer."""
+"""Seconds without a new token, for this call or any other, after which an aborted call counts as one that the engine
+did not answer. It is twice the time in which a silent engine is found out, so that a long prefill is still an answer.
+An engine that samples for others meanwhile has a queue: who leaves it hangs up by itself."""
 
 
 class State(Enum):
@@ -136,7 +137,7 @@ class Generation:
         self._parsed_tokens = 0
         self._stop: str | None = None
         self._token_at = asyncio.get_running_loop().time()
-        """Time of the newest tokens, or of the start, of the event loop's clock."""
+        """Time of its newest tokens, or of the start, of the event loop's clock."""
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
         self._heard = asyncio.Event()
@@ -244,10 +245,11 @@ class Generation:
             raise RuntimeError(f"call {self.call_id} is {self._state.name} and cannot become {state.name}")
         if isinstance(outcome, Exception):
             self.error = as_dialect_error(outcome)
-            silence = asyncio.get_running_loop().time() - self._token_at
+            answered_at = max(self._token_at, self._session.engines.token_at.get(self.call.engine, 0.0))
+            silence = asyncio.get_running_loop().time() - answered_at
             hung = self._state is State.SAMPLING and silence > UNANSWERED_SECONDS  # it may answer `/health`
             if state is State.ABORTED and self.call.error is None and hung:
-                self.call.error = f"the engine at {self.call.engine} sent no token for {silence:.0f} s"
+                self.call.error = f"the engine at {self.call.engine} sent nobody a token for {silence:.0f} s"
             self._note_fault(state, outcome)
         if self._state in UNRECORDED and state not in UNRECORDED:
             try:

@@ -1,5 +1,6 @@
 """The completion of one call, across failures of engines: a retry sends the tokens so far, and samples the rest."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,6 +39,8 @@ async def sample(
         try:
             said = await engine.weight_version() if policy.model is None else None
             async for chunk in _sample_rest(call, sampling, engine, policy, lost):
+                if chunk.token_ids:
+                    engines.token_at[engine.url] = asyncio.get_running_loop().time()
                 yield chunk
         except EngineError as error:
             if error.status == 400 and not call.completion_ids and sampling.pop("structured_outputs", None):

@@ -39,6 +39,8 @@ class EnginePool:
         self._down: dict[Engine, asyncio.Task[None]] = {}
         """Engines that are not chosen, unless all are down, and the tasks that wait for their health."""
         self._failures: Counter[Engine] = Counter()
+        self.token_at: dict[str | None, float] = {}
+        """URL of an engine -> time of its newest tokens, whatever call they are of, of the event loop's clock."""
 
     def of(self, session_id: str, avoid: Collection[Engine] = ()) -> Engine:
         """Return the engine of a session: among those that are up and not in `avoid`, or among all if none is."""

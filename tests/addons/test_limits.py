@@ -131,6 +131,7 @@ def ask(descriptors, client):
     descriptors._servers[client] += 1  # it needs no other
     descriptors._limit += 3
     descriptors.requestheaders(flow)
+    descriptors.request(flow)
     return flow
 
 
@@ -163,7 +164,9 @@ async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):
     silent, known, tunnel, wrong = (connect(descriptors) for _ in range(4))
     ask(descriptors, known)
-    descriptors.http_connect(tflow.tflow(client_conn=tunnel))
+    opened = tflow.tflow(client_conn=tunnel)
+    opened.metadata[SESSION] = "s1"
+    descriptors.http_connect(opened)
     refused = tflow.tflow(client_conn=wrong)
     refused.response = http.Response.make(407)
     descriptors.http_connect(refused)

@@ -75,10 +75,10 @@ def ask(recorder, sent, read=read_head):
         return read(connection)
 
 
-def tunnel(recorder, authority, more=b""):
+def tunnel(recorder, authority, more=b"", user="s1"):
     """Return a connection in which CONNECT has succeeded."""
     connection = plain(recorder)
-    connection.sendall(b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials() + b"\r\n" + more)
+    connection.sendall(b"CONNECT " + authority.encode() + b" HTTP/1.1\r\n" + credentials(user) + b"\r\n" + more)
     head = read_head(connection)
     assert head.startswith(b"HTTP/1.1 200"), head
     return connection
@@ -92,10 +92,10 @@ def over_tls(connection, recorder, sni, alpn=("http/1.1",)):
     return context.wrap_socket(connection, server_hostname=sni)
 
 
-def call(text="Hello", **fields):
+def call(text="Hello", user="s1", **fields):
     """Return the bytes of a model call without a tunnel."""
     body = json.dumps({**HELLO, "messages": [{"role": "user", "content": text}], **fields}).encode()
-    head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials()
+    head = b"POST http://api.openai.com/v1/chat/completions HTTP/1.1\r\nHost: api.openai.com\r\n" + credentials(user)
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
-from tests.security.raw import call, plain, read_head
+from tests.security.raw import call, plain, read_head, tunnel
 
 
 def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
@@ -62,17 +62,44 @@ def test_silent_connections_make_room_for_a_call(start, scripted_engine):
     assert any(detail.endswith("closed to make room for others") for detail in details)
 
 
+def test_a_session_that_fills_the_recorder_locks_nobody_out_and_cannot_cause_a_fault(start, scripted_engine):
+    recorder = start(command=["prlimit", f"--nofile=64:{LIMIT}"])
+    scripted_engine.otherwise = lambda body: Say("Hi.")
+    with recorder.client("greedy") as client:
+        assert client.post(CHAT, json=HELLO).status_code == 200
+    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
+    with ExitStack() as stack:
+
+        def ask(user, **fields):
+            connection = stack.enter_context(plain(recorder))
+            connection.sendall(call(user=user, **fields))
+            return read_head(connection).split()[1]
+
+        for i in range(LIMIT // 6):  # as many running calls as half-sent ones, more than fit
+            assert ask("greedy", text=f"Question {i}", stream=True) in (b"200", b"429")
+            half = stack.enter_context(tunnel(recorder, "api.openai.com:80", user="greedy"))
+            half.sendall(call()[:-1])
+        assert ask("greedy") == b"429"
+        scripted_engine.otherwise = lambda body: Say("Hi.")
+        assert {ask(f"s{i}") for i in range(LIMIT // 12)} == {b"200"}
+        scripted_engine.release()
+    assert recorder.stop() == 0
+    events = recorder.rows("events")
+    assert {event["session_id"] for event in events if event["kind"] == "rejected"} == {"greedy"}
+    assert not [event for event in events if event["kind"] == "fault"]
+
+
 def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_engine):
     recorder = start(command=["prlimit", f"--nofile=64:{LIMIT}"])
     room = int(re.search(rf"room for (\d+) sessions .* {LIMIT} open files", recorder.log())[1])
     assert 20 < room < LIMIT / 4
     scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
     with ExitStack() as stack:
-        heads = {}
+        heads, users = {}, {}
         for i in range(LIMIT):
             connection = stack.enter_context(plain(recorder))
-            connection.sendall(call(f"Hello {i}", stream=True))
-            heads[connection] = read_head(connection)
+            connection.sendall(call(user=f"s{i}", stream=True))
+            heads[connection], users[connection] = read_head(connection), f"s{i}"
         served = [connection for connection, head in heads.items() if head.startswith(b"HTTP/1.1 200")]
         refused = [head for head in heads.values() if head.startswith(b"HTTP/1.1 503")]
         closed = [head for head in heads.values() if head == b""]
@@ -84,11 +111,11 @@ def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_
             events = b""
             while not events.endswith(b"\r\n0\r\n\r\n"):
                 events += connection.recv(65536)
-            connection.sendall(call("More"))
+            connection.sendall(call("More", users[connection]))
             assert read_head(connection).startswith(b"HTTP/1.1 200")
     assert recorder.stop() == 0
     log = recorder.log()
-    assert log.count("\n") < 200
+    assert log.count("\n") < 3 * LIMIT
     assert "Traceback" not in log
     assert "Too many open files" not in log
     assert len(recorder.rows("calls")) == 2 * len(served)

@@ -7,7 +7,7 @@ import pytest
 
 from rolltap.addons.endpoint import generation
 from tests.addons.dialects.openai_chat.test_request import TOOL
-from tests.addons.harness import content, read_until, said, spans, user
+from tests.addons.harness import content, read_until, said, spans, until, user
 from tests.scripted_engine import Answer, Say
 
 
@@ -128,7 +128,25 @@ class TestFault:
         assert [fault["call_id"] for fault in faults] == [call["call_id"]] * silent
         why = "".join(f", while it waited for an engine: {fault['detail']}" for fault in faults)
         assert call["error"] == "the session ended" + why
-        assert (f"the engine at {scripted_engine.url} sent no token for" in why) == silent
+        assert (f"the engine at {scripted_engine.url} sent nobody a token for" in why) == silent
+
+    @pytest.mark.parametrize("other", ["s1", "s2"])
+    async def test_a_call_that_waits_while_the_engine_answers_others_is_given_up_by_its_harness(
+        self, harness, scripted_engine, monkeypatch, other
+    ):
+        monkeypatch.setattr(generation, "UNANSWERED_SECONDS", 60)
+        say = Say("one two three four five six", hold_after=1)
+        scripted_engine.replies += [say, Say("Hi.", hold_after=0)]
+        busy = asyncio.create_task(harness.send({"messages": [user()], "stream": True}, session=other))
+        await until(lambda: len(scripted_engine.requests) == 1)
+        async with harness.post({"messages": [user("More.")], "stream": True}):
+            waiting = harness.endpoint.sessions["s1"].generations[-1]
+            waiting._token_at -= 64  # since then the engine has said "one"
+            await until(lambda: len(harness.endpoint.sessions[other].generations[0].call.completion_ids) == 1)
+            waiting.abort("the harness closed the connection")
+        scripted_engine.release()
+        await busy
+        assert harness.events("fault") == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
