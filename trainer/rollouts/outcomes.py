@@ -18,13 +18,13 @@ The first line that holds is the status of a session's row:
   calls of the role `auxiliary`, count only in a session without other calls. A first prompt that is over a budget is no
   fault: a retry would be refused too.
 - It is ours if a call failed for a reason of ours (an event `fault`; a silence of the engine towards everybody ends in
-  one), or began and could not be recorded, and the harness did not recover. It recovered if a later call of the same role, or of the agent
-  itself, was completed. A request that was refused before it became a call has no role: any later call but a side
-  question is its recovery. Side questions, model lists and token counts are no part of the task: once there are other
-  calls, their failures do not count.
+  one), or began and could not be recorded, and the harness did not recover. It recovered if a later call of the same
+  role, or of the agent itself, was completed. A request that was refused before it became a call has no role: any later
+  call but a side question is its recovery. Side questions, model lists and token counts are no part of the task: once
+  there are other calls, their failures do not count.
 - All else is the agent's: wrong requests, limits of the session and the context window, budgets, its time limit while
-  it was being answered, a call in the engine's queue on which it hung up, and its exit status. A harness that was killed too: an agent can kill its own harness, and the
-  kernel's kill for want of memory looks the same.
+  it was being answered, a call in the engine's queue that it left, and its exit status. A harness that was killed too:
+  an agent can kill its own harness, and the kernel's kill for want of memory looks the same.
 - A judge that cannot judge is nobody's fault in the session: its reward is open.
 
 **What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries` times, after a pause, as

@@ -59,7 +59,14 @@ def flood():
 
 
 def malformed():
-    for body in (b"{", b"\xff\xfe", b"[" * 9000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"NaN", b""):
+    for body in (
+        b"{",
+        b"\xff\xfe",
+        b"[" * 9000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"NaN",
+        b"",
+    ):
         ask(body)
     for more in ("Content-Encoding: gzip\r\n", "A: " + "x" * 70_000 + "\r\n", "Transfer-Encoding: chunked\r\n"):
         ask(CHAT, more=more)
