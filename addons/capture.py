@@ -50,6 +50,12 @@ END_PATH = "/end"
 """A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced unless
 `rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see `rolltap_accept_rewards`."""
 
+
+def ends_session(request: http.Request) -> bool:
+    """Return True for the request that ends a session, which no limit refuses: it frees what the session holds."""
+    return (request.host, request.method, request.path) == (CONTROL_HOST, "POST", END_PATH)
+
+
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation
 """Characters of a path that stay as they are, besides letters and digits."""
@@ -109,7 +115,7 @@ class Capture:
             return
         method, path, headers = flow.request.method, flow.request.path, flow.request.headers
         if flow.request.host == CONTROL_HOST:
-            if (method, path) == ("POST", END_PATH):
+            if ends_session(flow.request):
                 self._redirect(flow, None)
             return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)

@@ -15,7 +15,7 @@ from operator import itemgetter
 from mitmproxy import connection, ctx, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.capture import refuse
+from rolltap.addons.capture import ends_session, refuse
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
@@ -87,7 +87,8 @@ class Descriptors(_Requests):
     that needs a connection to the endpoint takes the place of one of a session that holds more than its own would: an
     incomplete request, else the newest. Without such a session it gets 429 if its session holds other connections, and
     503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a fault of the
-    machine. Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
+    machine. The request that ends a session is served in any case, in the place of what the session holds. Without room
+    for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
     """
 
     def __init__(
@@ -144,6 +145,11 @@ class Descriptors(_Requests):
         if flow.response is not None or flow.error is not None or self._servers[client]:
             return
         if self._make_room(_PER_SERVER + _RESERVE, client):
+            return
+        if ends_session(flow.request):
+            for other in [other for other, state in self._clients.items() if state.session == session]:
+                if other != client:
+                    self._drop(other, "closed at the end of the session")
             return
         if self._held()[session] > 1:
             message, status, code = "This session has too many connections open.", 429, "rate_limit_exceeded"
@@ -248,6 +254,8 @@ class Limits(_Requests):
         calls, size = options.rolltap_max_concurrent_calls, options.rolltap_max_session_bytes
         requests = options.rolltap_max_requests_per_minute
         if flow.response is not None or flow.error is not None or not (calls or size or requests):
+            return
+        if ends_session(flow.request):
             return
         usage = self._used(flow.metadata[SESSION])
         minute, second = divmod(int(time.monotonic()), 60)

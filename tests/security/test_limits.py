@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import ExitStack
 
+from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
 from tests.security.raw import call, plain, read_head, tunnel
@@ -30,6 +31,17 @@ def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
     (described,) = json.loads((recorder.run / "run.json").read_text())["recorders"]
     limits = {name: limit for name, limit in described["limits"].items() if limit}
     assert limits == {"max_concurrent_calls": 1, "max_requests_per_minute": 50}
+
+
+def test_a_session_over_its_limits_can_be_ended(start, scripted_engine):
+    recorder = start(
+        "rolltap_max_session_bytes=1", "rolltap_max_requests_per_minute=1", "rolltap_max_concurrent_calls=1"
+    )
+    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
+    with recorder.client() as client, client.stream("POST", CHAT, json={**HELLO, "stream": True}):
+        assert client.post(CHAT, json=HELLO).status_code == 429
+        assert client.post(SESSION_END).status_code == 200
+    scripted_engine.release()
 
 
 def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
@@ -82,6 +94,8 @@ def test_a_session_that_fills_the_recorder_locks_nobody_out_and_cannot_cause_a_f
         assert ask("greedy") == b"429"
         scripted_engine.otherwise = lambda body: Say("Hi.")
         assert {ask(f"s{i}") for i in range(LIMIT // 12)} == {b"200"}
+        with recorder.client("greedy") as client:
+            assert client.post(SESSION_END).status_code == 200
         scripted_engine.release()
     assert recorder.stop() == 0
     events = recorder.rows("events")

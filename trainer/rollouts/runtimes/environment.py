@@ -1,12 +1,14 @@
 """The environment variables of a session: through the recorder, trusting its certificate, from a home of its own."""
 
 import os
+import time
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import certifi
 import httpx
 
+from rolltap.addons.concurrency import backoff
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
@@ -103,10 +105,15 @@ class Proxy:
 
         Raises `RecorderError` when the recorder does not answer or cannot do that.
         """
-        try:
-            answer = httpx.post(SESSION_END, proxy=self.url(session_id), trust_env=False, timeout=_END_SECONDS)
-        except httpx.HTTPError as error:
-            raise RecorderError(f"the recorder does not end session {session_id}: {error!r}") from error
+        for pause in backoff(3, 0.2):
+            try:
+                answer = httpx.post(SESSION_END, proxy=self.url(session_id), trust_env=False, timeout=_END_SECONDS)
+                break
+            except httpx.HTTPError as error:
+                # a connection may be closed to make room for others; to end a session twice changes nothing
+                if pause is None or isinstance(error, httpx.TimeoutException):
+                    raise RecorderError(f"the recorder does not end session {session_id}: {error!r}") from error
+                time.sleep(pause)
         if answer.status_code != 200:
             raise RecorderError(f"the recorder cannot end session {session_id}: {answer.text}")
 

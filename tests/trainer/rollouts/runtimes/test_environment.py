@@ -1,6 +1,9 @@
+import socket
+import threading
+
 import pytest
 
-from rolltap.addons.errors import InputError
+from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.environment import Proxy, clean_environment
 
@@ -66,3 +69,20 @@ def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, 
         env["SSL_CERT_FILE"]: tmp_path / "all.pem",
     }
     assert not any(mount.writable for mount in proxy.mounts())
+
+
+def test_a_session_is_ended_though_its_connection_was_closed_to_make_room_for_others(ca):
+    def serve():
+        server.accept()[0].close()
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answering = threading.Thread(target=serve)
+        answering.start()
+        Proxy(f"http://127.0.0.1:{server.getsockname()[1]}", ca=ca).end_session("s")
+        answering.join()
+    with pytest.raises(RecorderError, match="does not end session s"):
+        Proxy("http://127.0.0.1:1", ca=ca).end_session("s")
