@@ -8,6 +8,7 @@ import resource
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import itemgetter
@@ -32,6 +33,8 @@ _BURST = 124
 first one is looked at."""
 _RESERVE = 148
 """Descriptors that calls keep free, for connections and for the files of the run."""
+_CLOSE_SECONDS = 5.0
+"""Maximum time in which connections that were closed give back their descriptors."""
 REMEMBERED = 100_000
 """Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
@@ -100,6 +103,10 @@ class Descriptors(_Requests):
         self._base = 0
         self._clients: dict[connection.Client, _State] = {}
         """Connections, the one that was idle for the longest time first."""
+        self._closing: set[connection.Client] = set()
+        """Connections that were closed here and still hold their descriptors."""
+        self._closed = asyncio.Event()
+        """Set when a connection has given back its descriptors."""
         self._servers: Counter[connection.Client] = Counter()
         """Connection of a client -> number of connections that were opened for it."""
 
@@ -126,6 +133,8 @@ class Descriptors(_Requests):
 
     def client_disconnected(self, client: connection.Client) -> None:
         """Count a connection that was closed."""
+        self._closing.discard(client)
+        self._closed.set()
         if (state := self._clients.pop(client, None)) is not None:
             state.deadline.cancel()
 
@@ -134,8 +143,8 @@ class Descriptors(_Requests):
         if flow.response is None and (state := self._clients.get(flow.client_conn)) is not None:
             state.begin(flow.metadata[SESSION], _Phase.IDLE)
 
-    def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Refuse a request that needs a connection for which no room is left."""
+    async def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Refuse a request that needs a connection for which no room is left. Waits for room that is being made."""
         session, client = flow.metadata.get(SESSION), flow.client_conn
         if session is None:
             return
@@ -144,18 +153,25 @@ class Descriptors(_Requests):
         state.begin(session, _Phase.SENDING)
         if flow.response is not None or flow.error is not None or self._servers[client]:
             return
-        if self._make_room(_PER_SERVER + _RESERVE, client):
-            return
-        if ends_session(flow.request):
+        needed = _PER_SERVER + _RESERVE
+        room = self._make_room(needed, client)
+        if not room and (room := ends_session(flow.request)):
             for other in [other for other, state in self._clients.items() if state.session == session]:
                 if other != client:
                     self._drop(other, "closed at the end of the session")
-            return
-        if self._held()[session] > 1:
-            message, status, code = "This session has too many connections open.", 429, "rate_limit_exceeded"
+        if room:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    while self._closing and self._used() + needed > self._limit:
+                        self._closed.clear()
+                        await self._closed.wait()
+        elif self._held()[session] > 1:
+            self._refuse(flow, "This session has too many connections open.", 429, "rate_limit_exceeded")
         else:
-            message, status, code = "The recorder has as many calls as it has file descriptors for.", 503, "overloaded"
-        error = DialectError(f"{message} Try again later.", status=status, code=code)
+            self._refuse(flow, "The recorder has as many calls as it has file descriptors for.", 503, "overloaded")
+
+    def _refuse(self, flow: http.HTTPFlow, why: str, status: int, code: str) -> None:
+        error = DialectError(f"{why} Try again later.", status=status, code=code)
         self._record(refuse(flow, error, retry_after=5))
 
     def request(self, flow: http.HTTPFlow) -> None:
@@ -170,6 +186,7 @@ class Descriptors(_Requests):
 
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
         """Count a connection that was closed, or not opened."""
+        self._closed.set()
         self._servers[data.client] -= 1
         if self._servers[data.client] <= 0:
             del self._servers[data.client]
@@ -186,7 +203,7 @@ class Descriptors(_Requests):
 
         Returns False if too few can be closed.
         """
-        while self._used() + descriptors > self._limit:
+        while self._used() - self._leaving() + descriptors > self._limit:
             held = self._held()
             idle = _Phase.SENDING if asking is None else _Phase.IDLE
             fair = math.inf if asking is None else held[self._clients[asking].session] + _PER_SERVER
@@ -209,12 +226,15 @@ class Descriptors(_Requests):
 
     def _drop(self, client: connection.Client, detail: str) -> None:
         self.client_disconnected(client)
-        self._servers.pop(client, None)
+        self._closing.add(client)
         self._close(client)
         self._record(Event(kind="refused", detail=detail))
 
     def _used(self) -> int:
-        return self._base + len(self._clients) + _PER_SERVER * self._servers.total()
+        return self._base + len(self._clients) + len(self._closing) + _PER_SERVER * self._servers.total()
+
+    def _leaving(self) -> int:
+        return sum(1 + _PER_SERVER * self._servers[client] for client in self._closing)
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ def closed():
 @pytest.fixture
 def descriptors(events, closed):
     """Return an addon with room for four connections."""
-    addon = Descriptors(events.append, closed.append)
+    addon = Descriptors(events.append, lambda client: (closed.append(client), addon.client_disconnected(client)))
     addon._limit = _BURST + 4
     return addon
 
@@ -125,12 +125,12 @@ def connect(descriptors):
     return client
 
 
-def ask(descriptors, client):
+async def ask(descriptors, client):
     flow = tflow.tflow(client_conn=client)
     flow.metadata[SESSION] = "s1"
     descriptors._servers[client] += 1  # it needs no other
     descriptors._limit += 3
-    descriptors.requestheaders(flow)
+    await descriptors.requestheaders(flow)
     descriptors.request(flow)
     return flow
 
@@ -139,8 +139,8 @@ async def test_the_oldest_idle_connection_is_closed_first_those_without_credenti
     descriptors, events, closed
 ):
     known, busy, silent, other = (connect(descriptors) for _ in range(4))
-    answered = ask(descriptors, known)
-    ask(descriptors, busy)
+    answered = await ask(descriptors, known)
+    await ask(descriptors, busy)
     descriptors.response(answered)
     for _ in range(3):
         connect(descriptors)
@@ -153,7 +153,7 @@ async def test_the_oldest_idle_connection_is_closed_first_those_without_credenti
 @pytest.mark.parametrize("end", ["response", "error", "websocket_end"])
 async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(descriptors, closed, end):
     clients = [connect(descriptors) for _ in range(4)]
-    flows = [ask(descriptors, client) for client in clients]
+    flows = [await ask(descriptors, client) for client in clients]
     refused = connect(descriptors)
     assert (bool(refused.error), closed) == (True, [])
     descriptors.client_disconnected(refused)
@@ -163,7 +163,7 @@ async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(
 
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):
     silent, known, tunnel, wrong = (connect(descriptors) for _ in range(4))
-    ask(descriptors, known)
+    await ask(descriptors, known)
     opened = tflow.tflow(client_conn=tunnel)
     opened.metadata[SESSION] = "s1"
     descriptors.http_connect(opened)
