@@ -1,0 +1,393 @@
+"""The cases of Open Responses' compliance suite (openresponses.org), of 24 April 2026, against a real endpoint.
+
+The models are the public specification's: a reply with another shape is an error, further fields are none.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter
+
+from tests.addons.endpoint.test_websocket import Codex, connected
+from tests.addons.dialects.apis import events_of
+from tests.scripted_engine import Say
+
+Number = StrictInt | StrictFloat
+Effort = Literal["none", "low", "medium", "high", "xhigh"]
+Status = Literal["in_progress", "completed", "incomplete"]
+Verbosity = Literal["low", "medium", "high"]
+Choice = Literal["none", "auto", "required"]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Part(Model):
+    type: Literal["input_text", "text", "summary_text", "reasoning_text"]
+    text: StrictStr
+
+
+class OutputText(Model):
+    type: Literal["output_text"]
+    text: StrictStr
+    annotations: list[Any]
+    logprobs: list[Any] = []
+
+
+AnyPart = Annotated[Part | OutputText, Field(discriminator="type")]
+
+
+class Message(Model):
+    type: Literal["message"]
+    id: StrictStr
+    status: Status
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[AnyPart]
+    phase: Literal["commentary", "final_answer"] = "final_answer"
+
+
+class FunctionCall(Model):
+    type: Literal["function_call"]
+    id: StrictStr
+    call_id: StrictStr
+    name: StrictStr
+    arguments: StrictStr
+    status: Status
+
+
+class ReasoningItem(Model):
+    type: Literal["reasoning"]
+    id: StrictStr
+    content: list[AnyPart] = []
+    summary: list[AnyPart]
+    encrypted_content: StrictStr = ""
+
+
+class Compaction(Model):
+    type: Literal["compaction"]
+    id: StrictStr
+    encrypted_content: StrictStr
+
+
+Item = Annotated[Message | FunctionCall | ReasoningItem | Compaction, Field(discriminator="type")]
+
+
+class Cached(Model):
+    cached_tokens: StrictInt
+
+
+class Reasoned(Model):
+    reasoning_tokens: StrictInt
+
+
+class Usage(Model):
+    input_tokens: StrictInt
+    output_tokens: StrictInt
+    total_tokens: StrictInt
+    input_tokens_details: Cached
+    output_tokens_details: Reasoned
+
+
+class Failure(Model):
+    code: StrictStr
+    message: StrictStr
+
+
+class Why(Model):
+    reason: StrictStr
+
+
+class FunctionTool(Model):
+    type: Literal["function"]
+    name: StrictStr
+    description: StrictStr | None
+    parameters: dict[str, Any] | None
+    strict: StrictBool | None
+
+
+class FunctionChoice(Model):
+    type: Literal["function"]
+    name: StrictStr
+
+
+class AllowedTools(Model):
+    type: Literal["allowed_tools"]
+    tools: list[FunctionChoice]
+    mode: Choice
+
+
+class Format(Model):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class Text(Model):
+    format: Format
+    verbosity: Verbosity = "medium"
+
+
+class Reasoning(Model):
+    effort: Effort | None
+    summary: Literal["concise", "detailed", "auto"] | None
+
+
+class Response(Model):
+    id: StrictStr
+    object: Literal["response"]
+    created_at: StrictInt
+    completed_at: StrictInt | None
+    status: StrictStr
+    incomplete_details: Why | None
+    model: StrictStr
+    previous_response_id: StrictStr | None
+    instructions: StrictStr | None
+    output: list[Item]
+    error: Failure | None
+    tools: list[FunctionTool]
+    tool_choice: FunctionChoice | Choice | AllowedTools
+    truncation: Literal["auto", "disabled"]
+    parallel_tool_calls: StrictBool
+    text: Text
+    top_p: Number
+    presence_penalty: Number
+    frequency_penalty: Number
+    top_logprobs: StrictInt
+    temperature: Number
+    reasoning: Reasoning | None
+    usage: Usage | None
+    max_output_tokens: StrictInt | None
+    max_tool_calls: StrictInt | None
+    store: StrictBool
+    background: StrictBool
+    service_tier: StrictStr
+    metadata: Any
+    safety_identifier: StrictStr | None
+    prompt_cache_key: StrictStr | None
+
+
+class Compacted(Model):
+    id: StrictStr
+    object: Literal["response.compaction"]
+    output: list[Item]
+    created_at: StrictInt
+    usage: Usage
+
+
+class Event(Model):
+    sequence_number: StrictInt
+
+
+class ResponseEvent(Event):
+    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete"]
+    response: Response
+
+
+class OfItem(Event):
+    output_index: StrictInt
+
+
+class ItemEvent(OfItem):
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    item: Item
+
+
+class Inner(OfItem):
+    item_id: StrictStr
+
+
+class PartEvent(Inner):
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    content_index: StrictInt
+    part: AnyPart
+
+
+class SummaryEvent(Inner):
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    summary_index: StrictInt
+    part: AnyPart
+
+
+class Delta(Inner):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: StrictStr
+
+
+class TextDelta(Inner):
+    type: Literal["response.output_text.delta"]
+    content_index: StrictInt
+    delta: StrictStr
+
+
+class SummaryDelta(Inner):
+    type: Literal["response.reasoning_summary_text.delta"]
+    summary_index: StrictInt
+    delta: StrictStr
+
+
+class ArgumentsDone(Inner):
+    type: Literal["response.function_call_arguments.done"]
+    arguments: StrictStr
+
+
+class TextDone(Inner):
+    type: Literal["response.output_text.done", "response.reasoning_summary_text.done"]
+    text: StrictStr
+
+
+AnyEvent = TypeAdapter(
+    Annotated[
+        ResponseEvent
+        | ItemEvent
+        | PartEvent
+        | SummaryEvent
+        | Delta
+        | TextDelta
+        | SummaryDelta
+        | ArgumentsDone
+        | TextDone,
+        Field(discriminator="type"),
+    ]
+)
+
+PATH, COMPACT = "/v1/responses", "/v1/responses/compact"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
+CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def said(role, content, **fields):
+    return {"type": "message", "role": role, "content": content, **fields}
+
+
+ASKED = {
+    "basic-response": [said("user", "Say hello in exactly 3 words.")],
+    "assistant-phase": [
+        said("assistant", "I should answer with the saved number.", phase="commentary"),
+        said("assistant", "The number is four.", phase="final_answer"),
+        said("user", "Repeat only the number."),
+    ],
+    "system-prompt": [said("system", "You are a pirate."), said("user", "Say hello.")],
+    "image-input": [
+        said("user", [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL}])
+    ],
+    "multi-turn": [said("user", "I am Alice."), said("assistant", "Hello Alice!"), said("user", "What is my name?")],
+}
+
+
+async def post(harness, path=PATH, **body):
+    status, text = await harness.send(body, path=path)
+    return status, json.loads(text)
+
+
+async def ask(harness, *items, **fields):
+    status, body = await post(harness, model="m", input=list(items), **fields)
+    assert status == 200, body
+    return Response.model_validate(body)
+
+
+def checked(events):
+    """Return the last response of a stream, all of whose events have the shape of the specification."""
+    for event in events:
+        AnyEvent.validate_python(event)
+    return Response.model_validate(events[-1]["response"])
+
+
+@pytest.mark.parametrize("case", ASKED)
+async def test_a_question_gets_a_whole_response(harness, case):
+    response = await ask(harness, *ASKED[case])
+    assert (response.status, [item.type for item in response.output]) == ("completed", ["message"])
+    assert response.completed_at >= response.created_at
+
+
+async def test_a_tool_is_called(harness, scripted_engine):
+    scripted_engine.replies.append(Say(CALL))
+    response = await ask(harness, said("user", "What's the weather like in San Francisco?"), tools=[WEATHER])
+    assert [item.type for item in response.output] == ["reasoning", "function_call"]
+
+
+@pytest.mark.parametrize("text", ["1, 2, 3, 4, 5", CALL])
+async def test_the_events_of_a_stream_have_the_shape_of_the_specification(harness, scripted_engine, text):
+    scripted_engine.replies.append(Say(text))
+    asked = {"model": "m", "input": ASKED["basic-response"], "tools": [WEATHER], "stream": True}
+    _, stream = await harness.send(asked, path=PATH)
+    assert checked(events_of(stream.encode())).status == "completed"
+
+
+@pytest.fixture
+async def socket(harness):
+    async with connected(harness) as codex:
+        yield codex
+
+
+async def turn(codex: Codex, *items, **fields):
+    await codex.create(*items, **fields)
+    return checked(await codex.events())
+
+
+async def code_of_refusal(codex, *items, **fields):
+    refused = await codex.ask(*items, **fields)
+    assert refused["type"] == "error"
+    return refused["error"]["code"]
+
+
+async def test_a_websocket_answers_one_request_after_another(socket):
+    for text in ("Reply with exactly: first", "Reply with exactly: second"):
+        assert (await turn(socket, said("user", text), store=False)).status == "completed"
+
+
+async def test_a_connection_continues_what_is_not_stored(socket, harness):
+    first = await turn(socket, said("user", "Remember cobalt."), store=False)
+    again = await turn(socket, said("user", "Which word?"), store=False, previous_response_id=first.id)
+    assert again.previous_response_id == first.id
+    assert harness.calls()[-1]["kind"] == "bridged"
+
+
+async def test_another_connection_does_not_know_what_is_not_stored(socket, harness):
+    first = await turn(socket, said("user", "Remember copper."), store=False)
+    async with connected(harness) as another:
+        named = {"store": False, "previous_response_id": first.id}
+        assert await code_of_refusal(another, said("user", "Go on."), **named) == "previous_response_not_found"
+        assert (await turn(another, said("user", "Start anew."), store=False)).status == "completed"
+
+
+async def test_a_failed_turn_forgets_what_is_not_stored(socket):
+    first = await turn(socket, said("user", "Remember ember."), store=False)
+    named = {"store": False, "previous_response_id": first.id}
+    missing = {"type": "function_call_output", "call_id": "call_openresponses_missing", "output": "x"}
+    assert await code_of_refusal(socket, missing, **named) == "invalid_request_error"
+    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
+
+
+async def test_a_missing_response_is_not_found(socket):
+    named = {"store": False, "previous_response_id": "resp_openresponses_missing_5"}
+    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
+
+
+HISTORY = [said("user", "We launch on Tuesday."), said("assistant", "Understood.")]
+
+
+async def test_a_conversation_is_compacted(harness, scripted_engine):
+    scripted_engine.replies.append(Say("<think>\nWhat matters?\n</think>\n\nLaunch: Tuesday."))
+    status, body = await post(harness, COMPACT, model="m", prompt_cache_key="compact-test", input=HISTORY)
+    assert status == 200, body
+    assert [item.type for item in Compacted.model_validate(body).output] == ["compaction"]
+
+
+async def test_a_compaction_begins_a_new_chain(socket, harness, scripted_engine):
+    scripted_engine.replies.append(Say("The word is slate."))
+    _, body = await post(harness, COMPACT, model="m", input=[*HISTORY, said("user", "Compress this.")])
+    response = await turn(socket, *body["output"], said("user", "Go on."), store=False, tools=[])
+    assert (response.status, response.previous_response_id) == ("completed", None)
+    (summary, asked) = json.loads(harness.calls()[-1]["messages"])
+    assert (summary["content"].endswith("The word is slate."), asked["content"]) == (True, "Go on.")
+
+
+async def test_a_compaction_without_a_model_is_refused(harness):
+    status, body = await post(harness, COMPACT, input=HISTORY)
+    assert (status, "'model'" in body["error"]["message"]) == (400, True)
