@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from rolltap.addons.dialects.json_values import MOST_LEVELS, TooManyLevels, check_values, nests_deeper
@@ -207,7 +208,7 @@ class ModelCall:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """vLLM's form of the `schema` if the engine is held to it. Beside tools it is not: the model could call none."""
+        """vLLM's form of the `schema` if the engine is held to it. Not beside tools: the model could call none."""
         if self.schema is None or self.tools:
             return None
         if self.bare:
@@ -267,7 +268,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one call, and its end in seconds since the epoch.
+    """Token counts of one call, and its end.
 
     `cached` is the part of `prompt` that came from the engine's prefix cache, `reasoning` that of `completion` which is
     reasoning (`Rendering.reasoning_tokens`).
@@ -277,7 +278,7 @@ class Usage:
     completion: int
     cached: int = 0
     reasoning: int = 0
-    ended: int = 0
+    ended: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

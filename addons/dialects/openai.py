@@ -84,8 +84,9 @@ def require_offered(choice: Fields, offered: Collection[str]) -> None:
         kind = tool.maybe("type", str) or ""
         return kind, tool.inner(kind) if kind in tool.values else tool  # the former in Chat Completions
 
-    kind, chosen = of_type(choice)
-    for kind, tool in map(of_type, chosen.objects("tools")) if kind == "allowed_tools" else [(kind, chosen)]:
+    chosen = of_type(choice)
+    named = map(of_type, chosen[1].objects("tools")) if chosen[0] == "allowed_tools" else [chosen]
+    for kind, tool in named:
         name = tool.maybe("name", str)
         if kind in ("function", "custom") and name is not None and name not in offered:
             raise DialectError(f"Tool choice {described(name)} not found in 'tools' parameter.")

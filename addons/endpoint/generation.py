@@ -156,10 +156,8 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts so far. Those of the reasoning, and the end, are known when the call is done."""
-        call = self.call
-        ended = int(call.finished_at.timestamp()) if call.finished_at else 0
-        cached = call.cached_tokens or 0
-        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, self._reasoning_tokens, ended)
+        call, cached = self.call, self.call.cached_tokens or 0
+        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, self._reasoning_tokens, call.finished_at)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

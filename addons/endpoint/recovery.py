@@ -283,9 +283,8 @@ class RecoveredSession:
 
 def usage_of(row: Row, completion_ids: list[int], reasoning: str, rendering: Rendering) -> Usage:
     """Return the counts of a completed call, from columns of its row."""
-    cached, ended = row["cached_tokens"] or 0, int(row["finished_at"].timestamp()) if row["finished_at"] else 0
     counted = rendering.reasoning_tokens(completion_ids, reasoning)
-    return Usage(row["prompt_length"], len(completion_ids), cached, counted, ended)
+    return Usage(row["prompt_length"], len(completion_ids), row["cached_tokens"] or 0, counted, row["finished_at"])
 
 
 def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:

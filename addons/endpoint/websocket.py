@@ -4,6 +4,8 @@ A message of type `response.create` asks for a response, in the fields of a requ
 of a stream, one message each. `generate: false` prepares a response without asking the model: later requests that name
 it as `previous_response_id` have its fields and its items in front of their own. No row records it, so a connection
 keeps the last ones, as JSON, within its session's memory quota.
+
+A request with `store: false` can name the responses of its own connection, until a request that names one fails.
 """
 
 import json
@@ -53,7 +55,7 @@ class SocketConnection:
     _named: str = field(default="", init=False)
     """The response that the last request named."""
     _known: set[str] = field(default_factory=set, init=False)
-    """Ids of the responses of this connection, without those that a failed request named."""
+    """Ids of its responses, without those that a failed request named."""
     _prepared: OrderedDict[str, bytes] = field(default_factory=OrderedDict, init=False)
     """Response id -> the request that prepared it, as JSON."""
 

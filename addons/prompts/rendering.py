@@ -327,7 +327,9 @@ class Rendering:
             return reasoning in self._tokenizer.decode(completion_ids[:length])
 
         whole = len(completion_ids)
-        return bisect_left(range(whole), True, key=holds) if holds(whole) else self._tokenizer.count(reasoning)
+        if not holds(whole):
+            return min(whole, self._tokenizer.count(reasoning))
+        return bisect_left(range(whole), True, key=holds)
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""

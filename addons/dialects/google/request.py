@@ -108,7 +108,7 @@ def _decode(request: Fields, model: str, method: str) -> ModelCall:
     if model_call.bare or config["responseMimeType"] == "application/json":
         model_call.schema = _schema(config, "responseJsonSchema", "responseSchema") or {}
     if model_call.bare:
-        texts = Fields(model_call.schema or {}, WORDING, (config, "responseSchema", None)).texts("enum")
+        texts = config.at("responseSchema", model_call.schema or {}).texts("enum")
         if not texts:
             raise config.refusal("responseSchema", "a schema with an enum")
         model_call.schema = {"type": "string", "enum": texts}

@@ -84,7 +84,9 @@ def decode(body: bytes, target: str) -> ModelCall:
     if request["web_search_options"]:
         model_call.hosted_tools.append({"type": "web_search_options", **request.inner("web_search_options").values})
     require_offered(request.inner("tool_choice"), model_call.tool_names)
-    return decoded(model_call, "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message.")
+    return decoded(
+        model_call, "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
+    )
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:

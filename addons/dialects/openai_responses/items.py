@@ -103,9 +103,7 @@ def serve_response(request: StoredRequest, response_id: str, stored: Stored) -> 
         body = {"id": response_id, "object": "response", "deleted": True}
         return StoredAnswer(body, _path(response_id), DELETED)
     context = _context(call)
-    return StoredAnswer(
-        response(context, output=reply_items(call), **ending(context, call.as_reply(), call.usage()))
-    )
+    return StoredAnswer(response(context, output=reply_items(call), **ending(context, call.as_reply(), call.usage())))
 
 
 def _path(response_id: str) -> str:

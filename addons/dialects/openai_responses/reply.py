@@ -3,8 +3,10 @@
 Codex's compaction replaces the history of a conversation by a summary of the model:
 
 1. Codex appends a `compaction_trigger` item to the input.
-2. The reply is exactly one `compaction` item, as that of a request to `/responses/compact`. Its `encrypted_content`, opaque to Codex, contains the summary.
+2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains the summary.
 3. In later requests Codex sends that item in place of the history. It is decoded to a user message.
+
+A request to `/responses/compact`, as some versions of Codex send it, is answered as one with a trigger.
 
 `encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user message.
 """
@@ -64,18 +66,14 @@ def response(
 ) -> dict[str, Any]:
     """Return the response object, which repeats what the request asks for, also what is not applied.
 
-    Until it ends, it repeats the recordable form only: each keep-alive of a stream has it, and tools are long. So does
-    a response that is read again.
+    Until it ends, it repeats the recordable form of options alone: each keep-alive of a stream has it. So does a
+    response that is read again.
     """
     model_call = context.model_call
     asked = model_call.requested_sampling | ({} if status == "in_progress" else model_call.repeated)
     repeated = {
-        key: asked[key] if type(asked.get(key)) in kinds else default for key, (kinds, default) in _REPEATED.items()
+        key: asked[key] if type(asked.get(key)) in kinds else default for key, (kinds, default) in REPEATED.items()
     }
-    tools = [
-        {"description": None, "parameters": None, "strict": None, **tool} if tool.get("type") == "function" else tool
-        for tool in asked.get("tools", ())
-    ]
     return {
         "id": f"resp_{context.call_id}",
         "object": "response",
@@ -94,14 +92,15 @@ def response(
         "reasoning": {"effort": None, "summary": None, **repeated["reasoning"]},
         "service_tier": "default",
         "text": {"format": {"type": "text"}, **repeated["text"]},
-        "tools": tools,
+        "tools": [_TOOL | tool if tool["type"] == "function" else tool for tool in asked.get("tools", ())],
         "top_logprobs": 0,
         "usage": usage,
     }
 
 
+_TOOL = {"description": None, "parameters": None, "strict": None}
 _NUMBER = (int, float)
-_REPEATED: dict[str, tuple[tuple[type, ...], Any]] = {
+REPEATED: dict[str, tuple[tuple[type, ...], Any]] = {
     **dict.fromkeys(("temperature", "top_p"), (_NUMBER, 1.0)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (_NUMBER, 0.0)),
     **dict.fromkeys(("instructions", "prompt_cache_key", "safety_identifier"), ((str,), None)),
@@ -119,7 +118,8 @@ def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
     truncated = reply.finish_reason == "length"
     return {
         "status": "incomplete" if truncated else "completed",
-        "completed_at": None if truncated else max(context.created, usage.ended),  # a reply may be given again
+        # a reply that is given again was complete before
+        "completed_at": max(context.created, int(usage.ended.timestamp())) if usage.ended and not truncated else None,
         "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "usage": {
             "input_tokens": usage.prompt,

@@ -9,7 +9,7 @@ from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall
 from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
 from rolltap.addons.dialects.openai_responses.conversations import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items, kept_items
-from rolltap.addons.dialects.openai_responses.reply import is_compact
+from rolltap.addons.dialects.openai_responses.reply import REPEATED, is_compact
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.stored import NamesStored, Stored
 
@@ -32,10 +32,6 @@ _SAMPLING_FIELDS = [
 _LOGPROBS = "message.output_text.logprobs"
 
 
-_REPEATED = ("instructions", "metadata", "prompt_cache_key", "safety_identifier", "text", "tools", "tool_choice")
-"""Fields that a whole response repeats as they came. Of these, and of the others, a run holds the recordable form."""
-
-
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
     request = Fields(parse_object(body), WORDING)
@@ -43,7 +39,9 @@ def decode(body: bytes, target: str) -> ModelCall:
         request.label("model")
         given = request.maybe("input", str)
         items = request.elements("input") if given is None else [{"role": "user", "content": given}]
-        request = request.replaced({**request.values, "input": [*items, {"type": "compaction_trigger"}], "stream": False})
+        request = request.replaced(
+            {**request.values, "input": [*items, {"type": "compaction_trigger"}], "stream": False}
+        )
     hidden = hide_items(request, "input")
     if names_stored(request):
         complete = partial(_decode_named, request, hidden, hashlib.blake2b(body, digest_size=16).hexdigest())
@@ -83,7 +81,7 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
         schema=wanted_schema(form, form),
         may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
-        repeated=request.chosen(_REPEATED),
+        repeated=request.chosen((*REPEATED, "tools")),
         hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values)
         | request.texts_by_place("prompt_cache_key", "previous_response_id"),

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter
 
-from tests.addons.endpoint.test_websocket import Codex, connected
 from tests.addons.dialects.apis import events_of
+from tests.addons.endpoint.test_websocket import Codex, connected
 from tests.scripted_engine import Say
 
 Number = StrictInt | StrictFloat
@@ -257,7 +257,9 @@ WEATHER = {
     "description": "Get the current weather for a location",
     "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
 }
-CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
+CALL = (
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
+)
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -391,3 +393,76 @@ async def test_a_compaction_begins_a_new_chain(socket, harness, scripted_engine)
 async def test_a_compaction_without_a_model_is_refused(harness):
     status, body = await post(harness, COMPACT, input=HISTORY)
     assert (status, "'model'" in body["error"]["message"]) == (400, True)
+
+
+ANYTHING = {
+    "instructions": "Be brief.",
+    "metadata": {"run": "a secret of the program"},
+    "tools": [WEATHER, {"type": "mcp", "server_label": "x", "authorization": "Bearer secret"}],
+    "tool_choice": {"type": "function", "name": "get_weather"},
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+    "store": False,
+    "truncation": "auto",
+    "parallel_tool_calls": False,
+    "max_tool_calls": 3,
+    "max_output_tokens": 64,
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "prompt_cache_key": "thread-1",
+    "safety_identifier": "a secret user",
+}
+
+
+async def test_a_response_repeats_what_was_asked_and_a_run_does_not_hold_it(harness):
+    _, body = await post(harness, model="m", input="Hi", **ANYTHING)
+    repeated = {key: body[key] for key in ANYTHING}
+    assert repeated.pop("tools")[0] == {**WEATHER, "strict": None}
+    assert repeated.pop("reasoning") == {"effort": "low", "summary": None}
+    assert repeated == {key: ANYTHING[key] for key in repeated}
+    read = await harness.get(f"{PATH}/{body['id']}")
+    unknown = ("instructions", "prompt_cache_key", "safety_identifier", "max_output_tokens")
+    lost = {**dict.fromkeys(unknown), "metadata": {}, "tools": []}
+    assert {key: read[key] for key in body if key not in lost} == {key: body[key] for key in body if key not in lost}
+    assert {key: read[key] for key in lost} == lost
+    assert "secret" not in b"".join(path.read_bytes() for path in harness.run.glob("*.arrow")).decode("latin-1")
+
+
+async def test_only_the_last_event_of_a_stream_repeats_what_is_long(harness):
+    asked = {**ANYTHING, "model": "m", "input": "Hi", "stream": True, "metadata": {"long": "x" * 10_000}}
+    _, stream = await harness.send(asked, path=PATH)
+    *growing, last = [event for event in events_of(stream.encode()) if "response" in event]
+    assert {event["type"] for event in growing} == {"response.created", "response.in_progress"}
+    assert max(len(json.dumps(event)) for event in growing) < 2000
+    assert (last["response"]["metadata"], len(last["response"]["tools"])) == (asked["metadata"], 2)
+
+
+@pytest.mark.parametrize("value", ["x", True, [5], {"a": 1}, 1e9, 10**400, None])
+async def test_a_value_that_the_api_does_not_have_is_not_repeated(harness, value):
+    fields = ("temperature", "top_p", "presence_penalty", "store", "truncation", "max_tool_calls", "text", "reasoning")
+    _, body = await post(harness, model="m", input="Hi", **dict.fromkeys(fields, value))
+    Response.model_validate({**body, "truncation": "auto", "text": {"format": {"type": "text"}}, "reasoning": None})
+
+
+async def test_a_compaction_is_a_call_of_its_own_that_continues(harness, scripted_engine):
+    scripted_engine.replies += [Say("Hello."), Say("They greeted."), Say("They greeted again.")]
+    first = await ask(harness, said("user", "Hi"), tools=[WEATHER])
+    named = {"previous_response_id": first.id, "tools": [WEATHER]}
+    for path in (COMPACT, f"/openai{COMPACT}"):
+        assert (await post(harness, path, model="m", stream=True, **named))[0] == 200
+    triggered = await ask(harness, {"type": "compaction_trigger"}, **named)
+    first, *compactions = harness.calls()
+    assert {(call["role"], call["kind"], call["parent_id"]) for call in compactions} == {
+        ("compaction", "bridged", first["call_id"])
+    }
+    assert len({(call["messages"], call["stream"], tuple(call["prompt_tail_ids"])) for call in compactions}) == 1
+    assert triggered.output[0].type == "compaction"
+
+
+@pytest.mark.parametrize("given", [5, [5], [], None, [{"type": "compaction_trigger"}]])
+async def test_a_compaction_of_nothing_is_refused(harness, given):
+    status, body = await post(harness, COMPACT, model="m", input=given)
+    assert (status, "'input" in body["error"]["message"]) == (400, True)
+    assert [event["kind"] for event in harness.events("rejected")] == ["rejected"]
