@@ -139,6 +139,7 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, pat
         ("POST", "/openai/v1/responses/input_tokens", (), Route(openai_responses, "count_tokens", "/openai")),
         ("POST", "/anthropic/v1/messages/count_tokens", (), Route(anthropic, "count_tokens", "/anthropic")),
         ("UPGRADE", "/openai/v1/responses", (), Route(openai_responses, "websocket", "/openai")),
+        ("UPGRADE", "/v1/responses/compact", (), None),
         ("UPGRADE", "/channels/v1/responses", (), None),
         ("DELETE", "/v1/conversations/conv_7", (), Route(openai_responses, "stored")),
         ("DELETE", "/openai/v1/conversations/conv_7", (), Route(openai_responses, "stored", "/openai")),
