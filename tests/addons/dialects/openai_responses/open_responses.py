@@ -1,4 +1,4 @@
-"""The shapes of Open Responses' public specification (openresponses.org), of 24 April 2026. Further fields are allowed."""
+"""The shapes of the specification of Open Responses (openresponses.org), of 24 April 2026. More fields are allowed."""
 
 from typing import Annotated, Any, Literal
 
