@@ -4,7 +4,7 @@ import json
 from typing import Literal, Protocol
 
 from rolltap.addons.dialects.fields import LONGEST_NAME
-from rolltap.addons.dialects.json_values import recordable, recordable_tools
+from rolltap.addons.dialects.json_values import is_word, recordable, recordable_tools
 from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, Reply, ReplyContext, ServedModel, Usage
 
 Operation = Literal["generate", "count_tokens", "models", "stored"]
@@ -77,35 +77,36 @@ _LONGEST_SCHEMA = 256 * 1024
 """Characters of the JSON schema of a reply. It is written to the run, and the engine makes a grammar of it."""
 
 
-def decoded(model_call: ModelCall) -> ModelCall:
+def decoded(model_call: ModelCall, orphan: str = "") -> ModelCall:
     """Name the tool results of a decoded request, and bring its options to their `recordable` form.
 
-    Raises `DialectError` when the JSON schema of the reply is too long.
+    Raises `DialectError` when the JSON schema of the reply is too long, and the error `orphan` as `name_results`.
     """
     if model_call.schema and len(json.dumps(model_call.schema)) > _LONGEST_SCHEMA:
         raise DialectError(f"The JSON schema of the reply is longer than {_LONGEST_SCHEMA:,} characters.")
-    model_call.messages = name_results(model_call.messages)
-    names = {tool["function"]["name"] for tool in model_call.tools} | {w.name for w in model_call.wire_tools.values()}
-    model_call.requested_sampling = recordable(model_call.requested_sampling, names)
+    model_call.messages = name_results(model_call.messages, orphan)
+    model_call.requested_sampling = recordable(model_call.requested_sampling, model_call.tool_names)
     model_call.hosted_tools = recordable_tools(model_call.hosted_tools)
     return model_call
 
 
-def name_results(messages: list[Message]) -> list[Message]:
+def name_results(messages: list[Message], orphan: str = "") -> list[Message]:
     """Return the messages with the `name` of its tool in each tool message that answers a tool call before it.
 
     Chat templates print this name. A continued prompt is made from the new messages alone, which lack the call. If
-    several calls have the same id, the result answers the last one. A result of an unknown id keeps its own name. Names
-    longer than a tool can have are not repeated: many results may answer one call.
+    several calls have the same id, the result answers the last one. Names longer than a tool can have are not repeated:
+    many results may answer one call. A result of an unknown id is a `DialectError` in the words of `orphan`, in which
+    `{}` stands for the id; without such words, and without an id, it keeps its own name.
     """
     names: dict[str, str] = {}
     named: list[Message] = []
     for message in messages:
         for call in message.get("tool_calls", ()):
-            name = call["function"]["name"]
-            if call["id"] and len(name) <= LONGEST_NAME:
-                names[call["id"]] = name
-        if message["role"] == "tool" and message["tool_call_id"] in names:
-            message = {**message, "name": names[message["tool_call_id"]]}
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and (answered := message["tool_call_id"]):
+            if orphan and answered not in names:
+                raise DialectError(orphan.format(answered if is_word(answered) else f"({len(answered)} characters)"))
+            name = names.get(answered, "")
+            message = {**message, "name": name} if 0 < len(name) <= LONGEST_NAME else message
         named.append(message)
     return named

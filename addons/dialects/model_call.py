@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from rolltap.addons.dialects.json_values import MOST_LEVELS, TooManyLevels, check_values, nests_deeper
@@ -181,6 +182,8 @@ class ModelCall:
     """Stop texts. A stop text ends the reply and is not part of it."""
     schema: dict[str, Any] | None = None
     """The JSON schema that the harness wants the reply to match; `{}` for any JSON object. See `grammar`."""
+    bare: bool = False
+    """True when the reply is to be one of the texts in the `enum` of the schema, without the quotes of JSON."""
     may_call: bool = True
     """False when the request forbids tool calls, although the model sees the tools."""
     reasoning: Literal["shown", "signed", "hidden"] = "shown"
@@ -194,6 +197,8 @@ class ModelCall:
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
     """Place of a field in the body -> its text, for fields that hint at the role of the call."""
+    repeated: dict[str, Any] = field(default_factory=dict)
+    """Fields of the request that its reply repeats, as they came. They may hold secrets, and are never recorded."""
     hidden: int = 0
     """Number of images, audio parts and files in the messages, which have a text in their place."""
     stores: tuple[str, dict[str, Any]] | None = None
@@ -203,8 +208,17 @@ class ModelCall:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The `schema` if the engine is held to it. Beside tools it is not applied: the model could call none."""
-        return None if self.tools else self.schema
+        """vLLM's form of the `schema` if the engine is held to it. Not beside tools: the model could call none."""
+        if self.schema is None or self.tools:
+            return None
+        if self.bare:
+            return {"choice": self.schema["enum"]}
+        return {"json": self.schema} if self.schema else {"json_object": True}
+
+    @property
+    def tool_names(self) -> set[str]:
+        """The names of the tools, as the model sees them and on the wire."""
+        return {tool["function"]["name"] for tool in self.tools} | {wire.name for wire in self.wire_tools.values()}
 
     def unapplied(self) -> dict[str, Any]:
         """Return what the harness asked for and did not get, for the record."""
@@ -254,11 +268,17 @@ class Reply:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one call. `cached` is the part of `prompt` that came from the engine's prefix cache."""
+    """Token counts of one call, and its end.
+
+    `cached` is the part of `prompt` that came from the engine's prefix cache, `reasoning` that of `completion` which is
+    reasoning (`Rendering.reasoning_tokens`).
+    """
 
     prompt: int
     completion: int
     cached: int = 0
+    reasoning: int = 0
+    ended: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

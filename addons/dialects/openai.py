@@ -1,6 +1,6 @@
 """Functions that OpenAI's two APIs share: errors, content as text, and reply formats."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rolltap.addons.dialects.fields import Fields, Wording
@@ -75,6 +75,21 @@ def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -
         if fields[key]:
             why = f"Unsupported parameter: '{fields.place(key)}' is not supported with this model. {instead}".strip()
             raise DialectError(why, code="unsupported_parameter")
+
+
+def require_offered(choice: Fields, offered: Collection[str]) -> None:
+    """Raise `DialectError` for a `tool_choice` that names a tool which is not `offered`."""
+
+    def of_type(tool: Fields) -> tuple[str, Fields]:
+        kind = tool.maybe("type", str) or ""
+        return kind, tool.inner(kind) if kind in tool.values else tool  # the former in Chat Completions
+
+    chosen = of_type(choice)
+    named = map(of_type, chosen[1].objects("tools")) if chosen[0] == "allowed_tools" else [chosen]
+    for kind, tool in named:
+        name = tool.maybe("name", str)
+        if kind in ("function", "custom") and name is not None and name not in offered:
+            raise DialectError(f"Tool choice {described(name)} not found in 'tools' parameter.")
 
 
 def wanted_schema(form: Fields, described: Fields) -> dict[str, Any] | None:

@@ -78,7 +78,7 @@ def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: C
 
 
 def _route(method: str, path: str, headers: Mapping[str, str], prefix: str) -> Route | None:
-    if headers.get("upgrade", "").lower() == "websocket" and openai_responses.operation("POST", path) == "generate":
+    if headers.get("upgrade", "").lower() == "websocket" and path in openai_responses.PATHS:
         return Route(openai_responses, "websocket", prefix)
     for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)

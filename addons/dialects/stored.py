@@ -109,7 +109,8 @@ class StoredCall:
     finish_reason: str | None
     created: int
     """Seconds since the epoch."""
-    usage: Usage
+    usage: Callable[[], Usage]
+    """Counts the tokens: it reads them all."""
 
     @property
     def asked(self) -> dict[str, Any]:

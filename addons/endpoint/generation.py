@@ -134,7 +134,7 @@ class Generation:
         self._grant = grant
         self._state = State.SAMPLING
         self._growing = GrowingReply(session.rendering, prepared.prompt.ids, prepared.model_call)
-        self._parsed_tokens = 0
+        self._parsed_tokens = self._reasoning_tokens = 0
         self._stop: str | None = None
         self._token_at = asyncio.get_running_loop().time()
         """Time of its newest tokens, or of the start, of the event loop's clock."""
@@ -156,8 +156,9 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far: prompt, completion, and prompt tokens from the engine's prefix cache."""
-        return Usage(len(self.call.prompt_ids), len(self.call.completion_ids), self.call.cached_tokens or 0)
+        """Token counts so far. Those of the reasoning, and the end, are known when the call is done."""
+        call, cached = self.call, self.call.cached_tokens or 0
+        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, self._reasoning_tokens, call.finished_at)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -224,6 +225,8 @@ class Generation:
             # about four bytes a token: a long completion is parsed in a thread
             num_bytes = 4 * len(call.completion_ids)
             reply, piece = await session.workers.run(num_bytes, self._growing.finish, call.completion_ids)
+            count = session.rendering.reasoning_tokens
+            self._reasoning_tokens = await session.workers.run(num_bytes, count, call.completion_ids, reply.reasoning)
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)

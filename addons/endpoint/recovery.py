@@ -276,9 +276,15 @@ class RecoveredSession:
             call_id=row["call_id"],
             digest=request_digest(row["dialect"], row["model"], prompt_ids, uncut(sampling)),
             reply=reply,
-            usage=Usage(len(prompt_ids), len(turn.completion_ids), row["cached_tokens"] or 0),
+            usage=usage_of(row, turn.completion_ids.tolist(), reply.reasoning, self._recovery.rendering),
             delivered=delivered,
         )
+
+
+def usage_of(row: Row, completion_ids: list[int], reasoning: str, rendering: Rendering) -> Usage:
+    """Return the counts of a completed call, from columns of its row."""
+    counted = rendering.reasoning_tokens(completion_ids, reasoning)
+    return Usage(row["prompt_length"], len(completion_ids), row["cached_tokens"] or 0, counted, row["finished_at"])
 
 
 def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:

@@ -87,7 +87,7 @@ def sampling_parameters(
     if model_call.stop:
         sampling["stop"] = model_call.stop
     if model_call.grammar is not None:
-        sampling["structured_outputs"] = {"json": model_call.grammar} if model_call.grammar else {"json_object": True}
+        sampling["structured_outputs"] = model_call.grammar
     return sampling
 
 

@@ -68,7 +68,7 @@ class Session:
     """Held while a prompt is made, and while a call is added to the conversations."""
 
     def __post_init__(self) -> None:
-        self._store = SessionStore(self.archive, self.writer, self.session_id, self.options.images)
+        self._store = SessionStore(self.archive, self.writer, self.session_id, self.options.images, self.rendering)
         self._touch()
 
     @property

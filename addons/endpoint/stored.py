@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from rolltap.addons.dialects import google, openai_responses
 from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, Usage, dump_json
 from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCall, StoredRequest
-from rolltap.addons.endpoint.recovery import undamaged
+from rolltap.addons.endpoint.recovery import undamaged, usage_of
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.options import Images
+from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter
@@ -34,7 +36,7 @@ STORED_BYTES = 4 * 1024 * 1024
 ENTRY_BYTES = 4096
 """Bytes that an entry counts besides its text, so that a session has a thousand at most."""
 _TEXTS = ("call_id", "parent_id", "model", "messages", "reply", "sampling", "finish_reason")
-_CALL_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at")
+_CALL_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at", "finished_at")
 _ENTRY_COLUMNS = ("call_id", "path", "detail")
 
 
@@ -63,8 +65,11 @@ class Archive:
 class SessionStore:
     """The replies and objects that one session stored. Not thread-safe: one worker at a time."""
 
-    def __init__(self, archive: Archive, writer: RunWriter, session_id: str, images: Images) -> None:
+    def __init__(
+        self, archive: Archive, writer: RunWriter, session_id: str, images: Images, rendering: Rendering
+    ) -> None:
         self._archive, self._writer, self._session_id, self._images = archive, writer, session_id, images
+        self._rendering = rendering
         self._checked: set[str] = set()
         """Digests of the rows that are known to be undamaged: to check one takes a millisecond."""
         self.num_bytes = 0
@@ -129,13 +134,16 @@ class SessionStore:
             row = self._row(batch.slice(number, 1), CALL_SCHEMA, _CALL_COLUMNS)
             if row is None or row["status"] != "completed" or row["reply"] is None:
                 continue
-            length = pc.list_value_length(batch.column("completion_ids")[number]).as_py()
             found[row["call_id"]] = StoredCall(
                 **{name: row[name] for name in _TEXTS},
                 created=int(row["started_at"].timestamp()),
-                usage=Usage(row["prompt_length"], length, row["cached_tokens"] or 0),
+                usage=partial(self._usage, row, batch.column("completion_ids")[number]),
             )
         return found
+
+    def _usage(self, row: dict[str, Any], completion_ids: pa.ListScalar) -> Usage:
+        reasoning = json.loads(row["reply"]).get("reasoning_content", "")
+        return usage_of(row, completion_ids.as_py(), reasoning, self._rendering)
 
     def _row(self, row: pa.RecordBatch, schema: pa.Schema, columns: Sequence[str]) -> dict[str, Any] | None:
         """Return columns of a batch of one row, or None when it is damaged. A row is checked once."""

@@ -4,6 +4,8 @@ A message of type `response.create` asks for a response, in the fields of a requ
 of a stream, one message each. `generate: false` prepares a response without asking the model: later requests that name
 it as `previous_response_id` have its fields and its items in front of their own. No row records it, so a connection
 keeps the last ones, as JSON, within its session's memory quota.
+
+A request with `store: false` can name the responses of its own connection, until a request that names one fails.
 """
 
 import json
@@ -22,6 +24,7 @@ from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, dump_json
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import response
+from rolltap.addons.dialects.stored import shown_id
 from rolltap.addons.endpoint.body import BODY_LIMIT, MemoryQuota, Reservation, too_large
 from rolltap.addons.endpoint.exchange import send_events
 from rolltap.addons.endpoint.request import ClientRequest
@@ -49,6 +52,10 @@ class SocketConnection:
     """Parse long messages."""
     quota: MemoryQuota
     _socket: web.WebSocketResponse = field(init=False)
+    _named: str = field(default="", init=False)
+    """The response that the last request named."""
+    _known: set[str] = field(default_factory=set, init=False)
+    """Ids of its responses, without those that a failed request named."""
     _prepared: OrderedDict[str, bytes] = field(default_factory=OrderedDict, init=False)
     """Response id -> the request that prepared it, as JSON."""
 
@@ -65,6 +72,7 @@ class SocketConnection:
                     except ConnectionError:
                         break
                     except Exception as error:
+                        self._known.discard(self._named)
                         refusal = self.reject(error)
                         fields = json.loads(openai_responses.encode_error(refusal))
                         await self._send(dump_json({"type": "error", "status": refusal.status, **fields}))
@@ -72,6 +80,7 @@ class SocketConnection:
 
     async def _answer(self, data: bytes, kept: Reservation) -> None:
         """Answer one message. Raises `DialectError` and whatever `begin` raises."""
+        self._named = ""
         with self.quota.reserve(self.client.session_id) as held:
             await held.take(len(data))
             num_bytes = len(data) + max(map(len, self._prepared.values()), default=0)
@@ -82,20 +91,30 @@ class SocketConnection:
             response_id = f"resp_{uuid.uuid4().hex}"
             context = self._reply_context(response_id.removeprefix("resp_"), ModelCall(model, [], []))
             empty = response(context, status="completed", output=[])
-            for event in ("response.created", "response.completed"):
-                await self._send(dump_json({"type": event, "response": empty}))
+            for number, event in enumerate(("response.created", "response.completed")):
+                await self._send(dump_json({"type": event, "sequence_number": number, "response": empty}))
             return self._remember(response_id, body, kept)
         generation, model_call = begun
         encoder = openai_responses.stream_encoder(self._reply_context(generation.call_id, model_call))
         with generation.listening():
             await send_events(generation, encoder, self._send_events)
+        if generation.reply is None:
+            self._known.discard(self._named)
+        else:
+            self._known.add(f"resp_{generation.call_id}")
 
     def _request_of(self, data: bytes) -> tuple[bytes, str, bool]:
         """Return the request of a message, its model, and whether to ask the model."""
         message = parse_object(data)
         if message.pop("type", None) != "response.create":
             raise DialectError("A message must have the type 'response.create'.")
-        prepared = self._prepared.get(str(message.get("previous_response_id")))
+        named = message.get("previous_response_id")
+        self._named = str(named)
+        prepared = self._prepared.get(self._named)
+        unknown = named is not None and prepared is None and self._named not in self._known
+        if unknown and message.get("store") is False:
+            why = f"Previous response with id {shown_id(self._named)} not found."
+            raise DialectError(why, code="previous_response_not_found")
         if prepared is not None:
             before = parse_object(prepared)
             del message["previous_response_id"]

@@ -2,6 +2,7 @@
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
@@ -315,6 +316,20 @@ class Rendering:
         # renderers strip only complete reasoning; a stream needs the same text from partial and complete parses
         reasoning = (parsed.reasoning_content or "").strip()
         return Reply(content=content, reasoning=reasoning, tool_calls=tool_calls)
+
+    def reasoning_tokens(self, completion_ids: list[int], reasoning: str) -> int:
+        """Return the number of sampled tokens up to the end of the reasoning, which begins a completion.
+
+        Reasoning in several places is no text of the completion: the tokens of its own text are counted.
+        """
+
+        def holds(length: int) -> bool:
+            return reasoning in self._tokenizer.decode(completion_ids[:length])
+
+        whole = len(completion_ids)
+        if not holds(whole):
+            return min(whole, self._tokenizer.count(reasoning))
+        return bisect_left(range(whole), True, key=holds)
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""

@@ -250,7 +250,9 @@ class GrowingReply:
         model_call = self._model_call
         reply = self._rendering.parse(self._prompt_ids, completion_ids, model_call.tools, partial=partial)
         # a model that was not held to its schema reasons before the JSON
-        of_schema = not partial or reply.reasoning.lstrip()[:1] in ("{", "[")
+        begun = reply.reasoning.lstrip()
+        texts = model_call.schema["enum"] if model_call.schema and model_call.bare else ()
+        of_schema = not partial or begun[:1] in ("{", "[") or any(text.startswith(begun) for text in texts)
         if model_call.grammar is not None and not reply.content and of_schema:
             # structured output is JSON from the first token, but the template may have opened the reasoning before it
             reply.content, reply.reasoning = reply.reasoning, ""

@@ -170,6 +170,9 @@ def decode(body: bytes, target: str) -> ModelCall:
     request = Fields(parse_object(body), _WORDING)
     counting = target.partition("?")[0].endswith("/count_tokens")
     callable_tools, shown, hosted = _read_tools(request)
+    offered, choice = [*callable_tools, *(tool.get("name") for tool in hosted)], request.inner("tool_choice")
+    if choice["type"] == "tool" and choice["name"] not in offered and not request["mcp_servers"]:  # which have others
+        raise DialectError(f"Tool {described(choice['name'])} not found in provided tools")
     hidden = hide_media(request)
     messages = system_message(request, callable_tools) + conversation(request, callable_tools)
     if messages[-1]["role"] == "assistant" and not counting:
@@ -196,7 +199,11 @@ def decode(body: bytes, target: str) -> ModelCall:
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,
     )
-    return decoded(model_call)
+    return decoded(
+        model_call,
+        "messages: unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a "
+        "corresponding `tool_use` block in the previous message.",
+    )
 
 
 def _reasoning(thinking: Fields) -> Literal["shown", "signed", "hidden"]:

@@ -92,7 +92,8 @@ def response(
     if usage is not None:
         chunk["usageMetadata"] = {
             "promptTokenCount": usage.prompt,
-            "candidatesTokenCount": usage.completion,
+            "candidatesTokenCount": usage.completion - usage.reasoning,
+            "thoughtsTokenCount": usage.reasoning,
             "totalTokenCount": usage.prompt + usage.completion,
             "cachedContentTokenCount": usage.cached,
         }

@@ -29,6 +29,8 @@ METHOD = re.compile(
 )
 """The paths of the methods that are served."""
 
+_ENUM = "text/x.enum"
+"""The type of a reply that is one of the texts of an enumeration."""
 _BODY_LEVELS = 100
 """The nesting that protobuf's parsers accept."""
 _SAMPLING_FIELDS = [
@@ -102,10 +104,19 @@ def _decode(request: Fields, model: str, method: str) -> ModelCall:
         reasoning="shown" if thoughts is True else "signed",
         requested_sampling=config.chosen(_SAMPLING_FIELDS) | request.chosen(("toolConfig", "safetySettings")),
     )
-    if config["responseMimeType"] == "application/json":
+    model_call.bare = config["responseMimeType"] == _ENUM
+    if model_call.bare or config["responseMimeType"] == "application/json":
         model_call.schema = _schema(config, "responseJsonSchema", "responseSchema") or {}
+    if model_call.bare:
+        texts = config.at("responseSchema", model_call.schema or {}).texts("enum")
+        if not texts:
+            raise config.refusal("responseSchema", "a schema with an enum")
+        model_call.schema = {"type": "string", "enum": texts}
     for tool in repeated_field(request, "tools"):
         _read_tool(tool, model_call)
+    for number, name in enumerate(calling.texts("allowedFunctionNames")):
+        if name not in model_call.tool_names:
+            raise calling.refusal("allowedFunctionNames", "the name of a declared function", number)
     return decoded(model_call)
 
 
@@ -114,8 +125,8 @@ def _refuse_unsupported(config: Fields, model: str) -> None:
         raise DialectError(f"Logprobs is not enabled for models/{model}")
     if any(modality != "TEXT" for modality in config.elements("responseModalities")):
         raise config.refusal("responseModalities", "['TEXT']")
-    if config["responseMimeType"] not in (None, "", "text/plain", "application/json"):
-        raise config.refusal("responseMimeType", "'text/plain' or 'application/json'")
+    if config["responseMimeType"] not in (None, "", "text/plain", "application/json", _ENUM):
+        raise config.refusal("responseMimeType", f"'text/plain', 'application/json' or '{_ENUM}'")
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:

@@ -13,7 +13,14 @@ from rolltap.addons.dialects.model_call import (
     message_tool_call,
     parse_arguments,
 )
-from rolltap.addons.dialects.openai import WORDING, content_text, hide_media, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.openai import (
+    WORDING,
+    content_text,
+    hide_media,
+    refuse_unsupported,
+    require_offered,
+    wanted_schema,
+)
 from rolltap.addons.dialects.tools import freeform_tool
 
 _SAMPLING_FIELDS = [
@@ -76,7 +83,10 @@ def decode(body: bytes, target: str) -> ModelCall:
         _read_tool(tool, model_call)
     if request["web_search_options"]:
         model_call.hosted_tools.append({"type": "web_search_options", **request.inner("web_search_options").values})
-    return decoded(model_call)
+    require_offered(request.inner("tool_choice"), model_call.tool_names)
+    return decoded(
+        model_call, "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
+    )
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:

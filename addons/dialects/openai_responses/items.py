@@ -102,7 +102,8 @@ def serve_response(request: StoredRequest, response_id: str, stored: Stored) -> 
     if request.method == "DELETE":
         body = {"id": response_id, "object": "response", "deleted": True}
         return StoredAnswer(body, _path(response_id), DELETED)
-    return StoredAnswer(response(_context(call), output=reply_items(call), **ending(call.as_reply(), call.usage)))
+    context = _context(call)
+    return StoredAnswer(response(context, output=reply_items(call), **ending(context, call.as_reply(), call.usage())))
 
 
 def _path(response_id: str) -> str:
@@ -155,10 +156,10 @@ def decode_input(request: Fields, before: list[Message], model_call: ModelCall, 
             model_call.messages.append(_assistant_message(run, names))
         else:
             model_call.messages += [_other_message(kind, item) for kind, item in run]
-    if triggered:
-        ask_for_summary(model_call)
     if not model_call.messages:
         raise DialectError("'input' must hold at least one message.")
+    if triggered:
+        ask_for_summary(model_call)
 
 
 def _by_assistant(kind_and_item: _Item) -> bool:

@@ -6,6 +6,8 @@ Codex's compaction replaces the history of a conversation by a summary of the mo
 2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains the summary.
 3. In later requests Codex sends that item in place of the history. It is decoded to a user message.
 
+A request to `/responses/compact`, as some versions of Codex send it, is answered as one with a trigger.
+
 `encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user message.
 """
 
@@ -30,7 +32,16 @@ from rolltap.addons.dialects.tools import freeform_input
 
 def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
     """Return the body of a reply that is not streamed."""
-    return dump_json(response(context, **ending(reply, usage), output=output_items(context, reply)))
+    whole = response(context, **ending(context, reply, usage), output=output_items(context, reply))
+    if is_compact(context.target):
+        kept = {key: whole[key] for key in ("id", "created_at", "output", "usage")}
+        return dump_json({**kept, "object": "response.compaction"})
+    return dump_json(whole)
+
+
+def is_compact(target: str) -> bool:
+    """Return True for a request to `/responses/compact`, whose reply is a compaction and no response."""
+    return target.partition("?")[0].endswith("/compact")
 
 
 def encode_token_count(num_tokens: int) -> bytes:
@@ -49,50 +60,72 @@ def response(
     status: str,
     output: list[dict[str, Any]],
     error: dict[str, str] | None = None,
+    completed_at: int | None = None,
     incomplete_details: dict[str, str] | None = None,
     usage: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the response object.
+    """Return the response object, which repeats what the request asks for, also what is not applied.
 
-    It repeats parameters of the request, except `instructions` and `tools`: they are long, and each response event of a
-    stream would contain them.
+    Until it ends, it repeats the recordable form of options alone: each keep-alive of a stream has it. So does a
+    response that is read again.
     """
     model_call = context.model_call
+    asked = model_call.requested_sampling | ({} if status == "in_progress" else model_call.repeated)
+    repeated = {
+        key: asked[key] if type(asked.get(key)) in kinds else default for key, (kinds, default) in REPEATED.items()
+    }
     return {
         "id": f"resp_{context.call_id}",
         "object": "response",
         "created_at": context.created,
+        "completed_at": completed_at,
         "status": status,
+        "background": False,
         "error": error,
         "incomplete_details": incomplete_details,
-        "instructions": None,
         "max_output_tokens": model_call.max_tokens,
-        "metadata": {},
         "model": model_call.model,
         "output": output,
-        "parallel_tool_calls": model_call.requested_sampling.get("parallel_tool_calls", True),
         "previous_response_id": model_call.client_metadata.get("previous_response_id"),
         "conversation": {"id": model_call.stores[0].rpartition("/")[2]} if model_call.stores else None,
-        "store": False,
-        "temperature": model_call.requested_sampling.get("temperature"),
-        "tool_choice": model_call.requested_sampling.get("tool_choice", "auto"),
-        "tools": [],
-        "top_p": model_call.requested_sampling.get("top_p"),
+        **repeated,
+        "reasoning": {"effort": None, "summary": None, **repeated["reasoning"]},
+        "service_tier": "default",
+        "text": {"format": {"type": "text"}, **repeated["text"]},
+        "tools": [_TOOL | tool if tool["type"] == "function" else tool for tool in asked.get("tools", ())],
+        "top_logprobs": 0,
         "usage": usage,
     }
 
 
-def ending(reply: Reply, usage: Usage) -> dict[str, Any]:
+_TOOL = {"description": None, "parameters": None, "strict": None}
+_NUMBER = (int, float)
+REPEATED: dict[str, tuple[tuple[type, ...], Any]] = {
+    **dict.fromkeys(("temperature", "top_p"), (_NUMBER, 1.0)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (_NUMBER, 0.0)),
+    **dict.fromkeys(("instructions", "prompt_cache_key", "safety_identifier"), ((str,), None)),
+    **dict.fromkeys(("parallel_tool_calls", "store"), ((bool,), True)),
+    **dict.fromkeys(("metadata", "reasoning", "text"), ((dict,), {})),
+    "max_tool_calls": ((int,), None),
+    "tool_choice": ((str, dict), "auto"),
+    "truncation": ((str,), "disabled"),
+}
+"""Fields of a request that its response repeats: the types of their values, and the API's default."""
+
+
+def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
     """Return the fields of a response that are known only when its reply is complete."""
     truncated = reply.finish_reason == "length"
     return {
         "status": "incomplete" if truncated else "completed",
+        # a reply that is given again was complete before
+        "completed_at": max(context.created, int(usage.ended.timestamp())) if usage.ended and not truncated else None,
         "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "usage": {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion,
-            "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
             "total_tokens": usage.prompt + usage.completion,
         },
     }

@@ -6,9 +6,10 @@ from functools import partial
 from rolltap.addons.dialects.dialect import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall
-from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, wanted_schema
+from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
 from rolltap.addons.dialects.openai_responses.conversations import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items, kept_items
+from rolltap.addons.dialects.openai_responses.reply import REPEATED, is_compact
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
 from rolltap.addons.dialects.stored import NamesStored, Stored
 
@@ -21,6 +22,8 @@ _SAMPLING_FIELDS = [
     "parallel_tool_calls",
     "service_tier",
     "truncation",
+    "presence_penalty",
+    "frequency_penalty",
     "store",
     "include",
     "max_tool_calls",
@@ -32,6 +35,13 @@ _LOGPROBS = "message.output_text.logprobs"
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
     request = Fields(parse_object(body), WORDING)
+    if is_compact(target):
+        request.label("model")
+        given = request.maybe("input", str)
+        items = request.elements("input") if given is None else [{"role": "user", "content": given}]
+        request = request.replaced(
+            {**request.values, "input": [*items, {"type": "compaction_trigger"}], "stream": False}
+        )
     hidden = hide_items(request, "input")
     if names_stored(request):
         complete = partial(_decode_named, request, hidden, hashlib.blake2b(body, digest_size=16).hexdigest())
@@ -71,6 +81,7 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
         schema=wanted_schema(form, form),
         may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
+        repeated=request.chosen((*REPEATED, "tools")),
         hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values)
         | request.texts_by_place("prompt_cache_key", "previous_response_id"),
@@ -80,4 +91,7 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
     names = ToolNames()
     read_tools(request, model_call, names)
     decode_input(request, before, model_call, names)
-    return decoded(model_call)
+    require_offered(request.inner("tool_choice"), model_call.tool_names)
+    compacted = any(item["type"] == "compaction" for item in request.maybe("input", list) or [] if "type" in item)
+    # the call of a result may be part of a compaction
+    return decoded(model_call, "" if compacted else "No tool call found for function call output with call_id {}.")

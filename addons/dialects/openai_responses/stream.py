@@ -93,7 +93,7 @@ class StreamEncoder:
                 events += self._grow(item)
             self._open = item
             events += self._close()
-        fields = ending(reply, usage)
+        fields = ending(self._context, reply, usage)
         return events + self._response(f"response.{fields['status']}", **fields, output=self._done)
 
     def error(self, error: DialectError) -> bytes:

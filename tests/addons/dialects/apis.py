@@ -37,6 +37,8 @@ class Api:
     """The fields that forbid tool calls."""
     tools: list[list[dict[str, Any]]]
     """Lists of one tool whose name is `LONG`."""
+    choosing: Any
+    """A function of a tool's name. It returns the fields that force it, or allow it alone, in every form of the API."""
     stop: Any
     """A function of texts. It returns the fields that ask to stop at them."""
     schema: Any
@@ -189,6 +191,14 @@ CHAT = Api(
         ]
     },
     forbidding={"tool_choice": "none"},
+    choosing=lambda name: [
+        {"tool_choice": {"type": kind, kind: fields}}
+        for kind, fields in [
+            ("function", {"name": name}),
+            ("custom", {"name": name}),
+            ("allowed_tools", {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}),
+        ]
+    ],
     tools=[[{"type": "function", "function": _TOOL}], [{"type": "custom", "custom": _TOOL}]],
     stop=lambda texts: {"stop": texts},
     schema=lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
@@ -208,6 +218,14 @@ RESPONSES = Api(
         ]
     },
     forbidding={"tool_choice": "none"},
+    choosing=lambda name: [
+        {"tool_choice": choice}
+        for choice in [
+            {"type": "function", "name": name},
+            {"type": "custom", "name": name},
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": name}]},
+        ]
+    ],
     tools=[[_FUNCTION], [{**_FUNCTION, "type": "namespace"}]],
     stop=None,
     schema=lambda schema: {"text": {"format": {"type": "json_schema", "schema": schema}}},
@@ -230,6 +248,7 @@ MESSAGES = Api(
     of_messages.bodies,
     talk=_turn(_USES, {"role": "user", "content": _RESULTS}),
     forbidding={"tool_choice": {"type": "none"}},
+    choosing=lambda name: [{"tool_choice": {"type": "tool", "name": name}}],
     tools=[[_TOOL]],
     stop=lambda texts: {"stop_sequences": texts},
     schema=lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
@@ -251,6 +270,10 @@ GEMINI = Api(
         ]
     },
     forbidding={"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    choosing=lambda name: [
+        {config: {"functionCallingConfig": {"mode": "ANY", names: [name]}}}
+        for config, names in (("toolConfig", "allowedFunctionNames"), ("tool_config", "allowed_function_names"))
+    ],
     tools=[[{"functionDeclarations": [_TOOL]}]],
     stop=lambda texts: {"generationConfig": {"stopSequences": texts}},
     schema=lambda schema: {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}},

@@ -25,7 +25,7 @@ def stored_call(call_id, messages, reply, parent_id=None, **asked):
         sampling=json.dumps({"max_tokens": 9, "asked": asked}),
         finish_reason="length" if reply.finish_reason == "length" else "stop",
         created=5,
-        usage=Usage(7, 3),
+        usage=lambda: Usage(7, 3),
     )
 
 

@@ -99,6 +99,46 @@ def test_tools_are_shown_when_none_may_be_called(api):
     assert (bound.tools, bound.messages) == (free.tools, free.messages)
 
 
+NOT_OFFERED = {
+    "openai-chat": "Tool choice 'gone' not found in 'tools' parameter.",
+    "openai-responses": "Tool choice 'gone' not found in 'tools' parameter.",
+    "anthropic-messages": "Tool 'gone' not found in provided tools",
+    "google-generate-content": "allowed_function_names[0]': it must be the name of a declared function",
+}
+UNKNOWN = {
+    "openai-chat": "'tool_call_id' of 'gone' not found in 'tool_calls' of previous message.",
+    "openai-responses": "No tool call found for function call output with call_id gone.",
+    "anthropic-messages": "unexpected `tool_use_id` found in `tool_result` blocks: gone.",
+}
+
+
+@every_api
+def test_a_choice_of_a_tool_that_is_not_offered_is_refused(api):
+    for offered, gone in zip(api.choosing("look"), api.choosing("gone"), strict=True):
+        spelled = {key: value for key, value in api.request.items() if key != "toolConfig"}
+        assert api.decode({**spelled, **offered}).tools
+        for tools in ({}, {"tools": []}):
+            with pytest.raises(DialectError) as refused:
+                api.decode({**spelled, **gone, **tools})
+            assert (refused.value.status, NOT_OFFERED[api.dialect.NAME] in str(refused.value)) == (400, True)
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=lambda api: api.dialect.NAME)
+def test_a_result_of_no_call_before_it_is_refused(api):
+    *before, after = json.dumps(api.talk).rpartition('"c2"')
+    gone = json.loads(before[0] + '"gone"' + after)
+    turned = {key: value[::-1] if isinstance(value, list) else value for key, value in api.talk.items()}
+    for asked, tool_call_id in ((gone, "gone"), (turned, r"c\d")):
+        with pytest.raises(DialectError, match=UNKNOWN[api.dialect.NAME].replace("gone", tool_call_id)) as refused:
+            api.decode(asked)
+        assert refused.value.status == 400
+
+
+def test_a_client_of_gemini_may_leave_out_ids_and_earlier_calls():
+    answer = {"functionResponse": {"id": "gone", "name": "look", "response": {}}}
+    assert GEMINI.decode({"contents": [{"parts": [answer]}]}).messages[0]["role"] == "tool"
+
+
 @every_api
 @pytest.mark.parametrize("stream", [None, False, "yes"])
 def test_only_true_asks_for_a_stream(api, stream):

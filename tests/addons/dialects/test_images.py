@@ -68,10 +68,10 @@ def test_what_is_no_text_becomes_a_text_that_says_what_it_was(call, shown):
 
 def test_results_of_tools_hide_it_too_and_each_one_counts():
     image = {"type": "input_image", "image_url": PNG}
-    result = messages({"type": "tool_result", "tool_use_id": "t", "content": [base64_block("image")]})
+    result = messages({"type": "tool_result", "tool_use_id": "", "content": [base64_block("image")]})
     calls = [
-        (chat({"type": "image_url", "image_url": {"url": PNG}}, role="tool", tool_call_id="t"), f"See{SHOWN}"),
-        (responses(image, key="output", type="function_call_output", call_id="t"), f"See{SHOWN}"),
+        (chat({"type": "image_url", "image_url": {"url": PNG}}, role="tool", tool_call_id=""), f"See{SHOWN}"),
+        (responses(image, key="output", type="function_call_output", call_id=""), f"See{SHOWN}"),
         (result, SHOWN),
     ]
     for call, shown in calls:

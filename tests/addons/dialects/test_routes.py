@@ -36,6 +36,8 @@ openai-chat         /chat/completions                    /v1/openai
 openai-chat         /chat/completions                    /v2
 openai-chat         /v1/chat/completions                 /client/v4/accounts/a/ai
 openai-responses    /responses                           /backend-api/codex
+openai-responses    /responses/compact                   /backend-api/codex
+openai-responses    /v1/responses/compact                /openai
 """
 """Dialect, path and prefix of requests."""
 OPERATIONS = """
@@ -44,6 +46,8 @@ openai-chat             models       GET  /v1/models
 openai-chat             models       GET  /v1/models/tiny
 openai-responses        generate     POST /v1/responses
 openai-responses        generate     POST /responses
+openai-responses        generate     POST /v1/responses/compact
+openai-responses        generate     POST /responses/compact
 openai-responses        count_tokens POST /v1/responses/input_tokens
 openai-responses        count_tokens POST /responses/input_tokens
 openai-responses        models       GET  /backend-api/codex/models
@@ -135,6 +139,7 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, pat
         ("POST", "/openai/v1/responses/input_tokens", (), Route(openai_responses, "count_tokens", "/openai")),
         ("POST", "/anthropic/v1/messages/count_tokens", (), Route(anthropic, "count_tokens", "/anthropic")),
         ("UPGRADE", "/openai/v1/responses", (), Route(openai_responses, "websocket", "/openai")),
+        ("UPGRADE", "/v1/responses/compact", (), None),
         ("UPGRADE", "/channels/v1/responses", (), None),
         ("DELETE", "/v1/conversations/conv_7", (), Route(openai_responses, "stored")),
         ("DELETE", "/openai/v1/conversations/conv_7", (), Route(openai_responses, "stored", "/openai")),

@@ -187,3 +187,19 @@ async def test_a_reply_whose_record_cannot_be_synced_is_not_sent(harness, monkey
     status, reply = await harness.ask(user())
     assert (status, reply["error"]["code"]) == (500, "not_recorded")
     assert [call["status"] for call in harness.calls()] == ["completed"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_is_one_of_the_texts_that_gemini_is_asked_for(harness, scripted_engine, stream):
+    scripted_engine.replies.append(Say("yes"))
+    config = {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", "enum": ["yes", "no"]}}
+    body = {"contents": [{"parts": [{"text": "Is it?"}]}], "generationConfig": config}
+    method = "streamGenerateContent" if stream else "generateContent"
+    status, text = await harness.send(body, path=f"/v1beta/models/m:{method}")
+    chunks = json.loads(text) if stream else [json.loads(text)]
+    parts = [part for chunk in chunks for part in chunk["candidates"][0]["content"]["parts"]]
+    assert (status, "".join(part["text"] for part in parts)) == (200, "yes")
+    assert not any(part.get("thought") for part in parts)
+    (request,) = scripted_engine.requests
+    assert request["sampling_params"]["structured_outputs"] == {"choice": ["yes", "no"]}
+    assert harness.calls()[0]["role"] == "auxiliary"

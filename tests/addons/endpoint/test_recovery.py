@@ -1,8 +1,10 @@
 """A session is what it was after its recorder was killed, as far as its rows tell."""
 
+import functools
 import itertools
 import json
 import logging
+import operator
 import random
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -354,6 +356,36 @@ class TestLostReply:
             async with restart() as harness:
                 replies.append(await harness.send(body, path="/v1/messages"))
         assert replies[0] == replies[1]
+        assert len(scripted_engine.requests) == 1
+
+    @pytest.mark.parametrize(
+        ("path", "body", "counted"),
+        [
+            (
+                "/v1/chat/completions",
+                {"messages": [user()]},
+                ("usage", "completion_tokens_details", "reasoning_tokens"),
+            ),
+            ("/v1/responses", {"input": "Hello"}, ("usage", "output_tokens_details", "reasoning_tokens")),
+            (
+                "/v1beta/models/m:generateContent",
+                {"contents": [{"parts": [{"text": "Hello"}]}]},
+                ("usageMetadata", "thoughtsTokenCount"),
+            ),
+        ],
+        ids=["chat", "responses", "gemini"],
+    )
+    async def test_its_reasoning_is_counted_alike(self, restart, scripted_engine, encode, path, body, counted):
+        reasoning = "<think>\nI think."
+        scripted_engine.replies.append(Say(f"{reasoning}\n</think>\n\nYes."))
+        replies = []
+        for _ in range(2):
+            async with restart() as harness:
+                replies.append(json.loads((await harness.send({"model": "m", **body}, path=path))[1]))
+                if path == "/v1/responses":
+                    replies.append(await harness.get(f"{path}/{replies[0]['id']}"))
+        for reply in replies:
+            assert functools.reduce(operator.getitem, counted, reply) == len(encode(reasoning))
         assert len(scripted_engine.requests) == 1
 
 

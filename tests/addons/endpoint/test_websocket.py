@@ -155,3 +155,14 @@ async def test_closing_the_connection_aborts_the_call(codex, harness, scripted_e
     await asyncio.wait_for(committed.wait(), 30)
     (call,) = harness.calls()
     assert (call["status"], len(call["completion_ids"])) == ("aborted", 2)
+
+
+async def test_a_response_that_is_not_stored_is_known_until_its_continuation_fails(codex, scripted_engine):
+    first = await codex.ask(user(), store=False)
+    assert first["type"] == "response.completed"
+    await codex.socket.send_str("{")  # names nothing
+    assert (await codex.events())[-1]["type"] == "error"
+    scripted_engine.replies += [Say("Two."), Answer(400, "bad")]
+    ends = [(await codex.ask(user("More"), store=False, **after(first)))["type"] for _ in range(3)]
+    assert ends == ["response.completed", "response.failed", "error"]
+    assert (await codex.ask(user("More"), store=True, **after(first)))["type"] == "response.completed"

@@ -224,3 +224,8 @@ class TestContract:
         ids = ids_of(await generate(real, max_tokens=200, structured_outputs={"json": schema}))
         text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
         assert json.loads(text)["n"] in (1, 2)
+
+    async def test_vllm_says_one_of_the_texts(self, engine, real):
+        ids = ids_of(await generate(real, max_tokens=200, structured_outputs={"choice": ["yes, it is", "no"]}))
+        text = AutoTokenizer.from_pretrained(engine.model_dir).decode(ids, skip_special_tokens=True)
+        assert text in ("yes, it is", "no")

@@ -124,6 +124,9 @@ def one(rendering, name, prompt_end, text):
         return f"reads the calls {got}"
     if (reply.reasoning, reply.content) != (reasoning, turn["content"]):
         return f"reads {reply.reasoning!r} and {reply.content!r}"
+    up_to = rendering.markup.decode(ids[: rendering.reasoning_tokens(ids, reasoning)])
+    if not up_to.rstrip().endswith(reasoning):
+        return f"counts the tokens of {up_to!r} as reasoning"
     growing, streamed = GrowingReply(rendering, prompt, model_call), ["", ""]
     for end in range(1, len(ids) + 1):
         streamed = [old + new for old, new in zip(streamed, growing.feed(ids[:end]), strict=True)]

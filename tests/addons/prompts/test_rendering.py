@@ -45,6 +45,22 @@ class TestChoice:
         assert same == {"tokenizer_sha256"}
 
 
+@given(st.text(min_size=1), st.text(), st.booleans())
+@examples(200)
+def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(rendering, encode, reasoning, content, ends):
+    ids = encode(f"<think>\n{reasoning}" + f"\n</think>\n\n{content}<|im_end|>" * ends)
+    read = rendering.parse([], ids, []).reasoning
+    count = rendering.reasoning_tokens(ids, read)
+    texts = [rendering.markup.decode(ids[:length]) for length in (count - 1, count)]
+    assert [read in text for text in texts] == [False, True] if read else count == 0
+
+
+def test_reasoning_in_several_places_is_counted_by_its_text(rendering, encode):
+    ids = encode("one.<think>two.")
+    assert rendering.reasoning_tokens(ids, "one.\n\ntwo.") == len(encode("one.\n\ntwo.")) < len(ids) + 2
+    assert rendering.reasoning_tokens(ids, "x" * 500) == len(ids)
+
+
 def test_a_folder_becomes_absolute_and_a_name_stays(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -58,15 +58,22 @@ REQUEST = {
 }
 
 
+USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+
+
 def decode(target="/v1/messages?beta=true", **changes):
     request = {key: value for key, value in {**REQUEST, **changes}.items() if value is not None}
     return anthropic.decode(json.dumps(request).encode(), target)
 
 
 def decode_content(role, content, **changes):
-    """Decode one message that a user message follows, and return the messages that it becomes."""
-    last = {"role": "user", "content": "Well?"}
-    return decode(system=None, messages=[{"role": role, "content": content}, last], **changes).messages[:-1]
+    """Decode one message, which a user message follows, and before which a tool is called if it is the user's.
+
+    Return the messages that it becomes.
+    """
+    before = [{"role": "assistant", "content": [USE]}] if role == "user" else []
+    messages = [*before, {"role": role, "content": content}, {"role": "user", "content": "Well?"}]
+    return decode(system=None, messages=messages, **changes).messages[len(before) : -1]
 
 
 def decode_assistant(*content):
@@ -146,7 +153,8 @@ class TestDecode:
     def test_tool_results_come_before_the_text_of_their_message(self):
         result = {"type": "tool_result", "tool_use_id": "t1"}
         decoded = decode_content("user", [{"type": "text", "text": "Look:"}, result])
-        assert decoded == [{"role": "tool", "content": "", "tool_call_id": "t1"}, {"role": "user", "content": "Look:"}]
+        answer = {"role": "tool", "content": "", "tool_call_id": "t1", "name": "look"}
+        assert decoded == [answer, {"role": "user", "content": "Look:"}]
 
     def test_a_user_message_of_no_text_is_a_message_unless_it_holds_results(self):
         assert decode_content("user", []) == [{"role": "user", "content": ""}]
@@ -188,12 +196,11 @@ class TestDecode:
     def test_what_is_neither_text_nor_said_to_be_a_file_is_refused_by_its_place(self, kind):
         picture = {"type": kind, "source": "a.png"}
         result = {"type": "tool_result", "tool_use_id": "t1", "content": [picture]}
-        for block, place in ((picture, "messages.0.content.0"), (result, "messages.0.content.0.content.0")):
+        for block, place in ((picture, "messages.1.content.0"), (result, "messages.1.content.0.content.0")):
             with pytest.raises(DialectError, match=rf"^{place}\.type: .*'{kind}'; this model takes text only"):
                 decode_content("user", [block])
 
 
-USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
 FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
 ASKED = {"tool_choice": {"type": "auto"}, "temperature": 0.0}
 LOW = {"effort": "low", "format": {"type": "json_schema"}}
@@ -253,17 +260,18 @@ bodies = hostile.bodies([REQUEST], hostile.values([*words, "server_tool_use", si
 
 
 def test_any_depth_is_a_model_call_or_a_refusal():
-    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference("later")]}
+    asked = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
     outcomes = set()
     for depth in (*range(40, 80), 400, 100_000):
         schema = '{"a": [' * depth + "]}" * depth
-        body = json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": [result]}], "tools": [LATER]})
+        body = json.dumps({"max_tokens": 1, "messages": asked, "tools": [LATER]})
         body = body.replace(json.dumps(LATER["input_schema"]), schema)
         try:
             call = anthropic.decode(body.encode(), "/v1/messages")
         except DialectError as refusal:
             outcomes.add(str(refusal).partition(":")[0])
         else:
-            assert schema in call.messages[0]["content"]
+            assert schema in call.messages[1]["content"]
             outcomes.add("a model call")
     assert outcomes >= {"a model call", "We could not parse the JSON body of your request"}

@@ -13,7 +13,7 @@ SIGNED = {"thoughtSignature": sign("call-9")}
 
 def encoded(reply):
     context = ReplyContext("call-9", 1_700_000_000, GENERATE, replace(CALL, reasoning="shown"))
-    return json.loads(google.encode_reply(context, reply, Usage(prompt=7, completion=3, cached=2)))
+    return json.loads(google.encode_reply(context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)))
 
 
 def test_a_reply_is_one_candidate():
@@ -28,7 +28,8 @@ def test_a_reply_is_one_candidate():
         "candidates": [{"content": {"role": "model", "parts": parts}, "finishReason": "STOP", "index": 0}],
         "usageMetadata": {
             "promptTokenCount": 7,
-            "candidatesTokenCount": 3,
+            "candidatesTokenCount": 1,
+            "thoughtsTokenCount": 2,
             "totalTokenCount": 10,
             "cachedContentTokenCount": 2,
         },

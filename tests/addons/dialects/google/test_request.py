@@ -251,9 +251,14 @@ REFUSED = [
     ({"generationConfig": {"responseLogprobs": True}}, "Logprobs is not enabled for models/gemini-x"),
     ({"generationConfig": {"logprobs": 3}}, "Logprobs is not enabled for models/gemini-x"),
     ({"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}, "response_modalities"),
-    ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "response_mime_type"),
+    ({"generationConfig": {"responseMimeType": "text/html"}}, "response_mime_type"),
+    *(
+        ({"generationConfig": {"responseMimeType": "text/x.enum", "responseSchema": schema}}, "response_schema")
+        for schema in (None, {}, {"enum": []}, {"enum": [5]}, {"enum": {"a": "b"}})
+    ),
 ]
 """Changes of the request, and the place or the words of the refusal."""
+ENUM = {"enum": ["yes", "no"]}
 UNSET = {"toolConfig": None, "safetySettings": None}
 MEANS = [
     *(
@@ -265,6 +270,10 @@ MEANS = [
             ({"responseLogprobs": False, "responseModalities": ["TEXT"]}, None),
             ({"responseMimeType": "application/json"}, {}),
             ({"responseMimeType": "application/json", "responseSchema": {"type": "OBJECT"}}, {"type": "object"}),
+            (
+                {"responseMimeType": "text/x.enum", "responseSchema": {"type": "STRING", **ENUM}},
+                {"type": "string", **ENUM},
+            ),
             ({"response_mime_type": "application/json", "responseJsonSchema": {"type": "null"}}, {"type": "null"}),
         ]
     ),

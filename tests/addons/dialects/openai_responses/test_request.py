@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import ModelCall, WireTool, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects.openai_responses.reply import REPEATED
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 
@@ -112,6 +113,7 @@ class TestDecode:
                 "agents__exec": WireTool("exec", namespace="agents", freeform=True),
             },
             client_metadata={"client_metadata.session": "s1", "prompt_cache_key": "thread-1"},
+            repeated={key: REQUEST[key] for key in REQUEST.keys() & {*REPEATED, "tools"}},
         )
 
     def test_a_users_message_ends_the_assistants_turn(self):

@@ -1,0 +1,230 @@
+"""The cases of Open Responses' compliance suite (openresponses.org), of 24 April 2026, against a real endpoint.
+
+One of its 17 cases sends no request: it says that a message may have a `phase`.
+"""
+
+import json
+
+import pytest
+
+from tests.addons.dialects.apis import events_of
+from tests.addons.dialects.openai_responses.open_responses import AnyEvent, Compacted, Response
+from tests.addons.endpoint.test_websocket import Codex, connected
+from tests.scripted_engine import Say
+
+PATH, COMPACT = "/v1/responses", "/v1/responses/compact"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
+CALL = (
+    '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
+)
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def said(role, content, **fields):
+    return {"type": "message", "role": role, "content": content, **fields}
+
+
+ASKED = {
+    "basic-response": [said("user", "Say hello in exactly 3 words.")],
+    "assistant-phase": [
+        said("assistant", "I should answer with the saved number.", phase="commentary"),
+        said("assistant", "The number is four.", phase="final_answer"),
+        said("user", "Repeat only the number."),
+    ],
+    "system-prompt": [said("system", "You are a pirate."), said("user", "Say hello.")],
+    "image-input": [
+        said("user", [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PIXEL}])
+    ],
+    "multi-turn": [said("user", "I am Alice."), said("assistant", "Hello Alice!"), said("user", "What is my name?")],
+}
+
+
+async def post(harness, path=PATH, **body):
+    status, text = await harness.send(body, path=path)
+    return status, json.loads(text)
+
+
+async def ask(harness, *items, **fields):
+    status, body = await post(harness, model="m", input=list(items), **fields)
+    assert status == 200, body
+    return Response.model_validate(body)
+
+
+def checked(events):
+    """Return the last response of a stream, all of whose events have the shape of the specification."""
+    for event in events:
+        AnyEvent.validate_python(event)
+    return Response.model_validate(events[-1]["response"])
+
+
+@pytest.mark.parametrize("case", ASKED)
+async def test_a_question_gets_a_whole_response(harness, case):
+    response = await ask(harness, *ASKED[case])
+    assert (response.status, [item.type for item in response.output]) == ("completed", ["message"])
+    assert response.completed_at >= response.created_at
+
+
+async def test_a_tool_is_called(harness, scripted_engine):
+    scripted_engine.replies.append(Say(CALL))
+    response = await ask(harness, said("user", "What's the weather like in San Francisco?"), tools=[WEATHER])
+    assert [item.type for item in response.output] == ["reasoning", "function_call"]
+
+
+@pytest.mark.parametrize("text", ["1, 2, 3, 4, 5", CALL])
+async def test_the_events_of_a_stream_have_the_shape_of_the_specification(harness, scripted_engine, text):
+    scripted_engine.replies.append(Say(text))
+    asked = {"model": "m", "input": ASKED["basic-response"], "tools": [WEATHER], "stream": True}
+    _, stream = await harness.send(asked, path=PATH)
+    assert checked(events_of(stream.encode())).status == "completed"
+
+
+@pytest.fixture
+async def socket(harness):
+    async with connected(harness) as codex:
+        yield codex
+
+
+async def turn(codex: Codex, *items, **fields):
+    await codex.create(*items, **fields)
+    return checked(await codex.events())
+
+
+async def code_of_refusal(codex, *items, **fields):
+    refused = await codex.ask(*items, **fields)
+    assert refused["type"] == "error"
+    return refused["error"]["code"]
+
+
+async def test_a_websocket_answers_one_request_after_another(socket):
+    for text in ("Reply with exactly: first", "Reply with exactly: second"):
+        assert (await turn(socket, said("user", text), store=False)).status == "completed"
+
+
+async def test_a_connection_continues_what_is_not_stored(socket, harness):
+    first = await turn(socket, said("user", "Remember cobalt."), store=False)
+    again = await turn(socket, said("user", "Which word?"), store=False, previous_response_id=first.id)
+    assert again.previous_response_id == first.id
+    assert harness.calls()[-1]["kind"] == "bridged"
+
+
+async def test_another_connection_does_not_know_what_is_not_stored(socket, harness):
+    first = await turn(socket, said("user", "Remember copper."), store=False)
+    async with connected(harness) as another:
+        named = {"store": False, "previous_response_id": first.id}
+        assert await code_of_refusal(another, said("user", "Go on."), **named) == "previous_response_not_found"
+        assert (await turn(another, said("user", "Start anew."), store=False)).status == "completed"
+
+
+async def test_a_failed_turn_forgets_what_is_not_stored(socket):
+    first = await turn(socket, said("user", "Remember ember."), store=False)
+    named = {"store": False, "previous_response_id": first.id}
+    missing = {"type": "function_call_output", "call_id": "call_openresponses_missing", "output": "x"}
+    assert await code_of_refusal(socket, missing, **named) == "invalid_request_error"
+    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
+
+
+async def test_a_missing_response_is_not_found(socket):
+    named = {"store": False, "previous_response_id": "resp_openresponses_missing_5"}
+    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
+
+
+HISTORY = [said("user", "We launch on Tuesday."), said("assistant", "Understood.")]
+
+
+async def test_a_conversation_is_compacted(harness, scripted_engine):
+    scripted_engine.replies.append(Say("<think>\nWhat matters?\n</think>\n\nLaunch: Tuesday."))
+    status, body = await post(harness, COMPACT, model="m", prompt_cache_key="compact-test", input=HISTORY)
+    assert status == 200, body
+    assert [item.type for item in Compacted.model_validate(body).output] == ["compaction"]
+
+
+async def test_a_compaction_begins_a_new_chain(socket, harness, scripted_engine):
+    scripted_engine.replies.append(Say("The word is slate."))
+    _, body = await post(harness, COMPACT, model="m", input=[*HISTORY, said("user", "Compress this.")])
+    response = await turn(socket, *body["output"], said("user", "Go on."), store=False, tools=[])
+    assert (response.status, response.previous_response_id) == ("completed", None)
+    (summary, asked) = json.loads(harness.calls()[-1]["messages"])
+    assert (summary["content"].endswith("The word is slate."), asked["content"]) == (True, "Go on.")
+
+
+async def test_a_compaction_without_a_model_is_refused(harness):
+    status, body = await post(harness, COMPACT, input=HISTORY)
+    assert (status, "'model'" in body["error"]["message"]) == (400, True)
+
+
+ANYTHING = {
+    "instructions": "Be brief.",
+    "metadata": {"run": "a secret of the program"},
+    "tools": [WEATHER, {"type": "mcp", "server_label": "x", "authorization": "Bearer secret"}],
+    "tool_choice": {"type": "function", "name": "get_weather"},
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+    "store": False,
+    "truncation": "auto",
+    "parallel_tool_calls": False,
+    "max_tool_calls": 3,
+    "max_output_tokens": 64,
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "prompt_cache_key": "thread-1",
+    "safety_identifier": "a secret user",
+}
+
+
+async def test_a_response_repeats_what_was_asked_and_a_run_does_not_hold_it(harness):
+    _, body = await post(harness, model="m", input="Hi", **ANYTHING)
+    repeated = {key: body[key] for key in ANYTHING}
+    assert repeated.pop("tools")[0] == {**WEATHER, "strict": None}
+    assert repeated.pop("reasoning") == {"effort": "low", "summary": None}
+    assert repeated == {key: ANYTHING[key] for key in repeated}
+    read = await harness.get(f"{PATH}/{body['id']}")
+    unknown = ("instructions", "prompt_cache_key", "safety_identifier", "max_output_tokens")
+    lost = {**dict.fromkeys(unknown), "metadata": {}, "tools": []}
+    assert {key: read[key] for key in body if key not in lost} == {key: body[key] for key in body if key not in lost}
+    assert {key: read[key] for key in lost} == lost
+    assert "secret" not in b"".join(path.read_bytes() for path in harness.run.glob("*.arrow")).decode("latin-1")
+
+
+async def test_only_the_last_event_of_a_stream_repeats_what_is_long(harness):
+    asked = {**ANYTHING, "model": "m", "input": "Hi", "stream": True, "metadata": {"long": "x" * 10_000}}
+    _, stream = await harness.send(asked, path=PATH)
+    *growing, last = [event for event in events_of(stream.encode()) if "response" in event]
+    assert {event["type"] for event in growing} == {"response.created", "response.in_progress"}
+    assert max(len(json.dumps(event)) for event in growing) < 2000
+    assert (last["response"]["metadata"], len(last["response"]["tools"])) == (asked["metadata"], 2)
+
+
+@pytest.mark.parametrize("value", ["x", True, [5], {"a": 1}, 1e9, 10**400, None])
+async def test_a_value_that_the_api_does_not_have_is_not_repeated(harness, value):
+    fields = ("temperature", "top_p", "presence_penalty", "store", "truncation", "max_tool_calls", "text", "reasoning")
+    _, body = await post(harness, model="m", input="Hi", **dict.fromkeys(fields, value))
+    Response.model_validate({**body, "truncation": "auto", "text": {"format": {"type": "text"}}, "reasoning": None})
+
+
+async def test_a_compaction_is_a_call_of_its_own_that_continues(harness, scripted_engine):
+    scripted_engine.replies += [Say("Hello."), Say("They greeted."), Say("They greeted again.")]
+    first = await ask(harness, said("user", "Hi"), tools=[WEATHER])
+    named = {"previous_response_id": first.id, "tools": [WEATHER]}
+    for path in (COMPACT, f"/openai{COMPACT}"):
+        assert (await post(harness, path, model="m", stream=True, **named))[0] == 200
+    triggered = await ask(harness, {"type": "compaction_trigger"}, **named)
+    first, *compactions = harness.calls()
+    assert {(call["role"], call["kind"], call["parent_id"]) for call in compactions} == {
+        ("compaction", "bridged", first["call_id"])
+    }
+    assert len({(call["messages"], call["stream"], tuple(call["prompt_tail_ids"])) for call in compactions}) == 1
+    assert triggered.output[0].type == "compaction"
+
+
+@pytest.mark.parametrize("given", [5, [5], [], None, [{"type": "compaction_trigger"}]])
+async def test_a_compaction_of_nothing_is_refused(harness, given):
+    status, body = await post(harness, COMPACT, model="m", input=given)
+    assert (status, "'input" in body["error"]["message"]) == (400, True)
+    assert [event["kind"] for event in harness.events("rejected")] == ["rejected"]
