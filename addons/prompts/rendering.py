@@ -327,6 +327,8 @@ class Rendering:
             return reasoning in self._tokenizer.decode(completion_ids[:length])
 
         whole = len(completion_ids)
+        if not reasoning:
+            return 0
         if not holds(whole):
             return min(whole, self._tokenizer.count(reasoning))
         return bisect_left(range(whole), True, key=holds)
