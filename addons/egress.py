@@ -130,7 +130,7 @@ _checked: ContextVar[tuple[tuple[str, int], list[Any]] | None] = ContextVar("_ch
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the last request of a client's connection asked for, if it was let through."""
+    """Describes the last request on a client's connection, if it was let through."""
 
     target: tuple[str, int]
     session_id: str | None

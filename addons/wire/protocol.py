@@ -232,6 +232,7 @@ class _Client(_Peer, Http1Client):
 
     def read_headers(self, event: events.ConnectionEvent) -> layer.CommandGenerator[None]:
         """Read a reply up to its body, and refuse one that is malformed. Interim ones are dropped."""
+        hangs_up = isinstance(event, events.ConnectionClosed)
         for command in super().read_headers(event):
             received = command.event if isinstance(command, ReceiveHttp) else None
             if isinstance(received, ResponseHeaders):
@@ -243,11 +244,16 @@ class _Client(_Peer, Http1Client):
                 if is_interim:
                     self.response = None
                     return (yield from self.read_headers(events.DataReceived(self.conn, b"")))
-            is_data = self.state == self.read_headers and isinstance(event, events.DataReceived)
-            if is_data and isinstance(received, ResponseProtocolError):
+            elif isinstance(received, ResponseProtocolError) and self.state == self.read_headers and not hangs_up:
                 return (yield from self._refuse(502, "not an HTTP/1.1 reply"))
             if not isinstance(command, commands.Log):  # its lines quote what the host sent
                 yield command
+
+    def mark_done(self, *, request: bool = False, response: bool = False) -> layer.CommandGenerator[None]:
+        """Note that a message is complete. A reply may be before its request is: what follows it is no second one."""
+        yield from super().mark_done(request=request, response=response)
+        if self.response_done and not self.request_done:
+            self.state = self.wait
 
     def _refuse(self, status: int, reason: str) -> layer.CommandGenerator[None]:
         self._tell(reason)

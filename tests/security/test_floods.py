@@ -182,3 +182,18 @@ def test_an_ordinary_reply_of_an_allowed_host_arrives(recorder, news, kind):
     assert b" 200 " in status
     assert end in reply
     assert news() == []
+
+
+def test_a_reply_that_comes_before_the_end_of_its_request_is_one_reply(recorder, news):
+    with (
+        listening("127.0.0.3", answer=(OK + b"Content-Length: 1\r\n\r\na") * 2) as outside,
+        plain(recorder) as connection,
+    ):
+        head = f"POST http://127.0.0.3:{outside.port}/ HTTP/1.1\r\nHost: 127.0.0.3\r\n".encode() + credentials()
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+        assert connection.recv(10) == b"a"
+        connection.sendall(b"0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection) == b""
+    assert news() == []
