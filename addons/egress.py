@@ -178,8 +178,13 @@ class Egress:
             logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
 
     def running(self) -> None:
-        """Let mitmproxy get the addresses that were checked. A name that is looked up twice may have two answers."""
+        """Let mitmproxy get the addresses that were checked: a name that is looked up twice may have two answers.
+
+        With Python 3.12, mitmproxy lets tasks run before what started them has ended. One that is cancelled meanwhile
+        leaves its socket open.
+        """
         loop = asyncio.get_running_loop()
+        loop.set_task_factory(None)
         look_up = loop.getaddrinfo
 
         async def getaddrinfo(host: Any, port: Any, **how: Any) -> list[Any]:
