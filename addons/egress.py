@@ -1,17 +1,21 @@
 """Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
 
+import asyncio
 import fnmatch
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Iterable, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, exceptions, flow, http, tls
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
 from mitmproxy.net.tls import starts_like_tls_record
+from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layer import NextLayer
 from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
 from mitmproxy.proxy.layers.http import HTTPMode
@@ -19,8 +23,9 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import CAPTURED, event_of
 from rolltap.addons.dialects.routes import advice, looks_like_model_call, not_served
+from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import Event
-from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, close_server, is_open
+from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, is_open
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +86,8 @@ def is_allowed(patterns: Iterable[Pattern], host: str, port: int) -> bool:
 def may_be_used(patterns: Iterable[Pattern], host: str, address: str, port: int) -> bool:
     """Return True unless an allowed host turned out to be on this machine or in a private network.
 
-    `address` is the one that the connection reached. One that is not public needs a pattern of its own; `localhost`
-    stands for the addresses of this machine.
+    `address` is one that the host has. One that is not public needs a pattern of its own; `localhost` stands for the
+    addresses of this machine.
     """
     found = _address(address.partition("%")[0])
     if found is None:
@@ -119,6 +124,20 @@ def other_name(request: http.Request, sni: str | None) -> str:
     return ""
 
 
+_checked: ContextVar[tuple[tuple[str, int], list[Any]] | None] = ContextVar("_checked", default=None)
+"""The host and port to which this task opens a connection, and their addresses that may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Describes the last request on a client's connection, if it was let through."""
+
+    target: tuple[str, int]
+    session_id: str | None
+    served: bool
+    """True for a request to the endpoint."""
+
+
 class Egress:
     """Refuses requests and connections that are neither for the endpoint nor for an allowed host.
 
@@ -129,7 +148,8 @@ class Egress:
 
     `server_connect` opens a connection only for the request that was let through last on the client's connection. This
     also stops what no hook for requests sees: other protocols, and requests that no addon answered because a hook
-    raised. The certificate of a host is verified against the name that was allowed.
+    raised. It looks the host up: mitmproxy connects only to the addresses that were checked. The certificate of a host
+    is verified against the name that was allowed.
 
     Must come after `Capture`, which marks the model calls. `record` writes an event; `session_of` returns the session
     of a tunnel.
@@ -139,9 +159,7 @@ class Egress:
         self._record = record
         self._session_of = session_of
         self._patterns: list[Pattern] = []
-        self._let_through: MutableMapping[connection.Client, tuple[str, int]] = WeakKeyDictionary()
-        self._served: WeakSet[connection.Client] = WeakSet()
-        """Clients whose last request was for the endpoint."""
+        self._let_through: MutableMapping[connection.Client, _Asked] = WeakKeyDictionary()
 
     def load(self, _: object) -> None:
         """Make mitmproxy answer CONNECT and TLS without connecting to the host first."""
@@ -159,6 +177,22 @@ class Egress:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
             logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
 
+    def running(self) -> None:
+        """Let mitmproxy get the addresses that were checked: a name that is looked up twice may have two answers.
+
+        With Python 3.12, mitmproxy lets tasks run before what started them has ended. One that is cancelled meanwhile
+        leaves its socket open.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(None)
+        look_up = loop.getaddrinfo
+
+        async def getaddrinfo(host: Any, port: Any, **how: Any) -> list[Any]:
+            target, addresses = _checked.get() or (None, [])
+            return addresses if target == (host, port) else await look_up(host, port, **how)
+
+        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+
     def is_named(self, host: str, port: int) -> bool:
         """Return True when an option is this very host, not only a pattern that matches it."""
         return any(pattern.names(host, port) for pattern in self._patterns)
@@ -171,7 +205,7 @@ class Egress:
             nextlayer.layer = FirstBytes(context)
         elif not starts_like_tls_record(data) or isinstance(context.layers[-1], ClientTLSLayer):
             mode = HTTPMode.transparent if in_tunnel else HTTPMode.regular
-            nextlayer.layer = Http(context, mode, self._report)
+            nextlayer.layer = Http(context, mode, self._report, self._is_served)
         elif in_tunnel:
             nextlayer.layer = ServerTLSLayer(context)
             nextlayer.layer.child_layer = BoundedClientTLS(context)
@@ -182,13 +216,12 @@ class Egress:
         """Forget a server name that is none: mitmproxy cannot make a certificate for it."""
         client = data.context.client
         if client.sni is not None and not is_valid_host(client.sni):
-            self._refused(client, f"SNI {client.sni!r}")
+            self._refused(client, f"SNI {client.sni!r}", _host(data.context.server))
             client.sni = None
 
     def tls_failed_client(self, data: tls.TlsData) -> None:
         """Record a client that began with TLS and did not go on with it, or does not trust our certificate."""
-        host = (data.context.server.address or ("",))[0]
-        self._refused(data.context.client, f"TLS failed: {data.conn.error}", host)
+        self._refused(data.context.client, f"TLS failed: {data.conn.error}", _host(data.context.server))
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Answer a refused request before its body is read, or let it through as it arrives."""
@@ -211,16 +244,15 @@ class Egress:
         if flow.response is None:
             _keep_to_http(request)
             request.stream = request.stream or True
-            self._let_through[flow.client_conn] = (request.host, request.port)
-            (self._served.add if decision == "served" else self._served.discard)(flow.client_conn)
+            target, session_id = (request.host, request.port), flow.metadata.get(SESSION)
+            self._let_through[flow.client_conn] = _Asked(target, session_id, decision == "served")
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
         """Forward a reply as it arrives. Close a connection that would change to another protocol than WebSocket."""
         assert flow.response is not None
         if flow.response.status_code == 101 and not _opens_websocket(flow):
-            self._record(
-                event_of(flow, "refused", f"a change to {flow.response.headers.get('upgrade', 'no protocol')}")
-            )
+            named = filter(None, map(flow.response.headers.get, ("upgrade", "sec-websocket-extensions")))
+            self._record(event_of(flow, "refused", f"a change to {' with '.join(named) or 'no protocol'}"))
             flow.kill()
         else:
             flow.response.stream = flow.response.stream or True
@@ -230,50 +262,71 @@ class Egress:
         if flow.websocket is not None:
             del flow.websocket.messages[:-1]
 
-    def server_connect(self, data: ServerConnectionHookData) -> None:
-        """Refuse a connection that is not allowed. The refusal is set first, so that it stays when this hook raises."""
-        error, data.server.error = data.server.error, "the recorder does not let sessions connect to this host"
-        assert data.server.address is not None
-        host, port, *_ = data.server.address
-        if data.server.transport_protocol == "tcp" and self._let_through.get(data.client) == (host, port):
-            data.server.error = error
-            data.server.sni = one_name(host)
-        else:
-            self._refused(data.client, "a connection for a request that no addon answered", host)
+    async def server_connect(self, data: ServerConnectionHookData) -> None:
+        """Refuse a connection that is not allowed, before it is opened: nobody learns which ports of a host are open.
 
-    def server_connected(self, data: ServerConnectionHookData) -> None:
-        """Close a connection to an allowed host that is on this machine or in a private network, before it is used."""
-        assert data.server.address is not None
-        assert data.server.peername is not None
-        (host, port, *_), address = data.server.address, data.server.peername[0]
-        if data.client not in self._served and not may_be_used(self._patterns, host, address, port):
-            close_server(data.client, data.server)
-            why = f"the host has the address {address}, which is not public: allow {address}:{port}"
-            self._refused(data.client, why, host)
+        The refusal is set first, so that it stays when this hook raises.
+        """
+        client, server = data.client, data.server
+        error, server.error = server.error, "the recorder does not let sessions connect to this host"
+        assert server.address is not None
+        (host, port, *_), asked = server.address, self._let_through.get(client)
+        if server.transport_protocol != "tcp" or asked is None or asked.target != (host, port):
+            self._refused(client, "a connection for a request that no addon answered", host)
+            return
+        if error is None and not asked.served:
+            try:
+                found: list[Any] = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError, asyncio.CancelledError) as failure:
+                # as mitmproxy does: a connection that raises here would be counted for ever
+                server.error = str(failure) or "connection cancelled"
+                return
+            usable = [each for each in found if may_be_used(self._patterns, host, each[4][0], port)]
+            if not usable:
+                address = found[0][4][0]
+                why = f"the host has the address {address}, which is not public: allow {address}:{port}"
+                self._refused(client, why, host)
+                return
+            _checked.set(((host, port), usable))
+        server.error, server.sni = error, one_name(host)
 
     def tcp_start(self, flow: flow.Flow) -> None:
         """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
         flow.kill()
-        self._refused(flow.client_conn, f"{flow.type}, not HTTP", (flow.server_conn.address or ("",))[0])
+        self._refused(flow.client_conn, f"{flow.type}, not HTTP", _host(flow.server_conn))
 
     udp_start = dns_request = tcp_start
 
-    def _report(self, client: connection.Client, request: http.Request | None, reason: str) -> None:
-        host, method, path = (request.host, request.method, request.path) if request else ("", "", "")
-        self._refused(client, reason, host, method, path.partition("?")[0])
+    def _is_served(self, client: connection.Client) -> bool:
+        asked = self._let_through.get(client)
+        return asked is not None and asked.served
+
+    def _report(self, context: Context, request: http.Request | None, reason: str) -> None:
+        host = _host(context.server)  # of a tunnel, or of the host that broke a rule
+        if request:
+            path = request.path.partition("?")[0]
+            self._refused(context.client, reason, host or request.host, request.method, path)
+        else:
+            port = f" (port {context.server.address[1]})" if context.server.address else ""
+            self._refused(context.client, reason + port, host)
 
     def _refused(self, client: connection.Client, why: str, host: str = "", method: str = "", path: str = "") -> None:
-        session_id = self._session_of(client)
+        asked = self._let_through.get(client)
+        session_id = self._session_of(client) or (asked.session_id if asked else None)
         self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=why))
 
     def _tell(self, flow: http.HTTPFlow, decision: Decision) -> None:
         method, target = flow.request.method, flow.request.path
         if decision == "refused" and (wanted := advice(method, target)):
             self._record(event_of(flow, "uncaptured", f"refused: {wanted}"))
-        elif looks_like_model_call(method, target):
+        elif looks_like_model_call(method, target, flow.request.headers):
             self._record(event_of(flow, "uncaptured", "refused" if decision == "refused" else "let through"))
         elif decision == "refused":
             self._record(event_of(flow, "refused", ""))
+
+
+def _host(server: connection.Server) -> str:
+    return server.address[0] if server.address else ""
 
 
 def _keep_to_http(request: http.Request) -> None:
@@ -287,7 +340,8 @@ def _keep_to_http(request: http.Request) -> None:
 
 
 def _opens_websocket(flow: http.HTTPFlow) -> bool:
-    """Return True when mitmproxy takes a 101 for a WebSocket."""
+    """Return True when mitmproxy takes a 101 for a WebSocket, without an extension: none was asked for."""
     assert flow.response is not None
     version, upgrade = flow.request.headers.get("sec-websocket-version"), flow.response.headers.get("upgrade", "")
-    return version == "13" and upgrade.lower() == "websocket" and bool(ctx.options.websocket)
+    extensions = "sec-websocket-extensions" in flow.response.headers
+    return version == "13" and upgrade.lower() == "websocket" and bool(ctx.options.websocket) and not extensions

@@ -171,7 +171,7 @@ class RecorderOptions:
         [],
         "Host that sessions may reach: a name or a pattern with `*` and `?`, for instance `pypi.org` or "
         "`*.pythonhosted.org`. It stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. "
-        "A connection that reaches a private or loopback address is closed, unless a pattern is that very address or "
+        "No connection is made to a private or loopback address, unless a pattern is that very address or "
         "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and never "
         "reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and `/v2`, where "
         "it may be no model API (the run gets an event `uncaptured` for what looks like a model call). Other requests "

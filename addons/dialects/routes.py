@@ -3,12 +3,15 @@
 A request that is not served and looks like a model call is answered with what would make it one.
 """
 
+import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Literal, get_args
+from urllib.parse import unquote
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
 from rolltap.addons.dialects.dialect import Dialect, Operation
@@ -106,11 +109,13 @@ def _is_served(route: Route, prefixes: Collection[str]) -> bool:
 
 
 _SAMPLES = re.compile(
-    r"[/:](complete|completions|responses|messages|converse|invoke|(stream)?(raw)?predict|(stream|batch)?generate)"
-    r"[a-z-]*$|/(api|v\d+)/chat$|/(batches|language-model)$",
-    re.I,
+    r"[^/]*/(.*:)?(complete|completions|responses|messages|converse|invoke|(stream)?(raw)?predict|(stream|batch)?generate)"
+    r"|(api|v\d+)/chat(?![\w-])|[^/]*/(batches|language-model)(?![\w-])",
 )
-"""Path endings of model APIs, including APIs that are not served here, and of batches of calls."""
+"""How the last folder and the name of a path begin in model APIs, including APIs that are not served here, and in
+batches of calls."""
+_DECODED = 3
+"""Number of times that a path is decoded: by proxies, and by the server behind them."""
 
 _PATHS = {path.removeprefix("/v1/"): path for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages")}
 """End of a path that asks for a reply -> the path."""
@@ -120,12 +125,19 @@ _LONGEST = 100
 """Characters of a path that may be a mistyped one."""
 
 
-def looks_like_model_call(method: str, target: str) -> bool:
-    """Return True when a request that is not served is probably a model call of another API or version.
+def looks_like_model_call(method: str, target: str, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Return True when a request that is not served is probably a model call, however its path is spelled.
 
-    A heuristic: a POST whose path ends like those of known model APIs.
+    A heuristic: a POST, or the opening of a WebSocket, whose path ends like those of known model APIs. Servers differ
+    in what they ignore of a path. It is compared as the most tolerant one would read it: decoded, in lower case,
+    without parameters, empty folders and dot segments, and without what follows the name.
     """
-    return method == "POST" and _SAMPLES.search(target.partition("?")[0]) is not None
+    path = target.partition("?")[0]
+    for _ in range(_DECODED):
+        path = unquote(path)
+    path = posixpath.normpath("///" + re.sub(r";[^/]*|[?#].*", "", path.replace("\\", "/"), flags=re.S))
+    opens = method == "POST" or headers.get("upgrade", "").lower() == "websocket"
+    return opens and _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
 
 
 def advice(method: str, target: str) -> str:

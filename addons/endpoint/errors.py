@@ -14,7 +14,7 @@ from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RolltapError, RunError
 from rolltap.addons.store.records import Event, EventKind
 from rolltap.addons.store.rows import printable
-from rolltap.addons.wire.protocol import Bucket
+from rolltap.addons.wire.pieces import Bucket
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
+import asyncio
 import json
+import socket
 from unittest import mock
 
 import pytest
 from mitmproxy import ctx, http
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.connection import Server
+from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
@@ -45,18 +48,31 @@ def test_other_hosts_get_an_empty_object_at_once_and_the_record_has_no_query(egr
     assert (event.method, event.path) == ("POST", "/a")
 
 
-def connect(egress, flow, address=None, error=None):
+async def connect(egress, flow, address=None, error=None):
     """Return the error that keeps a connection from being opened for `flow`, or None."""
     server = Server(address=address or (flow.request.host, flow.request.port))
     server.error = error
-    egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
+    await egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     return server.error
 
 
+@pytest.fixture(autouse=True)
+async def names(monkeypatch):
+    """Yield the addresses of a name, one list for each time that it is looked up; the last one stays."""
+    found = [["93.184.216.34"]]
+
+    async def look_up(host, port, **how):
+        addresses = found.pop(0) if len(found) > 1 else found[0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    return found
+
+
 @pytest.mark.parametrize("url", ["https://pypi.org/simple/", "http://PyPI.org:80/", "https://files.pythonhosted.org/x"])
-def test_allowed_hosts_are_reached(egress, events, url):
+async def test_allowed_hosts_are_reached(egress, events, url):
     flow = seen(egress, url)
-    assert (flow.response, connect(egress, flow)) == (None, None)
+    assert (flow.response, await connect(egress, flow)) == (None, None)
     assert events == []
 
 
@@ -73,44 +89,46 @@ def test_allowed_hosts_are_reached(egress, events, url):
         "http://pypi.org:22/",
     ],
 )
-def test_hosts_that_only_look_allowed_are_not(egress, url):
+async def test_hosts_that_only_look_allowed_are_not(egress, url):
     flow = request(url)
     flow.request.headers["host"] = "pypi.org"
     egress.requestheaders(flow)
     assert flow.response.status_code == 404
-    assert "does not let sessions connect" in connect(egress, flow)
+    assert "does not let sessions connect" in await connect(egress, flow)
 
 
-def test_a_connection_is_opened_only_to_the_target_of_the_last_request(egress):
+async def test_a_connection_is_opened_only_to_the_target_of_the_last_request(egress):
     flow = request("https://pypi.org/")
-    assert "does not let" in connect(egress, flow)
+    assert "does not let" in await connect(egress, flow)
     egress.requestheaders(flow)
-    assert connect(egress, flow) is None
-    assert connect(egress, flow, error="another addon refused") == "another addon refused"
-    assert "does not let" in connect(egress, flow, ("pypi.org", 53))
+    assert await connect(egress, flow) is None
+    assert await connect(egress, flow, error="another addon refused") == "another addon refused"
+    assert "does not let" in await connect(egress, flow, ("pypi.org", 53))
     other = request("https://evil.com/")
     other.client_conn = flow.client_conn
     egress.requestheaders(other)
-    assert "does not let" in connect(egress, flow)
+    assert "does not let" in await connect(egress, flow)
 
 
-def test_no_connection_is_opened_and_a_request_is_refused_when_the_decision_cannot_be_recorded(egress, monkeypatch):
+async def test_no_connection_is_opened_and_a_request_is_refused_when_the_decision_cannot_be_recorded(
+    egress, monkeypatch
+):
     monkeypatch.setattr(egress, "_record", mock.Mock(side_effect=RuntimeError))
     flow = request()
     server = Server(address=("evil.com", 443))
     with pytest.raises(RuntimeError):
-        egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
+        await egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     assert server.error
     with pytest.raises(RuntimeError):
         egress.requestheaders(flow)
     assert flow.response.status_code == 404
 
 
-def test_a_host_is_verified_by_the_name_that_was_allowed(egress):
+async def test_a_host_is_verified_by_the_name_that_was_allowed(egress):
     flow = seen(egress, "https://PyPI.org./")
     server = Server(address=(flow.request.host, 443))
     server.sni = "evil.com"
-    egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
+    await egress.server_connect(ServerConnectionHookData(server, flow.client_conn))
     assert (server.error, server.sni) == (None, "pypi.org")
 
 
@@ -189,6 +207,7 @@ NEAR, GATEWAY = "/v1/chat/completion", "/my/gateway/v1/chat/completions"
         (f"https://a.example{NEAR}", ["refused: did you mean /v1/chat/completions?"]),
         (f"https://a.example{GATEWAY}", ["refused: set rolltap_prefix=/my/gateway to answer it"]),
         ("https://pypi.org/v9/messages?beta=true", ["let through"]),
+        ("https://pypi.org/v1/chat/%63ompletions/", ["let through"]),
         ("https://pypi.org/v1/message", []),  # nearly the path of a model call: the business of an allowed host
     ],
 )
@@ -217,22 +236,46 @@ def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers,
     assert error["error"].items() <= body["error"].items()
 
 
-def test_a_connection_that_reached_a_private_address_is_closed_before_it_is_used(egress, events, monkeypatch):
-    closed = []
-    monkeypatch.setattr("rolltap.addons.egress.close_server", lambda client, server: closed.append(server))
-    for address, url, metadata in [
-        ("93.184.216.34", "https://pypi.org/", {}),
-        ("127.0.0.1", "http://127.0.0.1:9/", {CAPTURED: True}),
-        ("127.0.0.1", "https://pypi.org/", {}),
-    ]:
-        flow = request(url, **metadata)
-        egress.requestheaders(flow)
-        server = Server(address=(flow.request.host, flow.request.port), peername=(address, flow.request.port))
-        egress.server_connected(ServerConnectionHookData(server, flow.client_conn))
-    assert closed == [server]
-    assert [event.detail for event in events] == [
-        "the host has the address 127.0.0.1, which is not public: allow 127.0.0.1:443"
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["10.0.0.1", "169.254.169.254"]])
+async def test_a_host_with_private_addresses_alone_is_not_connected_to(egress, events, names, addresses):
+    names[:] = [addresses]
+    assert "does not let sessions connect" in await connect(egress, seen(egress, "https://pypi.org/"))
+    assert [(event.session_id, event.host, event.detail) for event in events] == [
+        ("s1", "pypi.org", f"the host has the address {addresses[0]}, which is not public: allow {addresses[0]}:443")
     ]
+
+
+async def test_the_endpoint_is_not_looked_up(egress, names):
+    names[:] = [[]]
+    assert await connect(egress, seen(egress, "http://127.0.0.1:9/", **{CAPTURED: True})) is None
+
+
+async def test_a_connection_gets_the_addresses_that_were_checked(egress, events, names):
+    """The second answer is another one. Others that look the name up get it."""
+    names[:] = [["10.0.0.1", "93.184.216.34"], ["10.0.0.1"]]
+    egress.running()
+    loop = asyncio.get_running_loop()
+
+    async def opened():
+        assert await connect(egress, seen(egress, "https://pypi.org/")) is None
+        return [found[4][0] for found in await loop.getaddrinfo("pypi.org", 443)]
+
+    assert await loop.create_task(opened()) == ["93.184.216.34"]
+    assert [found[4][0] for found in await loop.getaddrinfo("pypi.org", 443)] == ["10.0.0.1"]
+    assert events == []
+
+
+@pytest.mark.parametrize("error", [OSError("no such host"), UnicodeError("label too long"), asyncio.CancelledError()])
+async def test_a_lookup_that_fails_or_is_cancelled_ends_the_connection_and_is_told(egress, monkeypatch, error):
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", mock.AsyncMock(side_effect=error))
+    assert await connect(egress, seen(egress, "https://pypi.org/")) == (str(error) or "connection cancelled")
+
+
+def test_bytes_of_a_tunnel_are_refused_with_its_host_and_port(egress, events):
+    context = Context(tflow.tclient_conn(), ctx.options)
+    context.server.address = ("a.example", 22)
+    egress._report(context, None, "not an HTTP/1.1 request")
+    assert [(event.host, event.detail) for event in events] == [("a.example", "not an HTTP/1.1 request (port 22)")]
 
 
 def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):

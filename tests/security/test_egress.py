@@ -33,7 +33,8 @@ def test_a_dns_message_leaves_by_no_port(recorder, news, port):
             assert outside.connections == []
     except PermissionError:
         pytest.skip(f"this user may not listen on port {port}")
-    assert news() == [("s1", "not an HTTP/1.1 request")]
+    assert news() == [("s1", f"not an HTTP/1.1 request (port {port})")]
+    assert recorder.rows("events")[-1]["host"] == "127.0.0.3"
 
 
 @pytest.mark.parametrize(
@@ -51,16 +52,53 @@ def test_what_is_not_http_leaves_by_no_tunnel(recorder, news, sent):
 
 
 def test_a_name_of_this_machine_is_not_reached_by_a_pattern_that_matches_it(start):
+    """Nobody learns whether a port is open: it is not connected to."""
     recorder = start("rolltap_allow=*:*")
     news = News(recorder)
+    for host in ("localhost", "127.0.0.1"):
+        replies = []
+        with socket.create_server(("127.0.0.1", 0)) as outside:
+            port = outside.getsockname()[1]
+            for opened in (True, False):
+                with tunnel(recorder, f"{host}:{port}") as connection:
+                    connection.sendall(request(f"{host}:{port}"))
+                    replies.append(read(connection))
+                if opened:
+                    outside.setblocking(False)
+                    with pytest.raises(BlockingIOError):
+                        outside.accept()
+                    outside.close()
+        assert replies[0].startswith(b"HTTP/1.1 502")
+        assert replies[0] == replies[1]
+        first, second = news()[-2:]
+        assert first == second
+        assert f"which is not public: allow 127.0.0.1:{port}" in first[1].replace("::1", "127.0.0.1")
+    assert len(news()) == 4
+
+
+def test_a_connection_to_an_allowed_host_is_used_again(recorder):
+    with socket.create_server(("127.0.0.3", 0)) as server:
+        own = f"127.0.0.3:{server.getsockname()[1]}"
+        with tunnel(recorder, own) as connection:
+            upstream = None
+            for _ in range(2):
+                connection.sendall(f"GET / HTTP/1.1\r\nHost: {own}\r\n\r\n".encode())
+                upstream = upstream or server.accept()[0]
+                upstream.settimeout(10)
+                assert read_head(upstream).startswith(b"GET / ")
+                upstream.sendall(OK)
+                assert read_head(connection).startswith(b"HTTP/1.1 200")
+                assert connection.recv(2) == b"ok"
+            upstream.close()
+
+
+def test_a_name_with_several_addresses_is_reached_at_one_that_answers(start):
+    recorder = start("rolltap_allow=localhost:*")
     with listening("127.0.0.1", answer=OK) as outside:
-        for host in ("localhost", "127.0.0.1"):
-            with tunnel(recorder, f"{host}:{outside.port}") as connection:
-                connection.sendall(request(f"{host}:{outside.port}"))
-                assert read_head(connection).startswith(b"HTTP/1.1 502")
-        assert set(outside.connections) <= {b""}
-    assert all("which is not public: allow" in detail for _, detail in news())
-    assert len(news()) == 2
+        own = f"localhost:{outside.port}"
+        with tunnel(recorder, own) as connection:
+            connection.sendall(request(own))
+            assert read(connection).endswith(b"\r\n\r\nok")
 
 
 def request(host, path="/", more=b""):

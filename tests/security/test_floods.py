@@ -1,4 +1,4 @@
-"""An agent sends many tiny pieces, each of which costs the recorder more than its bytes."""
+"""An agent, or a server of its own, sends many tiny pieces, each of which costs the recorder more than its bytes."""
 
 import json
 import os
@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.endpoint.server import Expected
+from tests.deep import cases
 from tests.recorder_process import HELLO
-from tests.security.raw import address, ask, call, credentials, plain, read, read_head, tunnel, upgrade
+from tests.security.raw import address, ask, call, credentials, listening, plain, read, read_head, tunnel, upgrade
 
 MEGABYTE = 1 << 20
 CHUNKED = call().partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
 RECORD = b"\x16\x03\x01\x00\x01"
 
 
-OPTIONS = ["rolltap_websocket=true"]
+OPTIONS = ["rolltap_websocket=true", "rolltap_allow=127.0.0.3:*"]
 
 
 def send(connection, data):
@@ -39,7 +40,7 @@ def test_a_first_byte_that_looks_like_tls_does_not_lead_past_the_bounds(recorder
             pass
         connection.sendall(b"a / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert read(connection).startswith(b"HTTP/1.1 400")
-    assert [detail for _, detail in news()] == ["not an HTTP/1.1 request"]
+    assert [detail for _, detail in news()] == ["not an HTTP/1.1 request" + " (port 53)" * in_tunnel]
 
 
 def unread(recorder, connection):
@@ -59,6 +60,11 @@ def test_a_client_hello_is_bounded(recorder, news, in_tunnel):
     assert "a ClientHello over 16384 bytes or 32 pieces" in detail
 
 
+def test_a_line_of_a_chunk_is_read_in_linear_time(recorder, news):
+    assert not ask(recorder, CHUNKED + b"1;" + b" " * 60_000 + b"\n\r\nx\r\n", read)
+    assert [detail for _, detail in news()] == ["the body breaks HTTP/1.1"]
+
+
 def in_chunks_of_one_byte(**fields):
     text = json.dumps({**HELLO, **fields}).encode()
     return CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
@@ -67,7 +73,7 @@ def in_chunks_of_one_byte(**fields):
 def test_only_few_chunks_of_one_byte_are_a_body(recorder, news):
     assert ask(recorder, in_chunks_of_one_byte()).startswith(b"HTTP/1.1 200")
     assert ask(recorder, in_chunks_of_one_byte(metadata={"long": "x" * 100_000}), read) == b""
-    assert [detail for _, detail in news()] == ["chunks of less than 64 bytes"]
+    assert [detail for _, detail in news()] == ["too many chunks of less than 16 bytes"]
 
 
 @pytest.mark.parametrize(
@@ -100,3 +106,94 @@ def test_the_endpoint_talks_to_nobody_but_the_proxy(recorder):
 
 def test_a_port_that_the_proxy_chooses_is_free():
     socket.create_server(Expected().choose()).close()
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+IN_CHUNKS = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+HEADERS = "more than 65536 bytes of headers, or behind a message"
+FLOODS = {
+    "header lines": (OK + b"a: b\r\n" * MEGABYTE, HEADERS),
+    "chunks": (IN_CHUNKS + b"1\r\nx\r\n" * (MEGABYTE // 2), "too many chunks of less than 16 bytes"),
+    "pings": (SWITCHED + b"\r\n" + b"\x89\0" * (MEGABYTE // 2), "too many WebSocket frames"),
+    "headers": (OK + b"a: b\r\n" * 200 + b"\r\n", "200 headers, the limit is 100"),
+    "a header without end": (OK + b"a: " + b"b" * MEGABYTE, HEADERS),
+    "a chunk line": (IN_CHUNKS + b"1;" + b" " * 60_000 + b"\n\r\nx\r\n", "the body breaks HTTP/1.1"),
+    "a chunk line without end": (IN_CHUNKS + b"1;" + b" " * MEGABYTE, HEADERS),
+    "trailers": (IN_CHUNKS + b"0\r\n" + b"a: b\r\n" * MEGABYTE, HEADERS),
+    "interim replies": (b"HTTP/1.1 103 Early Hints\r\n\r\n" * MEGABYTE, "more than 100 interim replies"),
+    "pongs": (SWITCHED + b"\r\n" + b"\x8a\0" * (MEGABYTE // 2), "too many WebSocket frames"),
+    "fragments": (SWITCHED + b"\r\n\x01\0" + b"\0\x01x" * (MEGABYTE // 2), "too many WebSocket frames"),
+    "a message": (
+        SWITCHED + b"\r\n\x02\x7f" + (1 << 40).to_bytes(8) + bytes(20 * MEGABYTE),
+        "a WebSocket message over",
+    ),
+    "inflated messages": (
+        SWITCHED + b"Sec-WebSocket-Extensions: permessage-deflate\r\n\r\n" + b"\xc1\x7f",
+        "a change to websocket with permessage-deflate",
+    ),
+    "another protocol": (b"SSH-2.0-OpenSSH_9.0\r\n\r\n", "not an HTTP/1.1 reply"),
+    "another version": (b"HTTP/2.0 200 OK\r\n\r\n", "HTTP/2.0 is not served"),
+    "two lengths": (IN_CHUNKS[:-2] + b"Content-Length: 1\r\n\r\n", "message with both"),
+    "a value with a NUL": (OK + b"a: \0\r\n\r\n", "a path or the value of a header has a line break or a NUL"),
+}
+
+
+@pytest.mark.parametrize("kind", cases(FLOODS, 0, 1, 2, 12))
+def test_a_flood_of_an_allowed_host_costs_that_exchange(recorder, news, kind):
+    answer, why = FLOODS[kind]
+    with listening("127.0.0.3", answer=answer) as outside:
+        own = f"127.0.0.3:{outside.port}"
+        plainly = f"GET http://{own}/ HTTP/1.1\r\nHost: {own}\r\n".encode() + credentials() + b"\r\n"
+        reply = ask(recorder, upgrade(f"{own}/") if answer.startswith(SWITCHED) else plainly, read)
+    if answer.startswith((IN_CHUNKS, SWITCHED)) and kind != "two lengths":
+        assert len(reply) < 21 * MEGABYTE
+    else:
+        assert reply.startswith(b"HTTP/1.1 502")
+    ((session_id, detail),) = news()
+    assert session_id == "s1"
+    assert detail.startswith(why)
+    assert recorder.rows("events")[-1]["host"] == "127.0.0.3"
+
+
+ORDINARY = {
+    "short events": (
+        IN_CHUNKS + b"14\r\ndata: 0123456789ab\n\n\r\n" * 100_000 + b"0\r\n\r\n",
+        b"data: 0123456789ab\n\n",
+    ),
+    "interim": (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
+        + OK
+        + b"Content-Length: 1\r\n\r\na",
+        b"a",
+    ),
+    "trailers": (IN_CHUNKS + b"1\r\na\r\n0\r\nDigest: x\r\n\r\n", b"1\r\na\r\n0\r\n\r\n"),
+    "HTTP/1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\na", b"a"),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_an_ordinary_reply_of_an_allowed_host_arrives(recorder, news, kind):
+    answer, end = ORDINARY[kind]
+    with listening("127.0.0.3", answer=answer) as outside:
+        own = f"127.0.0.3:{outside.port}"
+        head = f"GET http://{own}/ HTTP/1.1\r\nHost: {own}\r\nConnection: close\r\n".encode()
+        status, _, reply = ask(recorder, head + credentials() + b"\r\n", read).partition(b"\r\n")
+    assert b" 200 " in status
+    assert end in reply
+    assert news() == []
+
+
+def test_a_reply_that_comes_before_the_end_of_its_request_is_one_reply(recorder, news):
+    with (
+        listening("127.0.0.3", answer=(OK + b"Content-Length: 1\r\n\r\na") * 2) as outside,
+        plain(recorder) as connection,
+    ):
+        head = f"POST http://127.0.0.3:{outside.port}/ HTTP/1.1\r\nHost: 127.0.0.3\r\n".encode() + credentials()
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert read_head(connection).startswith(b"HTTP/1.1 200")
+        assert connection.recv(10) == b"a"
+        connection.sendall(b"0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection) == b""
+    assert news() == []

@@ -178,6 +178,30 @@ def test_a_model_call_of_another_api_and_a_batch_of_calls_are_recognised(path):
     assert not looks_like_model_call("GET", path)
 
 
+SPELLINGS = r"""
+/v1/chat/%63ompletions /v1/chat%2fcompletions /v1/chat/%2563ompletions /v1/chat/completions/ /v1/chat/completions//
+/v1/chat/completions;a=b /v1/chat;a=b/completions /v1/chat/completions.json /v1//chat//completions
+//v1/chat/completions /V1/Chat/COMPLETIONS /v1/./chat/completions /v1/x/../chat/completions
+/v1/x/%2e%2e/chat/completions/. /v1/chat\completions /v1/chat/completions%20 /v1/chat/completions%00
+/v1/chat/completions%3fa=b /v1/chat/completions%23a /v1/chat/completions. /v1/chat/..;/chat/completions
+/v1/chat/completions#a /v1/messages/?beta=true /v1/Responses/ /v1beta/models/m%3AgenerateContent
+/v1beta/models/gpt-4.1:generateContent; /openai/v1/Batches/ /API/Chat/
+"""
+
+
+@pytest.mark.parametrize("path", SPELLINGS.split())
+def test_a_model_call_is_recognised_however_its_path_is_spelled(path):
+    assert find_route("POST", path, {}) is None
+    assert looks_like_model_call("POST", path)
+    assert looks_like_model_call("GET", path, {"upgrade": "WebSocket"})
+    assert not looks_like_model_call("GET", path)
+
+
+@pytest.mark.parametrize("piece", ["%25", "/:complete", "%2e%2e/", ";", "/completions-"])
+def test_a_long_path_is_compared_in_linear_time(piece):
+    assert not looks_like_model_call("POST", "/v1/" + piece * (64_000 // len(piece)) + "/x")
+
+
 @pytest.mark.parametrize(
     "path",
     ["/v1/embeddings", "/v1/files", "/v1/moderations", "/api/event_logging/batch", "/chat", "/chatter", "/v1/uploads"],
