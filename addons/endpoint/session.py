@@ -122,7 +122,7 @@ class Session:
         self._touch()
         async with self._order:
             recovered = await self._open()
-            # however short it is, it reads all rows of the session
+            # however short it is, it reads rows of the session
             answer, hidden = await self._work(recovered, LARGE_BYTES, self._store.answer, dialect.NAME, body, request)
         if hidden:
             self.refusals.record(request.event("hidden", str(hidden)))
