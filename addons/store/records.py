@@ -53,6 +53,7 @@ EventKind = Literal[
     "rejected",
     "unreadable",
     "hidden",
+    "controls",
     "budget",
     "fault",
     "joined",
@@ -263,6 +264,8 @@ class Event:
     | `unreadable` | model call that was refused because it has tools, and the model's tool calls cannot be read |
     | `hidden` | model call with images, audio or files, of which the model gets a text instead; `detail` has their \
 number |
+    | `controls` | model call with control tokens of the chat format in its texts, of which the model gets the texts; \
+`detail` has their number, and why it gets the tokens where a renderer keeps no texts |
     | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |
     | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
 failed before it began |
