@@ -176,8 +176,7 @@ class Stored:
     def names(self, folder: str) -> list[str]:
         """Return the paths of the objects in a folder that were not deleted. Raises `DialectError` as `entries`."""
         self._texts(folder)
-        paths = (path for path in self.objects if path.startswith(folder))
-        return [path for path in paths if path in self.objects and not self.is_deleted(path)]
+        return [path for path in self.objects if path.startswith(folder) and not self.is_deleted(path)]
 
     def _texts(self, path: str) -> Sequence[str] | None:
         if self.damaged:

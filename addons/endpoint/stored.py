@@ -4,12 +4,12 @@ import json
 import threading
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,12 +19,11 @@ from rolltap.addons.dialects.model_call import DialectError, Usage, dump_json
 from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCall, StoredRequest
 from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
+from rolltap.addons.errors import RunError
 from rolltap.addons.options import Images
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.sessions import Place, SessionIndex
 from rolltap.addons.store.tables import TABLES, RunWriter
-
-V = TypeVar("V")
 
 _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
     openai_responses.NAME: openai_responses.serve,
@@ -66,23 +65,14 @@ class Archive:
             return self._indices[table].row(session_id, place)
 
 
-class _Rows(Mapping[str, V]):
-    """What `read` returns for each key, None for no value. A key is read when it is first asked for."""
+class _Rows(UserDict[str, Any]):
+    """What `read` returns for a key, when it is first asked for; None for no value."""
 
-    def __init__(self, keys: Collection[str], read: Callable[[str], V | None]) -> None:
-        self._keys, self._read = keys, cache(read)
+    def __init__(self, places: dict[str, Any], read: Callable[[str], Any]) -> None:
+        self.data, self._read = places, cache(read)
 
-    def __getitem__(self, key: str) -> V:
-        value = self._read(key) if key in self._keys else None
-        if value is None:
-            raise KeyError(key)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
+    def __getitem__(self, key: str) -> Any:
+        return self._read(key)
 
 
 class SessionStore:
@@ -94,9 +84,8 @@ class SessionStore:
         """Digests of the rows that are known to be undamaged: to check one takes a millisecond."""
         self._known: dict[str, dict[str, int]] = {"calls": {}, "events": {}}
         """Table -> segment -> the number of the session's rows that were indexed."""
-        self._calls: defaultdict[str, list[Place]] = defaultdict(list)
-        """Call -> its rows."""
-        self._entries: defaultdict[str, list[Place]] = defaultdict(list)
+        self._calls: dict[str, Place] = {}
+        self._entries: dict[str, list[Place]] = {}
         """Path of an object -> the rows of its entries."""
         self._damaged = False
         self.num_bytes = 0
@@ -110,7 +99,7 @@ class SessionStore:
         """
         for place in self._new("calls"):
             if (row := self._row("calls", place, ("call_id",), check=False)) is not None:
-                self._calls[row["call_id"]].append(place)
+                self._calls.setdefault(row["call_id"], place)
         for place in self._new("events"):
             row = self._row("events", place, ("kind",), check=False)
             if row is None or row["kind"] != "stored":
@@ -119,7 +108,7 @@ class SessionStore:
                 self._damaged = True
                 continue
             self.num_bytes += _size(row["detail"])
-            self._entries[row["path"]].append(place)
+            self._entries.setdefault(row["path"], []).append(place)
         calls = _Rows(self._calls, self._call)
         return Stored(calls, _Rows(self._entries, lambda path: self._details(path, calls)), self._damaged)
 
@@ -161,22 +150,21 @@ class SessionStore:
             known[name] = number + 1
 
     def _call(self, call_id: str) -> StoredCall | None:
-        for place in self._calls[call_id]:
-            row = self._row("calls", place, _CALL_COLUMNS)
-            if row is None or row["status"] != "completed" or row["reply"] is None:
-                continue
-            return StoredCall(
-                **{name: row[name] for name in _TEXTS},
-                created=int(row["started_at"].timestamp()),
-                usage=Usage(row["prompt_length"], len(row["completion_ids"]), row["cached_tokens"] or 0),
-            )
-        return None
+        row = self._row("calls", self._calls[call_id], _CALL_COLUMNS) if call_id in self._calls else None
+        if row is None or row["status"] != "completed" or row["reply"] is None:
+            return None
+        return StoredCall(
+            **{name: row[name] for name in _TEXTS},
+            created=int(row["started_at"].timestamp()),
+            usage=Usage(row["prompt_length"], len(row["completion_ids"]), row["cached_tokens"] or 0),
+        )
 
     def _details(self, path: str, calls: Mapping[str, StoredCall]) -> list[str] | None:
         """Return the texts of an object's entries that count."""
-        rows = (self._row("events", place, _ENTRY_COLUMNS) for place in self._entries[path])
-        found = [row for row in rows if row is not None]
-        return [row["detail"] for row in found if row["call_id"] is None or row["call_id"] in calls] or None
+        rows = [self._row("events", place, _ENTRY_COLUMNS) for place in self._entries.get(path, ())]
+        if None in rows:
+            raise RunError(f"an entry of {path} is damaged")
+        return [row["detail"] for row in rows if row and (row["call_id"] is None or calls[row["call_id"]])] or None
 
     def _row(self, table: str, place: Place, columns: Sequence[str], *, check: bool = True) -> dict[str, Any] | None:
         """Return columns of a row, or None when it is damaged. A row is checked once."""

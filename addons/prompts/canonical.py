@@ -139,8 +139,8 @@ def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
     - A text for no text: LiteLLM fills an empty message, as Anthropic's API refuses one.
     - A newline at the end: gptme strips it or adds one.
 
-    One rule more needs the recorded replies (`History`). CrewAI and others drop the text beside tool calls: an echo
-    with the same calls and no text is that reply, if no recorded reply is the echo itself.
+    One rule more needs the replies (`History`). CrewAI and others drop the text beside tool calls: an echo of the same
+    calls without text is that reply.
     """
     reasoning, content = _split_reasoning(echo)
     if reasoning is not None:

@@ -37,6 +37,8 @@ from rolltap.addons.prompts.canonical import (
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallKind
 
+TEXT_DROPPED = "the request shows the parent's reply without the text beside its tool calls"
+"""The reason of a continued call."""
 _EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""
 
@@ -222,12 +224,6 @@ class History:
             sampled_by = turns[0].call_id if turns else call_id
             return Changed(index, call_id, sampled_by, self._why_changed(conversation, shared, index, call_id))
         return Continued(turns, end) if turns else New(self._why_new(conversation, shared))
-
-    def left_out(self, conversation: Conversation, end: int) -> str | None:
-        """Say what of the replies among the first `end` messages a request leaves out; None when it is nothing."""
-        shown = zip(conversation.model_call.messages[:end], conversation.digests[1:], strict=False)
-        count = sum(digest in self._ends and self._ends[digest][0].speaks and textless(echo) for echo, digest in shown)
-        return f"replies that the request shows without the text beside their tool calls: {count}" if count else None
 
     def add(self, turn: Turn, conversation: Conversation, reply: Message, kind: CallKind) -> None:
         """Record a completed call. `conversation` has the messages after its parent's conversation and reply."""
@@ -436,7 +432,7 @@ class Conversations:
         ids = self._rendering.continued(turn.prompt_ids(), completion_ids, written, model_call.tools)
         if ids is None:
             return self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
-        reason = self.history.left_out(conversation, found.end)
+        reason = TEXT_DROPPED if turn.speaks and textless(model_call.messages[found.end - 1]) else None
         return Prompt(model_call, ids, "bridged", reason, turn, turn.length, new_messages, turn.call_id)
 
     def _with_reasoning(self, messages: list[Message]) -> list[Message]:

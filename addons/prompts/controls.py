@@ -8,12 +8,11 @@ this process, before the prompt is written. `CachingTokenizer` encodes the piece
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rolltap.addons.dialects.model_call import Message, Tool, assistant_message, message_tool_call
-from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.dialects.model_call import Message, Tool
 
 T = TypeVar("T")
 Render = Callable[[list[Message], list[Tool], bool], list[int]]
@@ -36,17 +35,22 @@ class ControlTokens:
         added = tokenizer.added_tokens_decoder
         ids = {i for i, token in added.items() if token.special} | {*stop_ids}
         with suppress(Exception):  # templates raise for messages that they do not support
-            asked: list[Message] = [{"role": "user", "content": "Hello"}]
-            turn, prompt = ([i for i in render(asked, [], end) if i in added] for end in (False, True))
+            user: Message = {"role": "user", "content": "Hello"}
+            turn, prompt = ([i for i in render([user], [], end) if i in added] for end in (False, True))
             ids |= {*turn[-2:], *prompt[len(turn) :][:1]}
         # a text of one character cannot be broken
         texts = {i: added[i].content for i in ids if i in added and len(added[i].content) > 1}
         found = "|".join(map(re.escape, sorted(texts.values(), key=len, reverse=True))) or "(?!)"
         self._found = re.compile(found)
         self._begins = re.compile(f"(?={found})(.)", re.DOTALL)  # overlapping ones too
-        self._tokenizer, self._texts, self._stop_ids = tokenizer, texts, stop_ids
         self.exposed: str | None = None
-        """Why these texts become control tokens all the same; None when they do not."""
+        """Why these texts become control tokens all the same, found by a test; None when they do not."""
+        end = next((texts[i] for i in stop_ids if i in texts), "")
+        with suppress(Exception):  # as above
+            asked = [self.broken([{"role": "user", "content": text}]) for text in (f"x{end}x", "x")]
+            written, plain = ("".join(tokenizer.decode(render(each, [], True)).split()) for each in asked)
+            if written.replace(f"x{end}x", "x") != plain:
+                self.exposed = "the renderer changes texts, or encodes them by itself"
 
     def broken(self, value: T) -> T:
         """Return a value of JSON with a `BREAK` in each control token of its texts."""
@@ -66,25 +70,3 @@ class ControlTokens:
         count = len(self._found.findall(json.dumps(value, ensure_ascii=False)))
         why = "" if self.exposed is None else f", as control tokens: {self.exposed}"
         return f"{count}{why}" if count else None
-
-    def test(self, render: Render) -> None:
-        """Find out whether `render`, which is given broken texts, keeps them texts: see `exposed`."""
-        text = f"x{next((self._texts[i] for i in self._stop_ids if i in self._texts), '')}x"
-        for forged, plain in zip(_conversations(text), _conversations("x"), strict=True):
-            try:
-                prompts = render(*forged, True), render(*plain, True)
-            except Exception:
-                continue  # as above
-            written, expected = ("".join(self._tokenizer.decode(ids).split()) for ids in prompts)
-            found, own = (sum(i in self._texts for i in ids) for ids in prompts)
-            if (written.replace(text, "x"), found) != (expected, own):
-                self.exposed = "the renderer changes texts, or encodes them by itself"
-
-
-def _conversations(text: str) -> Iterator[tuple[list[Message], list[Tool]]]:
-    """Yield conversations with a text in the places that come from the wire."""
-    asked: Message = {"role": "user", "content": text}
-    yield [asked], []
-    result: Message = {"role": "tool", "content": text, "tool_call_id": "c0", "name": "look"}
-    call = message_tool_call("c0", "look", {"at": text})
-    yield [asked, assistant_message("", "", [call]), result], [function_tool("look", text, {"type": "object"})]

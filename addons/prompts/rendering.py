@@ -111,7 +111,6 @@ class Rendering:
         """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
         self.controls = ControlTokens(self._tokenizer, self._render, self.stop_token_ids())
-        self.controls.test(lambda messages, tools, _: self.render(messages, tools))
         self._template: TemplateContinuation | None = None
         if self.name == "default":
             past_end = self._ids([self.family.past_end] if self.family else [])

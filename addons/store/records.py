@@ -97,8 +97,8 @@ class Call:
         prefix_length: Length of that prefix in tokens.
         kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`:
             rendered, as the conversation has no earlier reply. `rendered`: rendered, although it has one.
-        kind_reason: Reason why this call is not `bridged`. Of a `bridged` one, the number of earlier replies whose text
-            is in the prompt, but not in the request; None when there is none.
+        kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request leaves out the text of
+            the parent's reply, which is in the prompt as it was sampled; else None.
         violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
             traces.
         role_evidence: Header, field or structure of the request that determined `role`; empty for the default.

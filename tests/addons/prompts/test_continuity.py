@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import anthropic, openai_chat, openai_responses
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import TEXT_DROPPED, Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 from tests.deep import examples
 
@@ -266,7 +266,6 @@ class TestChangedEchoes:
 
 
 TWO_CALLS = f"{THINKING}\n{CALL}"
-DROPPED = "replies that the request shows without the text beside their tool calls: 1"
 
 
 class TestTextBesideCalls:
@@ -292,11 +291,11 @@ class TestTextBesideCalls:
         messages = [user("Hi"), echo(reply), result(reply)]
         messages += [session.ask(messages, THINKING + "<|im_end|>")]
         first, second = (session.calls[1][0], session.prompt([*messages, result(messages[-1])]))
-        assert (first.kind, first.parent.call_id, first.reason) == ("bridged", "0", DROPPED)
+        assert (first.kind, first.parent.call_id, first.reason) == ("bridged", "0", TEXT_DROPPED)
         assert first.ids[: first.prefix_length] == session.token_ids(0)
-        assert (second.kind, second.parent.call_id, second.reason) == ("bridged", "1", DROPPED)
+        assert (second.kind, second.parent.call_id, second.reason) == ("bridged", "1", None)
         messages[-1] = echo(messages[-1])
-        assert session.prompt([*messages, result(reply)]).reason == DROPPED.replace("1", "2")
+        assert session.prompt([*messages, result(reply)]).reason == TEXT_DROPPED
 
     @named(
         "body",
@@ -332,7 +331,7 @@ class TestTextBesideCalls:
         decoded = dialect.decode(json.dumps({"model": "m", **request}).encode(), "/v1/messages")
         decoded.tools = session.decode([user("Hi")]).tools
         prompt = session.conversations.prompt(decoded)
-        assert (prompt.kind, prompt.parent.call_id, prompt.reason) == ("bridged", "0", DROPPED)
+        assert (prompt.kind, prompt.parent.call_id, prompt.reason) == ("bridged", "0", TEXT_DROPPED)
 
     @named(
         "echo",
