@@ -10,33 +10,25 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
-
-from rolltap.addons.dialects.model_call import Message, Tool
-
-T = TypeVar("T")
-Render = Callable[[list[Message], list[Tool], bool], list[int]]
-"""Returns the token ids of messages and tools, and with True those of the generation prompt."""
+from typing import Any
 
 BREAK = secrets.token_hex(8)
-"""The text at which encoding begins anew. No program can know it, so that no message has it. JSON and templates keep
-it."""
+"""The text at which encoding begins anew. No program can know it. JSON and templates keep it."""
 
 
 class ControlTokens:
     """The tokens of a tokenizer that a text in a message must not become.
 
     They are those that it calls special, those that end a reply, and those that `render` writes around a user's message
-    and at the begin of a reply: some tokenizers call these ordinary. Tokens for reasoning and tool calls are what the
-    tokenizer calls them.
+    and at the begin of a reply. Tokens for reasoning and tool calls are what the tokenizer calls them.
     """
 
-    def __init__(self, tokenizer: Any, render: Render, stop_ids: list[int]) -> None:
+    def __init__(self, tokenizer: Any, render: Callable[..., list[int]], stop_ids: list[int]) -> None:
         added = tokenizer.added_tokens_decoder
         ids = {i for i, token in added.items() if token.special} | {*stop_ids}
         with suppress(Exception):  # templates raise for messages that they do not support
-            user: Message = {"role": "user", "content": "Hello"}
-            turn, prompt = ([i for i in render([user], [], end) if i in added] for end in (False, True))
+            user = [{"role": "user", "content": "Hello"}]
+            turn, prompt = ([i for i in render(user, [], end) if i in added] for end in (False, True))
             ids |= {*turn[-2:], *prompt[len(turn) :][:1]}
         # a text of one character cannot be broken
         texts = {i: added[i].content for i in ids if i in added and len(added[i].content) > 1}
@@ -52,21 +44,17 @@ class ControlTokens:
             if written.replace(f"x{end}x", "x") != plain:
                 self.exposed = "the renderer changes texts, or encodes them by itself"
 
-    def broken(self, value: T) -> T:
+    def broken(self, value: Any) -> Any:
         """Return a value of JSON with a `BREAK` in each control token of its texts."""
-        changed: Any = value
-        if self.exposed is not None:
+        if isinstance(value, dict):
+            return {self.broken(key): self.broken(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.broken(inner) for inner in value]
+        if not isinstance(value, str) or self.exposed is not None or not self._found.search(value):
             return value
-        if isinstance(value, str):
-            changed = self._begins.sub(rf"\g<1>{BREAK}", value) if self._found.search(value) else value
-        elif isinstance(value, dict):
-            changed = {self.broken(key): self.broken(inner) for key, inner in value.items()}
-        elif isinstance(value, list):
-            changed = [self.broken(inner) for inner in value]
-        return changed  # type: ignore[no-any-return]
+        return self._begins.sub(rf"\g<1>{BREAK}", value)
 
     def found(self, value: Any) -> str | None:
         """Return the number of control tokens in the texts of a value, and why they are exposed; None without any."""
         count = len(self._found.findall(json.dumps(value, ensure_ascii=False)))
-        why = "" if self.exposed is None else f", as control tokens: {self.exposed}"
-        return f"{count}{why}" if count else None
+        return ", as control tokens: ".join(filter(None, [str(count), self.exposed])) if count else None

@@ -279,7 +279,7 @@ class Rendering:
         not begin the conversation.
         """
         told = ({key: value for key, value in message.items() if key != "call_id"} for message in messages)
-        adapted = self.controls.broken([*told])
+        adapted: list[Message] = self.controls.broken([*told])
         if self._system_anywhere:
             return adapted
         leading = 0 if later else len(list(takewhile(lambda message: message["role"] == "system", adapted)))

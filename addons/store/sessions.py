@@ -163,10 +163,9 @@ class SessionIndex:
 
     def row(self, session_id: str, place: Place) -> pa.RecordBatch:
         """Return the batch of one row of a session."""
-        name, number = place
-        reader, offsets = self._reader(name), self._places[session_id][name]
-        rows = rows_of_session(reader.read(offsets[number]), session_id)
-        return rows.slice(number - bisect_left(offsets, offsets[number]), 1)
+        reader, offsets = self._reader(place[0]), self._places[session_id][place[0]]
+        first = bisect_left(offsets, offset := offsets[place[1]])
+        return rows_of_session(reader.read(offset), session_id).slice(place[1] - first, 1)
 
     def _reader(self, name: str) -> SegmentReader:
         if name not in self._open:
