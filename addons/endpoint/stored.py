@@ -66,7 +66,7 @@ class Archive:
 
 
 class _Rows(UserDict[str, Any]):
-    """What `read` returns for a key, when it is first asked for; None for no value."""
+    """Values that `read` returns for their keys, when they are first asked for; None for no value."""
 
     def __init__(self, places: dict[str, Any], read: Callable[[str], Any]) -> None:
         self.data, self._read = places, cache(read)
