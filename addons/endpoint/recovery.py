@@ -255,8 +255,9 @@ class RecoveredSession:
     def _restore(self, recorded: RecordedCall, reply: Message, rule: EchoRule | None) -> Turn:
         """Let later calls continue a completed one."""
         row, request = recorded.row, recorded.model_call(rule)
+        parent = None if row["parent_id"] is None else self.conversations.history.turns[row["parent_id"]]
         return self.conversations.restore(
-            row["call_id"], row["parent_id"], row["prompt_tail_ids"], row["completion_ids"], request, reply, row["kind"]
+            row["call_id"], parent, row["prompt_tail_ids"], row["completion_ids"], request, reply, row["kind"]
         )
 
     def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> FinishedCall | None:

@@ -76,6 +76,8 @@ class PreparedCall:
     """vLLM's sampling parameters."""
     digest: bytes
     """The `request_digest`."""
+    controls: str | None = None
+    """The `ControlTokens.found` of what the prompt has after its parent's."""
 
 
 def sampling_parameters(

@@ -122,7 +122,7 @@ class Session:
         self._touch()
         async with self._order:
             recovered = await self._open()
-            # however short it is, it reads all rows of the session
+            # however short it is, it reads rows of the session
             answer, hidden = await self._work(recovered, LARGE_BYTES, self._store.answer, dialect.NAME, body, request)
         if hidden:
             self.refusals.record(request.event("hidden", str(hidden)))
@@ -185,6 +185,8 @@ class Session:
             raise
         if model_call.hidden:
             self.refusals.record(call.event("hidden", str(model_call.hidden)))
+        if prepared.controls is not None:
+            self.refusals.record(call.event("controls", prepared.controls))
         if self._policy is None:
             keep, last_version = self.options.keep_adapter, recovered.last_version
             self._policy = SessionPolicy(self.published, keep=keep, last_version=last_version)
@@ -220,7 +222,8 @@ class Session:
         )
         recorded = {**sampling, "asked": model_call.unapplied()}
         digest = request_digest(dialect.NAME, model_call.model, call.prompt_ids, recorded)
-        return PreparedCall(call, prompt, model_call, sampling, digest)
+        new = [prompt.new_messages, model_call.tools if prompt.parent is None else []]
+        return PreparedCall(call, prompt, model_call, sampling, digest, self.rendering.controls.found(new))
 
     def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
         recovered.index(dialect.NAME, model_call)

@@ -1,17 +1,17 @@
-"""Replies, conversations and cached contents that a session stored, read from its own rows at each request."""
+"""Replies, conversations and cached contents that a session stored. Rows are read as far as a request needs them."""
 
 import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltap.addons.dialects import google, openai_responses
 from rolltap.addons.dialects.images import refuse_hidden
@@ -19,11 +19,12 @@ from rolltap.addons.dialects.model_call import DialectError, Usage, dump_json
 from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCall, StoredRequest
 from rolltap.addons.endpoint.recovery import undamaged, usage_of
 from rolltap.addons.endpoint.request import ClientRequest
+from rolltap.addons.errors import RunError
 from rolltap.addons.options import Images
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA
-from rolltap.addons.store.sessions import SessionIndex
-from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.records import DIGEST
+from rolltap.addons.store.sessions import Place, SessionIndex
+from rolltap.addons.store.tables import TABLES, RunWriter
 
 _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
     openai_responses.NAME: openai_responses.serve,
@@ -32,11 +33,11 @@ _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
 """Functions that answer requests about what is stored, by the name of the API."""
 
 STORED_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of the entries that a session stores, deleted ones too: each request that names one reads them all."""
+"""Maximum bytes of the entries that a session stores, deleted ones too: a request may name the object that has all."""
 ENTRY_BYTES = 4096
 """Bytes that an entry counts besides its text, so that a session has a thousand at most."""
 _TEXTS = ("call_id", "parent_id", "model", "messages", "reply", "sampling", "finish_reason")
-_CALL_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at", "finished_at")
+_CALL_COLUMNS = (*_TEXTS, "status", "prompt_length", "cached_tokens", "started_at", "finished_at", "completion_ids")
 _ENTRY_COLUMNS = ("call_id", "path", "detail")
 
 
@@ -48,18 +49,31 @@ class Archive:
         self._lock = threading.Lock()
         self._indices: dict[str, SessionIndex] = {}
 
-    def batches(self, session_id: str, table: str) -> list[pa.RecordBatch]:
-        """Return the rows of a session as of now. Raises `OSError` and `RunError`."""
+    def new_places(self, session_id: str, table: str, known: dict[str, int]) -> list[Place]:
+        """Return the places of rows that were committed since: see `SessionIndex`. Raises `OSError` and `RunError`."""
         with self._lock:
             index = self._indices.get(table)
             if index is None:
                 index = self._indices[table] = SessionIndex(self._run, table)
             else:
+                index.close()  # `row` leaves segments mapped for the rows that the same request names
                 index.refresh()
-            try:
-                return list(index.batches(session_id))
-            finally:
-                index.close()
+            return list(index.new_places(session_id, known))
+
+    def row(self, session_id: str, table: str, place: Place) -> pa.RecordBatch:
+        """Return one row. Raises `OSError`."""
+        with self._lock:
+            return self._indices[table].row(session_id, place)
+
+
+class _Rows(UserDict[str, Any]):
+    """Values that `read` returns for their keys, when they are first asked for; None for no value."""
+
+    def __init__(self, places: dict[str, Any], read: Callable[[str], Any]) -> None:
+        self.data, self._read = places, cache(read)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read(key)
 
 
 class SessionStore:
@@ -72,31 +86,35 @@ class SessionStore:
         self._rendering = rendering
         self._checked: set[str] = set()
         """Digests of the rows that are known to be undamaged: to check one takes a millisecond."""
+        self._known: dict[str, dict[str, int]] = {"calls": {}, "events": {}}
+        """Table -> segment -> the number of the session's rows that were indexed."""
+        self._calls: dict[str, Place] = {}
+        self._entries: dict[str, list[Place]] = {}
+        """Path of an object -> the rows of its entries."""
+        self._damaged = False
         self.num_bytes = 0
         """Bytes of the entries, as of the last request."""
 
     def read(self) -> Stored:
         """Return what is stored now. A damaged call is left out, so that it is not found; an entry is not.
 
-        Raises `OSError` and `RunError`. Call it in a worker thread: it takes 60 µs a call of the session.
+        It indexes the rows that are new since the last request. A call or an entry is read when it is looked at.
+        Raises `OSError` and `RunError`. Call it, and look at what it returns, in a worker thread.
         """
-        calls: dict[str, StoredCall] = {}
-        for batch in self._archive.batches(self._session_id, "calls"):
-            calls |= self._calls(batch)
-        objects: dict[str, list[str]] = {}
-        num_bytes, damaged = 0, False
-        for batch in self._archive.batches(self._session_id, "events"):
-            batch = batch.filter(pc.equal(batch.column("kind"), "stored"))
-            for number in range(batch.num_rows):
-                row = self._row(batch.slice(number, 1), EVENT_SCHEMA, _ENTRY_COLUMNS)
-                if row is None:
-                    damaged = True
-                    continue
-                num_bytes += _size(row["detail"])
-                if row["call_id"] is None or row["call_id"] in calls:
-                    objects.setdefault(row["path"], []).append(row["detail"])
-        self.num_bytes = num_bytes
-        return Stored(calls, objects, damaged)
+        for place in self._new("calls"):
+            if (row := self._row("calls", place, ("call_id",), check=False)) is not None:
+                self._calls.setdefault(row["call_id"], place)
+        for place in self._new("events"):
+            row = self._row("events", place, ("kind",), check=False)
+            if row is None or row["kind"] != "stored":
+                continue
+            if (row := self._row("events", place, _ENTRY_COLUMNS)) is None:
+                self._damaged = True
+                continue
+            self.num_bytes += _size(row["detail"])
+            self._entries.setdefault(row["path"], []).append(place)
+        calls = _Rows(self._calls, self._call)
+        return Stored(calls, _Rows(self._entries, lambda path: self._details(path, calls)), self._damaged)
 
     def answer(self, api: str, body: bytes, request: ClientRequest) -> tuple[bytes, int]:
         """Answer a request about what is stored, after a commit of what it adds. Also return how many parts that hides.
@@ -128,32 +146,44 @@ class SessionStore:
         self._writer.require_room()
         self._writer.add_event(replace(request.event("stored", detail, call_id), path=path))
 
-    def _calls(self, batch: pa.RecordBatch) -> dict[str, StoredCall]:
-        found: dict[str, StoredCall] = {}
-        for number in range(batch.num_rows):
-            row = self._row(batch.slice(number, 1), CALL_SCHEMA, _CALL_COLUMNS)
-            if row is None or row["status"] != "completed" or row["reply"] is None:
-                continue
-            found[row["call_id"]] = StoredCall(
-                **{name: row[name] for name in _TEXTS},
-                created=int(row["started_at"].timestamp()),
-                usage=partial(self._usage, row, batch.column("completion_ids")[number]),
-            )
-        return found
+    def _new(self, table: str) -> Iterator[Place]:
+        """Yield the rows that were not yielded before."""
+        known = self._known[table]
+        for name, number in self._archive.new_places(self._session_id, table, known):
+            yield name, number
+            known[name] = number + 1
 
-    def _usage(self, row: dict[str, Any], completion_ids: pa.ListScalar) -> Usage:
+    def _call(self, call_id: str) -> StoredCall | None:
+        row = self._row("calls", self._calls[call_id], _CALL_COLUMNS) if call_id in self._calls else None
+        if row is None or row["status"] != "completed" or row["reply"] is None:
+            return None
+        return StoredCall(
+            **{name: row[name] for name in _TEXTS},
+            created=int(row["started_at"].timestamp()),
+            usage=partial(self._usage, row),
+        )
+
+    def _usage(self, row: dict[str, Any]) -> Usage:
         reasoning = json.loads(row["reply"]).get("reasoning_content", "")
-        return usage_of(row, completion_ids.as_py(), reasoning, self._rendering)
+        return usage_of(row, row["completion_ids"], reasoning, self._rendering)
 
-    def _row(self, row: pa.RecordBatch, schema: pa.Schema, columns: Sequence[str]) -> dict[str, Any] | None:
-        """Return columns of a batch of one row, or None when it is damaged. A row is checked once."""
+    def _details(self, path: str, calls: Mapping[str, StoredCall]) -> list[str] | None:
+        """Return the texts of an object's entries that count."""
+        rows = [self._row("events", place, _ENTRY_COLUMNS) for place in self._entries.get(path, ())]
+        if None in rows:
+            raise RunError(f"an entry of {path} is damaged")
+        return [row["detail"] for row in rows if row and (row["call_id"] is None or calls[row["call_id"]])] or None
+
+    def _row(self, table: str, place: Place, columns: Sequence[str], *, check: bool = True) -> dict[str, Any] | None:
+        """Return columns of a row, or None when it is damaged. A row is checked once."""
+        batch = self._archive.row(self._session_id, table, place)
         try:
             values: dict[str, Any]
-            (values,) = row.select([*columns, DIGEST]).to_pylist()
+            (values,) = batch.select([*columns, DIGEST]).to_pylist()
         except (ValueError, OverflowError):  # values that Python does not have
             return None
-        if values[DIGEST] not in self._checked:
-            if undamaged(row, schema) is None:
+        if check and values[DIGEST] not in self._checked:
+            if undamaged(batch, TABLES[table]) is None:
                 return None
             self._checked.add(values[DIGEST])
         return values

@@ -138,6 +138,9 @@ def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
     - Reasoning in front: pydantic-ai and others write reasoning as `<think>` text before the content.
     - A text for no text: LiteLLM fills an empty message, as Anthropic's API refuses one.
     - A newline at the end: gptme strips it or adds one.
+
+    One rule more needs the replies (`History`). CrewAI and others drop the text beside tool calls: an echo of the same
+    calls without text is that reply.
     """
     reasoning, content = _split_reasoning(echo)
     if reasoning is not None:
@@ -153,6 +156,11 @@ def echoed_reasoning(echo: Message) -> str:
     """Return the reasoning that an echo shows: in its field, or as `<think>` text in front; empty without any."""
     field: str = echo.get("reasoning_content") or ""
     return field or _split_reasoning(echo)[0] or ""
+
+
+def textless(echo: Message) -> bool:
+    """Return True for an echo of tool calls without text. Reasoning and LiteLLM's text do not count."""
+    return bool(echo.get("tool_calls")) and _split_reasoning(echo)[1].strip() in ("", _LITELLM_EMPTY)
 
 
 def _split_reasoning(echo: Message) -> tuple[str | None, str]:

@@ -32,10 +32,13 @@ from rolltap.addons.prompts.canonical import (
     issued_forms,
     message_digest,
     opening_digest,
+    textless,
 )
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import CallKind
 
+TEXT_DROPPED = "the request shows the parent's reply without the text beside its tool calls"
+"""The reason of a continued call."""
 _EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""
 
@@ -57,6 +60,8 @@ class Turn:
     reasoning: str = ""
     digest: bytes = b""
     """Digest of the call's conversation and reply."""
+    speaks: bool = False
+    """True when the reply has text beside tool calls."""
 
     @property
     def length(self) -> int:
@@ -170,12 +175,15 @@ class History:
         """Digest of a prefix -> the newest message that followed it, with the first call that had it."""
         self._replies: dict[bytes, _Followed] = {}
         """Digest of a call's conversation -> its reply."""
+        self._textless: dict[bytes, bytes] = {}
+        """Digest of a call's conversation and the tool calls of its reply -> the `Turn.digest`; empty for several."""
         self._issued: dict[bytes | str, str] = {}
         """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the newest such call."""
         self._changed: dict[bytes, str] = {}
         """Digest of a prefix that ends with a changed reply, in a call that was rendered -> the call of the reply."""
         self._newest: tuple[list[bytes], list[bytes]] = ([], [])
-        """Cache: a fingerprint of each message of the newest request, and the digests of their prefixes."""
+        """Cache: a fingerprint of each message of the newest request, and the digests of their prefixes, as far as no
+        reply was recorded since that a message may be the echo of."""
 
     def read(self, model_call: ModelCall) -> Conversation:
         """Return the conversation of a request. Digests of messages that the newest request has too are copied."""
@@ -183,7 +191,7 @@ class History:
         known, known_digests = self._newest
         digests = [first_digest(model_call)]
         for i, message in enumerate(model_call.messages):
-            if i < len(known) and digests[i] == known_digests[i] and fingerprints[i] == known[i]:
+            if i + 1 < len(known_digests) and digests[i] == known_digests[i] and fingerprints[i] == known[i]:
                 digests.append(known_digests[i + 1])
             else:
                 digests.append(self._extend(digests[i], message, model_call))
@@ -227,6 +235,13 @@ class History:
             turn.store_after(base)
         turn.reasoning = reply.get("reasoning_content") or ""
         turn.digest = extend_digest(digests[-1], reply, model_call)
+        turn.speaks = bool(reply["content"].strip() and reply.get("tool_calls"))
+        if turn.speaks:
+            bare = extend_digest(digests[-1], {**reply, "content": ""}, model_call)
+            known = self._textless.setdefault(bare, turn.digest)
+            self._textless[bare] = turn.digest if known == turn.digest else b""
+        if digests[-1] in (cached := self._newest[1]):
+            del cached[cached.index(digests[-1]) + 1 :]
         self._ends.setdefault(turn.digest, []).append(turn)
         self.turns[turn.call_id] = turn
         for i, message in enumerate([*model_call.messages, reply]):
@@ -245,10 +260,11 @@ class History:
         exact = extend_digest(digest, message, model_call)
         if message["role"] != "assistant" or exact in self._ends or digest not in self._replies:
             return exact
-        for form, reasoning in issued_forms(message):
+        for form, reasoning in ((message, None), *issued_forms(message)):
             issued = extend_digest(digest, form, model_call)
-            if any(reasoning in (None, turn.reasoning) for turn in self._ends.get(issued, ())):
-                return issued
+            for found in (issued, self._textless.get(issued, b"")):
+                if any(reasoning in (None, turn.reasoning) for turn in self._ends.get(found, ())):
+                    return found
         return exact
 
     def _nearest(self, digests: list[bytes]) -> Turn | None:
@@ -337,7 +353,7 @@ class Prompt:
     ids: list[int]
     kind: CallKind
     reason: str | None
-    """Why the call continues none (it is not `bridged`); None when it does."""
+    """The `Call.kind_reason`."""
     parent: Turn | None
     prefix_length: int
     """The number of leading `ids` that are the parent's prompt and completion."""
@@ -345,8 +361,6 @@ class Prompt:
     """The messages after the parent's conversation and reply. Without a parent, all messages."""
     sampled_by: str | None = None
     """The parent, else a call whose reply is among the messages; None when there is no such call."""
-    digests: list[bytes] = field(repr=False, default_factory=list)
-    """The `Conversation.digests` of all messages."""
 
     opening: bytes = field(init=False, repr=False)
     """The `opening_digest` of the conversation."""
@@ -372,10 +386,10 @@ class Conversations:
         continued = self._continue(conversation, found) if isinstance(found, Continued) else found.reason
         if isinstance(continued, Prompt):
             return continued
-        messages, digests = model_call.messages, conversation.digests
+        messages = model_call.messages
         ids = self._rendering.render(self._with_reasoning(messages), model_call.tools)
         kind: CallKind = "root" if isinstance(found, New) else "rendered"
-        return Prompt(model_call, ids, kind, continued, None, 0, messages, found.sampled_by, digests)
+        return Prompt(model_call, ids, kind, continued, None, 0, messages, found.sampled_by)
 
     def sampled_by(self, model_call: ModelCall) -> str | None:
         """Return the `Prompt.sampled_by` of a request, without its prompt."""
@@ -383,32 +397,26 @@ class Conversations:
 
     def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
         """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
-        tail_ids = array("i", prompt.ids[prompt.prefix_length :])
-        turn = Turn(call_id, prompt.parent, prompt.prefix_length, tail_ids, array("i", completion_ids))
         new = replace(prompt.model_call, messages=prompt.new_messages)
-        conversation = Conversation(new, prompt.digests[-1 - len(prompt.new_messages) :])
-        self.history.add(turn, conversation, reply, prompt.kind)
+        tail_ids = prompt.ids[prompt.prefix_length :]
+        self.restore(call_id, prompt.parent, tail_ids, completion_ids, new, reply, prompt.kind)
 
     def restore(
         self,
         call_id: str,
-        parent_id: str | None,
+        parent: Turn | None,
         tail_ids: Sequence[int],
         completion_ids: Sequence[int],
         model_call: ModelCall,
         reply: Message,
         kind: CallKind,
     ) -> Turn:
-        """Record a call as `add` did, from its row. The parent comes first.
+        """Record a completed call from what its row has: what is known of calls follows from their rows and the order.
 
-        `model_call` has the tools that the model saw, the echo rule, and only the new messages. Restored once more
-        under another echo rule, a call can be found by the requests of either.
-
-        Echoes are compared with the replies of the calls that are restored before it. Live, they were compared with
-        those that were complete when its request came: where parallel calls have replies that differ only by a change
-        that `issued_forms` undoes, later calls may find another one of these, or none.
+        Echoes in the request are compared with the replies of the calls before it in the order of completion, not with
+        those that were complete when it came. `model_call` has the tools that the model saw, the echo rule, and only
+        the new messages. Restored once more under another echo rule, a call can be found by the requests of either.
         """
-        parent = None if parent_id is None else self.history.turns[parent_id]
         shared = 0 if parent is None else parent.length
         turn = Turn(call_id, parent, shared, array("i", tail_ids), array("i", completion_ids))
         self.history.add(turn, self.history.read_after(parent, model_call), reply, kind)
@@ -424,8 +432,8 @@ class Conversations:
         ids = self._rendering.continued(turn.prompt_ids(), completion_ids, written, model_call.tools)
         if ids is None:
             return self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
-        digests = conversation.digests
-        return Prompt(model_call, ids, "bridged", None, turn, turn.length, new_messages, turn.call_id, digests)
+        reason = TEXT_DROPPED if turn.speaks and textless(model_call.messages[found.end - 1]) else None
+        return Prompt(model_call, ids, "bridged", reason, turn, turn.length, new_messages, turn.call_id)
 
     def _with_reasoning(self, messages: list[Message]) -> list[Message]:
         """Return the messages with recorded reasoning where the harness sent only the opaque field issued with it."""

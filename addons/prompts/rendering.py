@@ -21,6 +21,7 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.model_call import Message, Reply, Tool
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families, find_family, read_turns, reads, sampled_call, written_turns
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
@@ -110,6 +111,7 @@ class Rendering:
         self.parse_budget = ParseBudget()
         """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
+        self.controls = ControlTokens(self._tokenizer, self._render, self.stop_token_ids())
         self._template: TemplateContinuation | None = None
         if self.name == "default":
             past_end = self._ids([self.family.past_end] if self.family else [])
@@ -188,8 +190,11 @@ class Rendering:
         return read_turns(self._read_written, written_turns(self._write))
 
     def _write(self, messages: list[Message], tools: list[Tool], generation: bool) -> str:
-        ids = self._renderer.render_ids(messages, tools=tools, add_generation_prompt=generation)
-        return self._tokenizer.decode(ids)
+        return self._tokenizer.decode(self._render(messages, tools, generation))
+
+    def _render(self, messages: list[Message], tools: list[Tool], generation: bool) -> list[int]:
+        ids: list[int] = self._renderer.render_ids(messages, tools=tools or None, add_generation_prompt=generation)
+        return ids
 
     def _read_written(self, prompt_end: str, text: str, tools: list[Tool]) -> Reply:
         """Return what is read in a turn that was written, up to the token that ends it."""
@@ -221,9 +226,7 @@ class Rendering:
 
     def render(self, messages: list[Message], tools: list[Tool]) -> list[int]:
         """Return the prompt token ids of a whole conversation, including the generation prompt."""
-        adapted = self._adapt(messages)
-        ids: list[int] = self._renderer.render_ids(adapted, tools=tools or None, add_generation_prompt=True)
-        return ids
+        return self._render(self._adapt(messages), self.controls.broken(tools), True)
 
     def continued(
         self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
@@ -272,10 +275,12 @@ class Rendering:
     def _adapt(self, messages: list[Message], *, later: bool = False) -> list[Message]:
         """Return the messages as the template takes them.
 
-        `call_id` is removed. For a template that takes a system message only at the beginning, leading system messages
-        are joined and later ones become user messages. With `later`, `messages` do not begin the conversation.
+        `call_id` is removed, and control tokens are broken. For a template that takes a system message only at the
+        beginning, leading system messages are joined and later ones become user messages. With `later`, `messages` do
+        not begin the conversation.
         """
-        adapted = [{key: value for key, value in message.items() if key != "call_id"} for message in messages]
+        told = ({key: value for key, value in message.items() if key != "call_id"} for message in messages)
+        adapted: list[Message] = self.controls.broken([*told])
         if self._system_anywhere:
             return adapted
         leading = 0 if later else len(list(takewhile(lambda message: message["role"] == "system", adapted)))

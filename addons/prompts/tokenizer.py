@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from rolltap.addons.prompts.controls import BREAK
+
 _SHORT = 256
 """Texts below this number of characters have a cache of their own: templates put the same few around each message."""
 _SHORT_TEXTS = 8192
@@ -72,6 +74,8 @@ class CachingTokenizer:
         return self._encode(self._tokenizer.apply_chat_template(conversation, tokenize=False, **options), False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if BREAK in text:
+            return [i for piece in text.split(BREAK) for i in self._encode(piece, add_special_tokens)]
         if self._backend is not None:
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids

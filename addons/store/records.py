@@ -53,6 +53,7 @@ EventKind = Literal[
     "rejected",
     "unreadable",
     "hidden",
+    "controls",
     "budget",
     "fault",
     "joined",
@@ -96,7 +97,8 @@ class Call:
         prefix_length: Length of that prefix in tokens.
         kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`:
             rendered, as the conversation has no earlier reply. `rendered`: rendered, although it has one.
-        kind_reason: Reason why this call is not `bridged`; None when it is.
+        kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request leaves out the text of
+            the parent's reply, which is in the prompt as it was sampled; else None.
         violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
             traces.
         role_evidence: Header, field or structure of the request that determined `role`; empty for the default.
@@ -262,6 +264,8 @@ class Event:
     | `unreadable` | model call that was refused because it has tools, and the model's tool calls cannot be read |
     | `hidden` | model call with images, audio or files, of which the model gets a text instead; `detail` has their \
 number |
+    | `controls` | model call with control tokens of the chat format in its texts, of which the model gets the texts; \
+`detail` has their number, and why it gets the tokens where a renderer keeps no texts |
     | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |
     | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
 failed before it began |

@@ -1,6 +1,7 @@
 """Incremental reading of a run by session: an index of each session's rows, and the sessions that have ended."""
 
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from rolltap.addons.store.tables import TABLES, run_files
 
 Skip = Callable[[str], bool]
 """Name of a segment -> True to leave it for a later time."""
+Place = tuple[str, int]
+"""A row of a session: the name of its segment, and its number among the session's rows there. Compaction keeps it."""
 
 
 OPEN_FILES = 64
@@ -92,7 +95,7 @@ class EndedSessions:
 
 
 class SessionIndex:
-    """An index of a table's segments: session id -> byte offsets of its batches. A context manager; not thread-safe.
+    """An index of a table's segments: session id -> places of its rows. A context manager; not thread-safe.
 
     It holds what was committed when it was built, and at the last `refresh`. Raises `RunError` when the folder cannot
     be read.
@@ -104,7 +107,7 @@ class SessionIndex:
         self._schema = TABLES[table]
         self._scan = TableScan(run, table)
         self._inodes: dict[str, int] = {}
-        # session id (None for rows of nobody) -> name of a segment -> byte offsets of its batches
+        # session id (None for rows of nobody) -> name of a segment -> for each row the byte offset of its batch
         self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
         self._open: dict[str, SegmentReader] = {}
         self.refresh(skip)
@@ -138,19 +141,31 @@ class SessionIndex:
                     places.pop(new.path.name, None)
             self._inodes[new.path.name] = new.inode
             for offset, batch in new.batches:
-                for session_id in batch.column("session_id").unique().to_pylist():
-                    self._places[session_id].setdefault(new.path.name, array("q")).append(offset)
+                for row in batch.column("session_id").value_counts().to_pylist():
+                    offsets = self._places[row["values"]].setdefault(new.path.name, array("q"))
+                    offsets.extend([offset] * row["counts"])
 
     def batches(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield the rows of one session, file by file, in the order of their commits. `columns` None means all."""
         for name in sorted(self._places.get(session_id, ())):
             reader = self._reader(name)
-            for offset in self._places[session_id].get(name, ()):
+            for offset in dict.fromkeys(self._places[session_id].get(name, ())):
                 batch = reader.read(offset)
                 if columns is not None:
                     batch = batch.select([*columns, *({"session_id"} - {*columns})])
                 rows = rows_of_session(batch, session_id)
                 yield rows if columns is None else rows.select(columns)
+
+    def new_places(self, session_id: str, known: dict[str, int]) -> Iterator[Place]:
+        """Yield the places of a session's rows, file by file, without the first `known[segment]` of each segment."""
+        for name, offsets in sorted(self._places.get(session_id, {}).items()):
+            yield from ((name, number) for number in range(known.get(name, 0), len(offsets)))
+
+    def row(self, session_id: str, place: Place) -> pa.RecordBatch:
+        """Return the batch of one row of a session."""
+        reader, offsets = self._reader(place[0]), self._places[session_id][place[0]]
+        first = bisect_left(offsets, offset := offsets[place[1]])
+        return rows_of_session(reader.read(offset), session_id).slice(place[1] - first, 1)
 
     def _reader(self, name: str) -> SegmentReader:
         if name not in self._open:

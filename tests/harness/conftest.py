@@ -37,14 +37,18 @@ def lead(scripted_engine):
 
 @pytest.fixture
 def write_twice(lead):
-    """Lead the engine to write the file of the instruction in two turns, then to end. A prompt without tools ends."""
+    """Lead the engine to write the file of the instruction in two turns, then to end. A prompt without tools ends.
+
+    As models do, it says something before each call.
+    """
 
     def reply(prompt):
         turn = prompt.count("<tool_response>") if "<tools>" in prompt else 2
         path = prompt.partition(".txt, twice")[0].rpartition("Write ")[2] + ".txt"
         if turn == 2:
             return f"<think>\nTwice.\n</think>\n\nI wrote {path}."
-        return tool_call("write_file", {"path": path, "content": f"héllo {turn}\n"})
+        call = tool_call("write_file", {"path": path, "content": f"héllo {turn}\n"})
+        return call.replace("<tool_call>", f"I write {path}.\n\n<tool_call>")
 
     lead(reply)
 

@@ -43,8 +43,8 @@ class Recorded(test_continuity.Session):
         self.session_id = session_id
         self.dialect = NAME
 
-    def ask(self, messages, completion, fields=None):
-        reply = super().ask(messages, completion)
+    def ask(self, messages, completion, fields=None, prompt=None):
+        reply = super().ask(messages, completion, prompt)
         prompt, completion_ids = self.calls[-1]
         parent = prompt.parent
         call = {
@@ -256,26 +256,36 @@ echoed = st.text(max_size=5) | st.sampled_from(test_continuity.MARKUP)
 folders = itertools.count()
 
 
+THOUGHT = "<think>\nOne\n</think>\n\nHello."
+TEXTS = ["Hello.", "Hello.\n", THOUGHT]
+completions = st.sampled_from([*TEXTS, *TEXTS, THINKING]) | echoed
+echoes = st.sampled_from(
+    [test_continuity.same, *(test_continuity.changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
+)
+
+
 @given(st.data())
-@examples(60)
+@examples(800)
 def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, encode, tmp_path_factory, data):
+    """Calls run in parallel, from equal prompts too; echoes are changed, requests repeated, recorders restarted."""
     folder = tmp_path_factory.getbasetemp() / f"run-{next(folders)}"
     session = Recorded(rendering, encode, folder)
-    branches = [[user("Hi")], [user("Ho")]]
-    for _ in range(data.draw(st.integers(1, 6))):
-        messages = data.draw(st.sampled_from(branches))
-        text = data.draw(st.sampled_from([THINKING, "Hello.", "<think>\nOne\n</think>\n\nHello.", data.draw(echoed)]))
-        session.tools = data.draw(st.sampled_from([[TOOL], [TOOL], []]))
-        reply = session.ask(
-            messages, text + data.draw(st.sampled_from(["<|im_end|>", "<|im_end|>", "", "<|im_end|>a"]))
-        )
-        answers = [result(reply, data.draw(echoed))] if reply.get("tool_calls") else [user(data.draw(echoed))]
-        branches.append([*messages, reply, *answers])
-        branches.append([*messages, {**reply, "content": "Other."}, *answers])
-        if data.draw(st.booleans()):
+    branches, running = [[user("Hi")], [{"role": "system", "content": "You help."}, user("Hi")]], []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if not running or data.draw(st.booleans()):
+            session.tools = data.draw(st.sampled_from([[TOOL], [TOOL], [TOOL], []]))
+            messages = data.draw(st.sampled_from(branches))
+            running.append((messages, session.tools, session.prompt(messages)))
+            continue
+        messages, session.tools, prompt = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        end = data.draw(st.sampled_from(["<|im_end|>", "<|im_end|>", "<|im_end|>", "", "<|im_end|>a"]))
+        reply = session.ask(messages, data.draw(completions) + end, prompt=prompt)
+        answer = result(reply) if reply.get("tool_calls") else user("Go on")
+        branches += [[*messages, data.draw(echoes)(reply), answer] for _ in range(2)]
+        if not running and data.draw(st.booleans()):
             session.writer = RunWriter(folder)
     recovered = session.recovered()
-    for session.tools, messages in itertools.product(([TOOL], []), branches):
+    for session.tools, messages in itertools.product(([TOOL], []), reversed(branches)):
         request = session.decode(messages)
         recovered.index(session.dialect, request)
         before, after = session.conversations.prompt(request), recovered.conversations.prompt(request)

@@ -398,3 +398,26 @@ async def test_an_answer_takes_room_until_it_is_sent(client, harness, monkeypatc
     [(taken, length)] = held
     assert taken == length > 250_000
     assert quota.fits("s1", quota.of_session)
+
+
+async def test_a_request_that_names_an_id_reads_the_rows_of_its_chain(client, harness, monkeypatch):
+    conversation = await client.create(user("First."))
+    named = (await client.ask(user("Second."), conversation=conversation))["id"]
+    for _ in range(20):
+        await client.ask(user("Something else."))
+    assert await client.texts(conversation)  # whoever asks first after a restart looks at each row once
+    row, read = stored.Archive.row, []
+    monkeypatch.setattr(stored.Archive, "row", lambda *asked: read.append(asked) or row(*asked))
+    counts = []
+    for _ in range(3):
+        read.clear()
+        named = (await client.ask(user("Go on."), previous_response_id=named))["id"]
+        counts.append(len(read))
+    # calls of the chain, and the rows of the request before: a call, and the event that it was begun
+    assert counts == [1, 4, 5]
+    read.clear()
+    await client.ask(user("Third."), conversation=conversation)
+    assert len(read) < 10
+    harness.endpoint.writer.close()  # compacts
+    await client.ask(user("Go on."), previous_response_id=named)
+    assert kinds(harness)[-1] == BRIDGED

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects import anthropic, openai_chat, openai_responses
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import TEXT_DROPPED, Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 from tests.deep import examples
 
 ARGUMENTS = '{"at":  "caf\\u00e9", "deep": {"x": 1.0, "y": [true, null]}}'
-THINKING = f'<think>\nI look.\n</think>\n\nSo:\n<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+SPACED = '{"at":"caf\u00e9",  "deep":{"y":[true,null],"x":1}}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+THINKING = f"<think>\nI look.\n</think>\n\nSo:\n{CALL}"
 CONTEXT = {"role": "assistant", "content": "Job 1 has ended."}
 
 
@@ -37,9 +39,12 @@ class Session:
     def prompt(self, messages):
         return self.conversations.prompt(self.decode(messages))
 
-    def ask(self, messages, completion):
-        """Record a call with `completion`, a text or token ids, and return the reply that the harness sees."""
-        prompt = self.prompt(messages)
+    def ask(self, messages, completion, prompt=None):
+        """Record a call with `completion`, a text or token ids, and return the reply that the harness sees.
+
+        With `prompt`, the one that its request got before calls which were recorded since.
+        """
+        prompt = prompt or self.prompt(messages)
         completion_ids = self.encode(completion) if isinstance(completion, str) else completion
         reply = self.rendering.parse(prompt.ids, completion_ids, self.tools).to_message()
         self.conversations.add(str(len(self.calls)), prompt, completion_ids, reply)
@@ -129,7 +134,6 @@ class TestKind:
         "echo",
         {
             "other text": changed(content="So!"),
-            "no text": changed(content=""),
             "another id": lambda reply: {**reply, "tool_calls": [{**reply["tool_calls"][0], "id": "call_other"}]},
             "twice": lambda reply: {**reply, "tool_calls": reply["tool_calls"] * 2},
             "no calls": changed(tool_calls=[]),
@@ -245,7 +249,7 @@ class TestChangedEchoes:
 
     @pytest.mark.parametrize(
         "content",
-        ["<think>\nI hear.\n</think>\n\nSo:", "<think></think>So:", "So:\n\n", " So:", LITELLM, "<think>I look.So:"],
+        ["<think>\nI hear.\n</think>\n\nSo:", "<think></think>So:", "So:\n\n", " So:", "<think>I look.So:"],
     )
     def test_other_changes_are_not(self, session, content):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
@@ -259,6 +263,113 @@ class TestChangedEchoes:
             session.conversations.add(str(number), prompt, session.encode("Hello.<|im_end|>"), reply)
         for number, reply in enumerate(replies):
             assert session.prompt([user("Hi"), reply, user("Go on")]).parent.call_id == str(number)
+
+
+TWO_CALLS = f"{THINKING}\n{CALL}"
+
+
+class TestTextBesideCalls:
+    """Frameworks echo the tool calls of a turn without the text that the model said before them."""
+
+    def ask(self, session, completion=THINKING):
+        reply = session.ask([user("Hi")], completion + "<|im_end|>")
+        assert reply["content"].strip() == "So:"
+        return reply
+
+    @named(
+        "echo",
+        {
+            "null": changed(content=None),
+            "empty": changed(content=""),
+            "LiteLLM's text": changed(content=TestChangedEchoes.LITELLM),
+            "thoughts in its place": changed(content="<think>\nI look.\n</think>\n\n"),
+            "other spaces in arguments": lambda reply: {**arguments(SPACED)(reply), "content": None},
+        },
+    )
+    def test_a_dropped_text_stays_in_the_prompt_and_the_row_says_so(self, session, echo):
+        reply = self.ask(session)
+        messages = [user("Hi"), echo(reply), result(reply)]
+        messages += [session.ask(messages, THINKING + "<|im_end|>")]
+        first, second = (session.calls[1][0], session.prompt([*messages, result(messages[-1])]))
+        assert (first.kind, first.parent.call_id, first.reason) == ("bridged", "0", TEXT_DROPPED)
+        assert first.ids[: first.prefix_length] == session.token_ids(0)
+        assert (second.kind, second.parent.call_id, second.reason) == ("bridged", "1", None)
+        messages[-1] = echo(messages[-1])
+        assert session.prompt([*messages, result(reply)]).reason == TEXT_DROPPED
+
+    @named(
+        "body",
+        {
+            "Responses": lambda calls, answers: {
+                "input": [user("Hi")]
+                + [
+                    {"type": "function_call", "call_id": i, "name": "look", "arguments": json.dumps(a)}
+                    for i, a in calls
+                ]
+                + [{"type": "function_call_output", "call_id": i, "output": text} for i, text in answers],
+                "tools": [{"type": "function", **TOOL["function"]}],
+            },
+            "Messages": lambda calls, answers: {
+                "max_tokens": 9,
+                "messages": [
+                    user("Hi"),
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": i, "name": "look", "input": a} for i, a in calls],
+                    },
+                    user([{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in answers]),
+                ],
+                "tools": [],
+            },
+        },
+    )
+    def test_in_every_api(self, session, body):
+        reply = self.ask(session, TWO_CALLS)
+        calls = [(call["id"], json.loads(call["function"]["arguments"])) for call in reply["tool_calls"]]
+        request = body(calls, [(i, "Nothing.") for i, _ in calls])
+        dialect = openai_responses if "input" in request else anthropic
+        decoded = dialect.decode(json.dumps({"model": "m", **request}).encode(), "/v1/messages")
+        decoded.tools = session.decode([user("Hi")]).tools
+        prompt = session.conversations.prompt(decoded)
+        assert (prompt.kind, prompt.parent.call_id, prompt.reason) == ("bridged", "0", TEXT_DROPPED)
+
+    @named(
+        "echo",
+        {
+            "one of two calls": lambda reply: {**reply, "tool_calls": reply["tool_calls"][:1]},
+            "another order": lambda reply: {**reply, "tool_calls": reply["tool_calls"][::-1]},
+            "another id": lambda reply: {
+                **reply,
+                "tool_calls": [reply["tool_calls"][0], {**reply["tool_calls"][1], "id": "c"}],
+            },
+            "no calls": lambda reply: {**reply, "tool_calls": []},
+            "other thoughts": changed(content="<think>I hear.</think>"),
+            "another text": changed(content="I look."),
+        },
+    )
+    def test_what_is_changed_besides_is_rendered(self, session, echo):
+        reply = self.ask(session, TWO_CALLS)
+        echoed = echo({**reply, "content": ""})
+        prompt = session.prompt([user("Hi"), echoed, user("And?")])
+        assert (prompt.kind, prompt.parent) == ("rendered", None)
+        assert prompt.reason.startswith("message 1 is not that of call 0")
+
+    def test_a_reply_without_text_is_found_before_one_that_lost_it(self, session, encode):
+        calls = [message_tool_call("c1", "look", "{}")]
+        for number, text in enumerate(("So:", "", "Or:")):
+            prompt = session.prompt([user("Hi")])
+            session.conversations.add(str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls))
+        for text, parent in (("So:", "0"), ("", "1"), ("Or:", "2")):
+            echo = assistant_message(text, "", calls)
+            assert session.prompt([user("Hi"), echo, result(echo)]).parent.call_id == parent
+
+    def test_two_replies_that_differ_by_a_dropped_text_alone_are_ambiguous(self, session, encode):
+        calls = [message_tool_call("c1", "look", "{}")]
+        for number, text in enumerate(("So:", "Or:")):
+            prompt = session.prompt([user("Hi")])
+            session.conversations.add(str(number), prompt, encode("x<|im_end|>"), assistant_message(text, "", calls))
+        echo = assistant_message("", "", calls)
+        assert session.prompt([user("Hi"), echo, result(echo)]).kind == "rendered"
 
 
 class TestEqualReplies:

@@ -369,15 +369,20 @@ CASES = [(stem, variant) for stem in WITH_TOOLS for variant in variants(stem)]
 
 @cache
 def examined(stem, variant):
-    """Return how a variant of a template does, None when its calls cannot be read, and what its model lacks."""
+    """Return how a variant of a template does, None when its calls cannot be read, and what its model lacks.
+
+    Also return why control tokens in texts are not kept texts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         rendering = save(folder, variants(stem)[variant])
-        return examine(rendering) if not rendering.unreadable else None, rendering.lacks
+        found = examine(rendering) if not rendering.unreadable else None
+        return found, rendering.lacks, rendering.controls.exposed
 
 
 @pytest.mark.parametrize(("stem", "variant"), CASES)
 def test_a_template_is_read_and_continued_by_its_defaults_or_refused_by_name(stem, variant):
-    found, lacks = examined(stem, variant)
+    found, lacks, exposed = examined(stem, variant)
+    assert exposed is None
     if stem in WITHOUT_CALLS:
         (lack,) = lacks
         assert re.search(r"^the tool calls of /.* cannot be read: .*rolltap_tool_parser: hermes, qwen-xml", lack)

@@ -45,4 +45,4 @@ print(agent(client, "Write previous.txt, twice.", by_previous_response))
 print(agent(client, "Write references.txt, twice.", by_references))
 print(agent(client, "Write conversation.txt, twice.", by_conversation))
 # a message, results, calls, texts, thoughts
-assert len(list(client.conversations.items.list(conversation.id))) == 6 + 3
+assert len(list(client.conversations.items.list(conversation.id))) == 8 + 3
