@@ -1,6 +1,7 @@
 """The doctor's scripted engine with what tests need: queued replies, failures, a key, adapters, held tokens."""
 
 import asyncio
+import io
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -35,7 +36,8 @@ class Answer:
 
     def response(self) -> web.Response:
         """Return the status and the body as they are."""
-        return web.Response(status=self.status, body=self.body, headers=self.headers)
+        body = self.body.encode() if isinstance(self.body, str) else self.body
+        return web.Response(status=self.status, body=io.BytesIO(body), headers=self.headers)
 
 
 Reply = Say | Answer

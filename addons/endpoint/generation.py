@@ -213,7 +213,8 @@ class Generation:
     async def _run(self) -> None:
         call, session = self.call, self._session
         try:
-            async for chunk in sample(call, self._prepared.sampling, session.engines, self._policy, session.writer):
+            sampling, vocabulary = self._prepared.sampling, session.rendering.vocabulary
+            async for chunk in sample(call, sampling, session.engines, self._policy, session.writer, vocabulary):
                 self._stop = chunk.stop or self._stop
                 self._token_at = asyncio.get_running_loop().time()
                 self._changed.set()
@@ -280,15 +281,16 @@ class Generation:
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
         call.sampling = json.dumps({**prepared.sampling, "asked": prepared.model_call.unapplied()})
-        call.reply = call.violation = None
+        bounds = self._session.rendering.vocabulary, prepared.sampling["max_tokens"]
+        call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions, *bounds)
+        call.reply = None
         if isinstance(outcome, Reply):
             call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
-            call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions)
         else:
             call.error = str(outcome) or repr(outcome)
             if outage is not None and status == "aborted":
                 call.error += f"{WAITED}{outage}"
-        if call.violation:
+        if call.violation and call.reply is not None:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._session.writer.add_call(call)
 

@@ -320,13 +320,23 @@ CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = _schema(Call), _schema(Session), _sc
 
 
 def find_violation(
-    completion_ids: Sequence[int], logprobs: Sequence[float], weight_versions: Sequence[VersionSpan]
+    completion_ids: Sequence[int],
+    logprobs: Sequence[float],
+    weight_versions: Sequence[VersionSpan],
+    vocabulary: int = 2**31,
+    asked: int | None = None,
 ) -> str | None:
     """Return the first token invariant that a call breaks, in words, or None.
 
-    Invariants: one log-probability per token id; every log-probability is finite, at most 0 and not vLLM's sentinel;
-    the weight version spans cover the completion without gap or overlap.
+    Invariants: at most `asked` token ids, each one of the vocabulary's; one log-probability per token id; every
+    log-probability is finite, at most 0 and not vLLM's sentinel; the weight version spans cover the completion without
+    gap or overlap.
     """
+    if asked is not None and len(completion_ids) > asked:
+        return f"{len(completion_ids)} token ids where at most {asked} were asked"
+    for i, token_id in enumerate(completion_ids):
+        if not 0 <= token_id < vocabulary:
+            return f"token {i} is {token_id}, and the vocabulary has {vocabulary:,}"
     if len(completion_ids) != len(logprobs):
         return f"{len(completion_ids)} token ids but {len(logprobs)} log-probabilities"
     for i, logprob in enumerate(logprobs):
