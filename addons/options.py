@@ -5,13 +5,13 @@ is their help. The file imports the standard library alone: the trainer checks o
 """
 
 import difflib
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
+from rolltap.addons.dialects.model_call import parse_json
 from rolltap.addons.errors import InputError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _urls(text: str) -> tuple[str, ...]:
 
 def _sampling(text: str) -> dict[str, Any]:
     try:
-        sampling = json.loads(text)
+        sampling = parse_json(text)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(sampling, dict):

@@ -43,7 +43,6 @@ see the same text and the same end (`exchange.py` writes it in the API's form).
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
-from rolltap.addons.store.records import CallStatus, find_violation, utc_now
+from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -280,12 +279,12 @@ class Generation:
         call, prepared = self.call, self._prepared
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json.dumps({**prepared.sampling, "asked": prepared.model_call.unapplied()})
+        call.sampling = json_text({**prepared.sampling, "asked": prepared.model_call.unapplied()})
         bounds = self._session.rendering.vocabulary, prepared.sampling["max_tokens"]
         call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions, *bounds)
         call.reply = None
         if isinstance(outcome, Reply):
-            call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
+            call.reply = json_text(outcome.to_message())
         else:
             call.error = str(outcome) or repr(outcome)
             if outage is not None and status == "aborted":

@@ -1,6 +1,5 @@
 """Replies, conversations and cached contents that a session stored, read from its own rows at each request."""
 
-import json
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCa
 from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.options import Images
-from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, json_text
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter
 
@@ -113,7 +112,7 @@ class SessionStore:
         Raises `DialectError` when the session would store too much, and `OSError`.
         """
         entry = entry if call_id is None else {**entry, "call": call_id}
-        detail = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
+        detail = json_text(entry)
         if self.num_bytes + _size(detail) > STORED_BYTES:
             raise DialectError(
                 f"This session has stored {self.num_bytes:,} bytes of conversations and cached contents, of which each "

@@ -215,18 +215,12 @@ def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:
     return Chunk(
         token_ids=token_ids,
         logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
-        finish_reason=_text(choice["finish_reason"]),
+        finish_reason=choice["finish_reason"],
         stop=stop if (stop := choice.get("stop_reason")) in stops else None,
         weight_versions=versions
         and [VersionSpan(version=str(v["version"]), start=_int32(v["start"]), end=_int32(v["end"])) for v in versions],
         cached_tokens=cached,
     )
-
-
-def _text(value: Any) -> str | None:
-    if not isinstance(value, str | None):
-        raise TypeError
-    return value
 
 
 def _int32(value: Any) -> int:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
@@ -62,6 +63,18 @@ EventKind = Literal[
     "stored",
     "ended",
 ]
+
+
+def json_text(value: Any) -> str:
+    """Return `value` as the JSON of a column. NaN and the infinities, which JSON lacks, become texts: `"-Infinity"`.
+
+    Times are in ISO 8601.
+    """
+    encode = partial(json.dumps, ensure_ascii=False, default=datetime.isoformat)
+    try:
+        return encode(value, allow_nan=False)
+    except ValueError:
+        return encode(json.loads(encode(value), parse_constant=str))
 
 
 def utc_now() -> datetime:

@@ -181,13 +181,12 @@ async def test_what_is_no_token_id_is_an_invalid_event(harness, scripted_engine,
             {"weight_versions": [{"version": "1", "start": 0, "end": 2**40}]},
             {"weight_versions": [{"version": 1, "start": 0, "end": -1}]},
             {"weight_versions": {"version": "1"}},
-            {"finish_reason": ["stop"]},
         ]
     ),
 )
 async def test_other_values_of_other_types_are_one_too(scripted_engine, client, fields):
     scripted_engine.replies.append(Answer(200, chunk(5, **fields)))
-    with pytest.raises(EngineError, match=r"invalid event|ended the generation with neither"):
+    with pytest.raises(EngineError, match="sent an invalid event"):
         await generate(client)
 
 
