@@ -122,14 +122,15 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
                 await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
             return response
         try:
-            await self._say(request, response, reply)
+            most = None if reply.break_after else body["sampling_params"]["max_tokens"]
+            await self._say(request, response, reply, most)
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
         return response
 
-    async def _say(self, request, response, reply):
-        for i, event in enumerate(self.events(reply)):
+    async def _say(self, request, response, reply, most):
+        for i, event in enumerate(self.events(reply, most)):
             if i == reply.break_after:
                 request.transport.close()  # already written data is still delivered
                 return

@@ -347,9 +347,9 @@ def find_violation(
     """
     if asked is not None and len(completion_ids) > asked:
         return f"{len(completion_ids)} token ids where at most {asked} were asked"
-    for i, token_id in enumerate(completion_ids):
-        if not 0 <= token_id < vocabulary:
-            return f"token {i} is {token_id}, and the vocabulary has {vocabulary:,}"
+    if not 0 <= min(completion_ids, default=0) <= max(completion_ids, default=0) < vocabulary:
+        i = next(i for i, token_id in enumerate(completion_ids) if not 0 <= token_id < vocabulary)
+        return f"token {i} is {completion_ids[i]}, which is not in the vocabulary"
     if len(completion_ids) != len(logprobs):
         return f"{len(completion_ids)} token ids but {len(logprobs)} log-probabilities"
     for i, logprob in enumerate(logprobs):

@@ -210,7 +210,7 @@ async def test_a_token_beyond_the_vocabulary_is_a_violation_and_ends_the_call(ha
     scripted_engine.otherwise = lambda request: Answer(200, chunk(5, beyond, 6, finish_reason="stop"))
     status, answer = await harness.ask(user())
     (call,) = harness.calls()
-    words = f"token 1 is {beyond}, and the vocabulary has {beyond:,}"
+    words = f"token 1 is {beyond}, which is not in the vocabulary"
     assert (call["status"], call["violation"], call["completion_ids"]) == ("failed", words, [5, beyond])
     assert (status, words in answer["error"]["message"]) == (502, True)
     scripted_engine.otherwise = lambda request: Say("Hi.")
