@@ -119,7 +119,7 @@ class Engine:
                     raise self._refusal(response.status, said, body)
                 watch = asyncio.create_task(self._watch(response.content))
                 try:
-                    async for data in self._connections.events(response):
+                    async for data in self._connections.events(response, sampling["max_tokens"]):
                         if data == b"[DONE]":
                             break
                         chunk = self._decode(data, body)

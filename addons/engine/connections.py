@@ -70,25 +70,31 @@ class Connections:
         """Return the body of a response. Raises `EngineError` when it has more than `MOST_BYTES`."""
         body = bytearray()
         async for received in response.content.iter_any():
-            self._extend(body, received)
+            body += received
+            self._require(len(body), MOST_BYTES)
         return bytes(body)
 
-    async def events(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """Yield the data of each server-sent event. Raises `EngineError` for a line of more than `MOST_BYTES`."""
-        line = bytearray()
-        async for received in response.content.iter_any():
-            *ends, begun = received.split(b"\n")
-            for end in ends:
-                self._extend(line, end)
-                if line.startswith(b"data:"):
-                    yield bytes(line[5:].strip())
-                line.clear()
-            self._extend(line, begun)
+    async def events(self, response: aiohttp.ClientResponse, num_tokens: int) -> AsyncIterator[bytes]:
+        """Yield the data of each server-sent event of a generation of at most `num_tokens`.
 
-    def _extend(self, so_far: bytearray, received: bytes) -> None:
-        if len(so_far) + len(received) > MOST_BYTES:
-            raise EngineError(f"the engine at {self.url} sent more than {MOST_BYTES:,} bytes at once", status=502)
-        so_far += received
+        Raises `EngineError` for a line of more than `MOST_BYTES`, and for more than that and 1 KiB a token in all.
+        """
+        line, total = bytearray(), 0
+        async for received in response.content.iter_any():
+            total += len(received)
+            self._require(total, MOST_BYTES + 1024 * num_tokens)
+            end, *others = received.split(b"\n")
+            line += end
+            self._require(len(line), MOST_BYTES)
+            if others:
+                for whole in (bytes(line), *others[:-1]):
+                    if whole.startswith(b"data:"):
+                        yield whole[5:].strip()
+                line = bytearray(others[-1])
+
+    def _require(self, num_bytes: int, most: int) -> None:
+        if num_bytes > most:
+            raise EngineError(f"the engine at {self.url} sent more than {most:,} bytes at once", status=502)
 
     def failed(self, why: str, error: Exception) -> EngineError:
         """Return the error of a failed connection. What aiohttp says of a reply quotes it, so it is left out."""

@@ -16,7 +16,7 @@ from tests.deep import cases
 from tests.scripted_engine import Answer, Say
 
 SECRET = "Bearer 0123456789abcdef"
-BOUND = "sent more than 1,048,576 bytes at once"
+BOUND = r"sent more than 1,\d{3},\d{3} bytes at once"
 LONG = "x" * ((1 << 20) + 1)
 ZEROS = gzip.compress(bytes(64 << 20))
 ZIPPED = {"content-encoding": "gzip"}
@@ -37,6 +37,7 @@ def chunk(*token_ids, **fields):
 TOO_MUCH = {
     "an event": Answer(200, json.dumps({"error": {"message": LONG, "code": 400}})),
     "an event without an end": Answer(200, LONG.encode()),
+    "lines without an end": Answer(200, b":\n" * (1 << 20)),
     "a comment": Answer(200, f":{LONG}\n\n".encode()),
     "a refusal": Answer(400, LONG),
 }
