@@ -175,7 +175,10 @@ class TestEndOfSession:
         await (harness.end() if why == "the session ended" else harness.endpoint.close())
         status, reply = await asked
         assert (status, reply["error"]["message"]) == (503, why)
-        assert [(call["status"], call["error"]) for call in harness.calls()] == [("aborted", why)]
+        (call,) = harness.calls()
+        assert (call["status"], call["error"]) == ("aborted", why)
+        # the engine names the weights at the end only: `rolltap verify` asks of every call that this is marked
+        assert (call["violation"] is None) == (call["completion_ids"] == [])
 
     @pytest.mark.parametrize("late", [PATH, "/v1/responses/input_tokens"])
     async def test_a_later_request_is_refused_and_recorded(self, harness, scripted_engine, late):
