@@ -197,10 +197,7 @@ def encode(body: dict[str, Any]) -> bytes:
 
 
 def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:
-    """Return the chunk of one event. Of other stop texts than `stops` none is kept.
-
-    Raises `ValueError`, `LookupError`, `TypeError` or `AttributeError` for an event that is not vLLM's.
-    """
+    """Return the chunk of one event, with a stop text of `stops` or none. Any error is that of an invalid event."""
     usage = event.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = None if cached is None else _int32(cached)
