@@ -6,6 +6,7 @@ is their help. The file imports the standard library alone: the trainer checks o
 
 import difflib
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -120,7 +121,7 @@ def _sampling(text: str) -> dict[str, Any]:
     for key, value in sampling.items():
         if key not in _SAMPLING_KEYS:
             raise ValueError(f"has the unknown key {key!r}: use {', '.join(_SAMPLING_KEYS)}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"has {key} = {value!r}: give a number")
     return {**NEUTRAL_SAMPLING, **sampling}
 

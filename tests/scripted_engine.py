@@ -1,10 +1,12 @@
 """The doctor's scripted engine with what tests need: queued replies, failures, a key, adapters, held tokens."""
 
 import asyncio
+import io
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -26,10 +28,16 @@ class Say(scripted_engine.Say):
 
 @dataclass
 class Answer:
-    """A reply of a status and a body instead of tokens. With status 200 the body is an event of a stream."""
+    """A reply of a status and a body instead of tokens. With status 200 a text is an event of a stream."""
 
     status: int
-    body: str
+    body: str | bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def response(self) -> web.Response:
+        """Return the status and the body as they are."""
+        body = self.body.encode() if isinstance(self.body, str) else self.body
+        return web.Response(status=self.status, body=io.BytesIO(body), headers=self.headers)
 
 
 Reply = Say | Answer
@@ -48,6 +56,8 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
         """Name of the base weights as `/weight_info` tells it. None: the engine has no such route."""
         self.deaf = False
         """True to accept connections and requests from now on and say nothing, not even to /health."""
+        self.answers: dict[str, Answer] = {}
+        """Path -> what every request to it gets."""
         self.asked: list[str] = []
         """Path of each request."""
         self.peers: set[Any] = set()
@@ -83,6 +93,8 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
         key = request.headers.get("authorization")
         if self.key is not None and request.path != "/health" and key != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        if (answer := self.answers.get(request.path)) is not None:
+            return answer.response()
         if request.path == "/tokenize" and self.tokenize_status != 200:
             return web.json_response({}, status=self.tokenize_status)
         return await handler(request)
@@ -101,22 +113,24 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
         reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
         if reply is None:
             reply = Answer(500, "the script is over")
-        if isinstance(reply, Answer) and reply.status != 200:
-            return web.Response(status=reply.status, text=reply.body)
+        if isinstance(reply, Answer) and (reply.status != 200 or isinstance(reply.body, bytes)):
+            return reply.response()
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         if isinstance(reply, Answer):
-            await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
+            with suppress(ConnectionError):  # it may be too long for the client
+                await response.write(f"data: {reply.body}\n\ndata: [DONE]\n\n".encode())
             return response
         try:
-            await self._say(request, response, reply)
+            most = None if reply.break_after else body["sampling_params"]["max_tokens"]
+            await self._say(request, response, reply, most)
         except asyncio.CancelledError:
             self.disconnected.set()
             raise
         return response
 
-    async def _say(self, request, response, reply):
-        for i, event in enumerate(self.events(reply)):
+    async def _say(self, request, response, reply, most):
+        for i, event in enumerate(self.events(reply, most)):
             if i == reply.break_after:
                 request.transport.close()  # already written data is still delivered
                 return

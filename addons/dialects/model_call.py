@@ -4,10 +4,12 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal
 
 from rolltap.addons.dialects.json_values import MOST_LEVELS, TooManyLevels, check_values, nests_deeper
@@ -35,14 +37,27 @@ _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
 
 
+def _number(kind: type[float], text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:20]} is a number that JSON does not have")
+    return kind(text)
+
+
+_REAL = partial(_number, float)
+_loads = partial(json.loads, parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
+
+
 def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
+
+    NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one has columns that
+    others cannot read.
 
     Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and `RecursionError`.
     """
     check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     text = text.decode() if isinstance(text, bytes) else text
-    value = json.loads(text)
+    value = _loads(text)
     if nests_deeper(value, most_levels):
         raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
     if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare

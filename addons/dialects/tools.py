@@ -54,14 +54,7 @@ def as_object(arguments: str) -> dict[str, Any]:
     Text that is not a JSON object is wrapped; `from_object` unwraps it.
     """
     parsed = parse_arguments(arguments)
-    if isinstance(parsed, dict) and not _is_wrapped(parsed):
-        try:
-            json.dumps(parsed, allow_nan=False)
-        except (ValueError, RecursionError):
-            pass  # NaN and Infinity, which Python parses and JSON does not have, or too deeply nested
-        else:
-            return parsed
-    return wrapped(arguments)
+    return parsed if isinstance(parsed, dict) and not _is_wrapped(parsed) else wrapped(arguments)
 
 
 def wrapped(arguments: str) -> dict[str, Any]:

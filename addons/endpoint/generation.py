@@ -43,7 +43,6 @@ see the same text and the same end (`exchange.py` writes it in the API's form).
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -62,7 +61,7 @@ from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
-from rolltap.addons.store.records import CallStatus, find_violation, utc_now
+from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -215,7 +214,8 @@ class Generation:
     async def _run(self) -> None:
         call, session = self.call, self._session
         try:
-            async for chunk in sample(call, self._prepared.sampling, session.engines, self._policy, session.writer):
+            sampling, vocabulary = self._prepared.sampling, session.rendering.vocabulary
+            async for chunk in sample(call, sampling, session.engines, self._policy, session.writer, vocabulary):
                 self._stop = chunk.stop or self._stop
                 self._token_at = asyncio.get_running_loop().time()
                 self._changed.set()
@@ -284,16 +284,17 @@ class Generation:
         call, prepared = self.call, self._prepared
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json.dumps({**prepared.sampling, "asked": prepared.model_call.unapplied()})
-        call.reply = call.violation = None
+        call.sampling = json_text({**prepared.sampling, "asked": prepared.model_call.unapplied()})
+        bounds = self._session.rendering.vocabulary, prepared.sampling["max_tokens"]
+        call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions, *bounds)
+        call.reply = None
         if isinstance(outcome, Reply):
-            call.reply = json.dumps(outcome.to_message(), ensure_ascii=False)
-            call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions)
+            call.reply = json_text(outcome.to_message())
         else:
             call.error = str(outcome) or repr(outcome)
             if outage is not None and status == "aborted":
                 call.error += f"{WAITED}{outage}"
-        if call.violation:
+        if call.violation and call.reply is not None:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._session.writer.add_call(call)
 

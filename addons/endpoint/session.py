@@ -5,7 +5,6 @@ idle session can be dropped and a new one continues where it was.
 """
 
 import asyncio
-import json
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable
@@ -30,7 +29,7 @@ from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.records import Call, EventKind
+from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
 
 P = ParamSpec("P")
@@ -217,8 +216,8 @@ class Session:
             path=request.path,
             model=model_call.model,
             stream=model_call.stream,
-            messages=json.dumps(prompt.new_messages, ensure_ascii=False),
-            tools=json.dumps(model_call.tools, ensure_ascii=False) if prompt.parent is None else None,
+            messages=json_text(prompt.new_messages),
+            tools=json_text(model_call.tools) if prompt.parent is None else None,
         )
         recorded = {**sampling, "asked": model_call.unapplied()}
         digest = request_digest(dialect.NAME, model_call.model, call.prompt_ids, recorded)

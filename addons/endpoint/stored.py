@@ -22,7 +22,7 @@ from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Images
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.records import DIGEST
+from rolltap.addons.store.records import DIGEST, json_text
 from rolltap.addons.store.sessions import Place, SessionIndex
 from rolltap.addons.store.tables import TABLES, RunWriter
 
@@ -136,7 +136,7 @@ class SessionStore:
         Raises `DialectError` when the session would store too much, and `OSError`.
         """
         entry = entry if call_id is None else {**entry, "call": call_id}
-        detail = json.dumps(entry, ensure_ascii=False, separators=(",", ":"))
+        detail = json_text(entry)
         if self.num_bytes + _size(detail) > STORED_BYTES:
             raise DialectError(
                 f"This session has stored {self.num_bytes:,} bytes of conversations and cached contents, of which each "

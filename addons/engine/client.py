@@ -6,7 +6,8 @@ is JSON, its response a stream of server-sent events.
 
 import asyncio
 import json
-from collections.abc import AsyncIterable, AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,33 +114,34 @@ class Engine:
         try:
             async with await self._headers(body) as response:
                 if response.status != 200:
-                    raise await self._refusal(response, model)
+                    async with asyncio.timeout(REFUSAL_SECONDS):
+                        said = await self._connections.read(response)
+                    raise self._refusal(response.status, said, body)
                 watch = asyncio.create_task(self._watch(response.content))
                 try:
-                    async for data in events(response.content.iter_any()):
+                    async for data in self._connections.events(response, sampling["max_tokens"]):
                         if data == b"[DONE]":
                             break
-                        chunk = decode(self.url, data)
+                        chunk = self._decode(data, body)
                         finished = finished or chunk.finish_reason is not None
                         yield chunk
                 finally:
                     watch.cancel()
                 async with asyncio.timeout(END_SECONDS):
-                    await response.read()
+                    await self._connections.read(response)
         except (aiohttp.ClientError, TimeoutError, EngineError) as error:
             if finished:
                 return  # all tokens have arrived: at most the usage is lost
             if isinstance(error, EngineError):
                 raise
-            message = f"the engine at {self.url} failed: {error or type(error).__name__}"
-            raise EngineError(message, retryable=True) from error
+            raise self._connections.failed("failed", error) from error
         if not finished:
             message = f"the engine at {self.url} ended the generation without a finish reason"
             raise EngineError(message, status=502, retryable=True)
 
     async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        url, headers = self.url + GENERATE, {"content-type": "application/json"}
-        post = partial(self._connections.session.post, url, data=encode(body), headers=headers, allow_redirects=False)
+        headers = {"content-type": "application/json"}
+        post = partial(self._connections.request, "POST", GENERATE, data=encode(body), headers=headers)
         async with self._connections.while_healthy():
             try:
                 return await post()
@@ -155,30 +157,35 @@ class Engine:
             if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
                 return content.set_exception(self._connections.silent())
 
-    async def _refusal(self, response: aiohttp.ClientResponse, model: str | None) -> EngineError:
-        async with asyncio.timeout(REFUSAL_SECONDS):
-            body = await response.read()
-        text = body.decode("utf-8", "replace")[:500]
-        if response.status == 404 and model is not None and _is_unknown(model, body):
+    def _refusal(self, status: int, said: bytes, request: dict[str, Any]) -> EngineError:
+        """Return the error of a refused request. `said` may quote anything: only the names that we sent are kept."""
+        model: str | None = request.get("model")
+        if status == 404 and model is not None and f"`{model}` does not exist".encode() in said:  # vLLM 0.32
             shown = f"the engine at {self.url} does not have the weights of this session"
             message = f"the engine at {self.url} has no adapter {model}"
             return AdapterGone(message, status=502, retryable=True, answered=True, for_harness=shown)
-        if (status := response.status) == 401 and (advice := key_refused(self.url, status, self._key)):
+        if status == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
+        words = {*re.findall(rb"\w+", said[:4096])}
+        named = ", ".join(name for name in request["sampling_params"] if name.encode() in words)
+        about = f" and named {named}" if named else ""
         hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
-        message = f"the engine at {self.url} answered {status}: {text}{hint}"
-        return EngineError(
-            message, status=status if status in (400, 413, 503) else 502, retryable=status >= 500, answered=True
-        )
+        message = f"the engine at {self.url} answered {status}{about}: its log says why (--log-error-stack){hint}"
+        shown_status = status if status in (400, 413, 503) else 502
+        return EngineError(message, status=shown_status, retryable=status >= 500, answered=True)
 
-
-def _is_unknown(model: str, body: bytes) -> bool:
-    """Return True for vLLM's answer to a name that it does not serve (0.32, `_check_model`)."""
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return isinstance(message, str) and f"`{model}` does not exist" in message
+    def _decode(self, data: bytes, request: dict[str, Any]) -> Chunk:
+        """Return the chunk of one event. Raises `EngineError` for an error and for an event that is not vLLM's."""
+        try:
+            event = orjson.loads(data)
+            if "error" in event:
+                code = event["error"].get("code")
+                status = code if type(code) is int and 400 <= code < 600 else 500
+                raise self._refusal(status, data, request)
+            return decode(event, request["sampling_params"].get("stop", ()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            message = f"the engine at {self.url} sent an invalid event ({type(error).__name__})"
+            raise EngineError(message, status=502) from error
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -189,44 +196,32 @@ def encode(body: dict[str, Any]) -> bytes:
         return json.dumps(body).encode()  # a harness's schema may have integers of more than 64 bits
 
 
-async def events(stream: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event. Lines have no length limit, unlike with aiohttp's `readline`."""
-    buffer = b""
-    async for received in stream:
-        buffer += received
-        *lines, buffer = buffer.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:
+    """Return the chunk of one event, with a stop text of `stops` or none. Any error is that of an invalid event."""
+    usage = event.get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    cached = None if cached is None else _int32(cached)
+    if not event["choices"]:
+        return Chunk([], [], cached_tokens=cached)
+    choice = event["choices"][0]
+    token_ids = [_int32(i) for i in choice["token_ids"]]
+    content = (choice.get("logprobs") or {}).get("content") or []
+    # drop log-probabilities of other tokens: `find_violation` then marks the call for their wrong number
+    matching = [entry["token_id"] for entry in content] == token_ids
+    versions = choice.get("weight_versions")
+    return Chunk(
+        token_ids=token_ids,
+        logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
+        finish_reason=choice["finish_reason"],
+        stop=stop if (stop := choice.get("stop_reason")) in stops else None,
+        weight_versions=versions
+        and [VersionSpan(version=str(v["version"]), start=_int32(v["start"]), end=_int32(v["end"])) for v in versions],
+        cached_tokens=cached,
+    )
 
 
-def decode(url: str, data: bytes) -> Chunk:
-    """Return the chunk of one event. Raises `EngineError` for an error and for an event that is not vLLM's."""
-    try:
-        event = orjson.loads(data)
-        if "error" in event:
-            status = int(event["error"].get("code") or 500)
-            message = f"the engine at {url} refused: {event['error'].get('message')}"
-            raise EngineError(message, status=max(status, 400), retryable=status >= 500, answered=True)
-        usage = event.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if not event["choices"]:
-            return Chunk([], [], cached_tokens=cached)
-        choice = event["choices"][0]
-        token_ids = [int(i) for i in choice["token_ids"]]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        # drop log-probabilities of other tokens: `find_violation` then marks the call for their wrong number
-        matching = [entry["token_id"] for entry in content] == token_ids
-        versions = choice.get("weight_versions")
-        return Chunk(
-            token_ids=token_ids,
-            logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
-            finish_reason=choice["finish_reason"],
-            stop=stop if isinstance(stop := choice.get("stop_reason"), str) else None,
-            weight_versions=versions
-            and [VersionSpan(version=str(v["version"]), start=v["start"], end=v["end"]) for v in versions],
-            cached_tokens=cached,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        message = f"the engine at {url} sent an invalid event ({error!r}): {data[:200]!r}"
-        raise EngineError(message, status=502) from error
+def _int32(value: Any) -> int:
+    """Return a number of a column of the run: a token id, a count."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError("no int32")
+    return value

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import takewhile
 from typing import Any
 
 from rolltap.addons.engine.client import AdapterGone, Chunk, Engine
@@ -9,12 +10,17 @@ from rolltap.addons.engine.connections import Patience
 from rolltap.addons.engine.policy import LostVersions, Policy, SessionPolicy, covered_tokens
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
-from rolltap.addons.store.records import Call, VersionSpan, utc_now
+from rolltap.addons.store.records import Call, VersionSpan, find_violation, utc_now
 from rolltap.addons.store.tables import RunWriter
 
 
 async def sample(
-    call: Call, sampling: dict[str, Any], engines: EnginePool, policies: SessionPolicy, writer: RunWriter
+    call: Call,
+    sampling: dict[str, Any],
+    engines: EnginePool,
+    policies: SessionPolicy,
+    writer: RunWriter,
+    vocabulary: int,
 ) -> AsyncIterator[Chunk]:
     """Sample into `call` until it has a finish reason. Yields each chunk after its tokens were appended to `call`.
 
@@ -27,7 +33,8 @@ async def sample(
     retryable failure: the trainer loads it again when it publishes next.
 
     If the engine answers 400 before the first token, `structured_outputs` is removed from `sampling` and the request is
-    repeated. Raises `EngineError` when it is not retryable or the patience is used up.
+    repeated. Raises `EngineError` when it is not retryable or the patience is used up, and after the first token that
+    the engine should not have sent: one more than asked, or one that a vocabulary of `vocabulary` tokens does not have.
     """
     pauses, num_sampled = Patience(engines.patience), 0
     failed: set[Engine] = set()
@@ -38,7 +45,7 @@ async def sample(
         said: str | None = None
         try:
             said = await engine.weight_version() if policy.model is None else None
-            async for chunk in _sample_rest(call, sampling, engine, policy, lost):
+            async for chunk in _sample_rest(call, sampling, engine, policy, lost, vocabulary):
                 if chunk.token_ids:
                     engines.token_at[engine.url] = asyncio.get_running_loop().time()
                 yield chunk
@@ -73,7 +80,7 @@ async def sample(
 
 
 async def _sample_rest(
-    call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy, lost: LostVersions
+    call: Call, sampling: dict[str, Any], engine: Engine, policy: Policy, lost: LostVersions, vocabulary: int
 ) -> AsyncIterator[Chunk]:
     """Request the rest of the completion once. Raises `EngineError`."""
     call.engine = engine.url
@@ -85,8 +92,10 @@ async def _sample_rest(
             call.first_token_at = utc_now()
         if chunk.token_ids:
             call.error = None
-        call.completion_ids += chunk.token_ids
-        call.logprobs += chunk.logprobs
+        room = sampling["max_tokens"] - len(call.completion_ids)
+        sound = sum(1 for _ in takewhile(lambda i: i < vocabulary, chunk.token_ids[:room]))
+        call.completion_ids += chunk.token_ids[: sound + 1]
+        call.logprobs += chunk.logprobs[: sound + 1]
         finish_reason = chunk.finish_reason or finish_reason
         if chunk.cached_tokens is not None and not start:
             call.cached_tokens = chunk.cached_tokens
@@ -97,11 +106,14 @@ async def _sample_rest(
         if spans:
             moved = [VersionSpan(version=s.version, start=start + s.start, end=start + s.end) for s in spans]
             call.weight_versions = earlier + lost.settle(moved, covered, start)
+        if sound < len(chunk.token_ids):
+            wrong = find_violation(call.completion_ids, call.logprobs, [], vocabulary, sampling["max_tokens"])
+            raise EngineError(f"the engine at {engine.url} sent tokens that are not the model's: {wrong}", status=502)
         yield chunk
     if finish_reason == "abort":
         raise EngineError(f"the engine at {engine.url} aborted the generation", retryable=True, answered=True)
     if finish_reason not in ("stop", "length"):
-        raise EngineError(f"the engine at {engine.url} ended the generation with {finish_reason!r}", status=500)
+        raise EngineError(f"the engine at {engine.url} ended the generation with neither stop nor length", status=500)
     call.finish_reason = finish_reason
 
 

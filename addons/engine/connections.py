@@ -3,13 +3,13 @@ between the retries of a call.
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import aiohttp
+import orjson
 
 from rolltap.addons.concurrency import backoff
 from rolltap.addons.engine.key import authorization
@@ -26,18 +26,25 @@ HEALTH_SECONDS = 5.0
 engine that says nothing is found out after 20 to 30 s."""
 KEEP_ALIVE_SECONDS = 4.0
 """Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
+MOST_BYTES = 1 << 20
+"""Maximum size of an event or an answer of an engine. A token takes 150 bytes: an event has 8 of them, and more when
+vLLM joins those that nobody has read. Of JSON it is at most the number of values that a request may have."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
 """Bounds in seconds of the pauses between the retries of a call."""
 
 
 class Connections:
-    """The connections to the vLLM server at `url`. `key` is sent with each request. Needs a running event loop."""
+    """The connections to the vLLM server at `url`. `key` is sent with each request. Needs a running event loop.
+
+    The engine is not trusted: it may send any number of bytes, and quote the key.
+    """
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
         self.session = aiohttp.ClientSession(
-            headers=authorization(key),
+            headers={"accept-encoding": "identity", **authorization(key)},
+            auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
@@ -51,6 +58,49 @@ class Connections:
         await self.healthy.close()
         await self.session.close()
 
+    async def request(self, method: str, path: str, **how: Any) -> aiohttp.ClientResponse:
+        """Return a response whose headers have arrived. Raises `EngineError` for one that is compressed."""
+        response = await self.session.request(method, self.url + path, allow_redirects=False, **how)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            response.close()
+            raise EngineError(f"the engine at {self.url} sent a compressed reply, which was not asked for", status=502)
+        return response
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of a response. Raises `EngineError` when it has more than `MOST_BYTES`."""
+        body = bytearray()
+        async for received in response.content.iter_any():
+            body += received
+            self._require(len(body), MOST_BYTES)
+        return bytes(body)
+
+    async def events(self, response: aiohttp.ClientResponse, num_tokens: int) -> AsyncIterator[bytes]:
+        """Yield the data of each server-sent event of a generation of at most `num_tokens`.
+
+        Raises `EngineError` for a line of more than `MOST_BYTES`, and for more than that and 1 KiB a token in all.
+        """
+        line, total = bytearray(), 0
+        async for received in response.content.iter_any():
+            total += len(received)
+            self._require(total, MOST_BYTES + 1024 * num_tokens)
+            end, *others = received.split(b"\n")
+            line += end
+            self._require(len(line), MOST_BYTES)
+            if others:
+                for whole in (bytes(line), *others[:-1]):
+                    if whole.startswith(b"data:"):
+                        yield whole[5:].strip()
+                line = bytearray(others[-1])
+
+    def _require(self, num_bytes: int, most: int) -> None:
+        if num_bytes > most:
+            raise EngineError(f"the engine at {self.url} sent more than {most:,} bytes at once", status=502)
+
+    def failed(self, why: str, error: Exception) -> EngineError:
+        """Return the error of a failed connection. What aiohttp says of a reply quotes it, so it is left out."""
+        words = str(error) if isinstance(error, OSError) else ""
+        return EngineError(f"the engine at {self.url} {why}: {words or type(error).__name__}", retryable=True)
+
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
         """Get a path, or post a body to it. Return a status and a JSON object, empty for any other answer.
 
@@ -59,17 +109,15 @@ class Connections:
         method, limit = "GET" if body is None else "POST", aiohttp.ClientTimeout(SILENCE_SECONDS)
         while True:
             try:
-                asked = self.session.request(method, self.url + path, json=body, timeout=limit, allow_redirects=False)
-                async with asked as response:
-                    status, text = response.status, await response.read()
+                async with await self.request(method, path, json=body, timeout=limit) as response:
+                    status, text = response.status, await self.read(response)
                 break
             except (aiohttp.ClientError, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and await self.healthy():
                     continue  # the request may be lost
-                why = str(error) or type(error).__name__
-                raise EngineError(f"the engine at {self.url} cannot be reached: {why}", retryable=True) from error
+                raise self.failed("cannot be reached", error) from error
         try:
-            answer = json.loads(text) if status == 200 else {}
+            answer = orjson.loads(text) if status == 200 else {}
         except ValueError:
             answer = {}
         return status, answer if isinstance(answer, dict) else {}
@@ -102,9 +150,9 @@ class Connections:
 
     async def _healthy(self) -> bool:
         for _ in range(2):
-            with suppress(aiohttp.ClientError, TimeoutError):
+            with suppress(aiohttp.ClientError, TimeoutError, EngineError):
                 timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
-                async with self.session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
+                async with await self.request("GET", "/health", timeout=timeout) as response:
                     return response.status < 500
         return False
 

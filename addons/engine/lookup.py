@@ -118,8 +118,8 @@ class Lookup:
         try:
             base = next(m for m in models["data"] if not m.get("parent"))
             model, max_model_len = str(base["id"]), int(base["max_model_len"])
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-            what = f"a model with max_model_len (status {status}, {error!r})"
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
+            what = f"a model with max_model_len (status {status}, {type(error).__name__})"
             raise self._no_vllm("/v1/models", what, status) from error
         warning = await self._compare(self._own, str(base.get("root") or model), model) if self._own else None
         if warning and warning != self.warning:

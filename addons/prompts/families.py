@@ -23,6 +23,7 @@ from rolltap.addons.dialects.model_call import (
     ToolCall,
     assistant_message,
     message_tool_call,
+    parse_json,
     well_formed,
 )
 from rolltap.addons.dialects.tools import as_object, function_tool
@@ -130,7 +131,7 @@ def _untyped_read(arguments: dict[str, Any], tools: list[Tool], name: str) -> di
     for key, text in arguments.items():
         if isinstance(text, str) and not {"type", "anyOf", "oneOf"} & properties.get(key, {"type": ""}).keys():
             with suppress(ValueError):
-                arguments[key] = json.loads(text)
+                arguments[key] = parse_json(text)
     return arguments
 
 

@@ -32,7 +32,7 @@ from rolltap.addons.prompts.template import (
     TemplateContinuation,
     tokens_of_turns,
 )
-from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup, vocabulary_size
 from rolltap.addons.store.metadata import tokenizer_digests
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
@@ -85,6 +85,7 @@ class Rendering:
             raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
         self.model = model
         """As it was given."""
+        self.vocabulary = vocabulary_size(self._tokenizer, model)
         self._splits_alike = True
         """False when the renderer gives other tokens than the chat template for the same text."""
         self.name = self._choose_renderer(model) if renderer == "auto" else renderer

@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -145,6 +146,17 @@ def _find_backend(tokenizer: Any) -> Any:
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
+
+
+def vocabulary_size(tokenizer: CachingTokenizer, model: str) -> int:
+    """Return the number of token ids that a model can sample: of its embeddings, or else of its tokenizer's tokens."""
+    from transformers import PreTrainedConfig
+
+    size: int = 1 + max(tokenizer.get_vocab().values())
+    with suppress(OSError):  # a folder may have the tokenizer alone
+        config = PreTrainedConfig.get_config_dict(model)[0]
+        size = max(size, (config.get("text_config") or config).get("vocab_size") or 0)
+    return size
 
 
 _TEXTS = ["</?think>", "\uff5c", "</?tool_call>", "<function=", "<atem:", r"<\|"]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pyarrow as pa
@@ -63,6 +64,18 @@ EventKind = Literal[
     "stored",
     "ended",
 ]
+
+
+def json_text(value: Any) -> str:
+    """Return `value` as the JSON of a column. NaN and the infinities, which JSON lacks, become texts: `"-Infinity"`.
+
+    Times are in ISO 8601.
+    """
+    encode = partial(json.dumps, ensure_ascii=False, default=datetime.isoformat)
+    try:
+        return encode(value, allow_nan=False)
+    except ValueError:
+        return encode(json.loads(encode(value), parse_constant=str))
 
 
 def utc_now() -> datetime:
@@ -324,13 +337,23 @@ CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = _schema(Call), _schema(Session), _sc
 
 
 def find_violation(
-    completion_ids: Sequence[int], logprobs: Sequence[float], weight_versions: Sequence[VersionSpan]
+    completion_ids: Sequence[int],
+    logprobs: Sequence[float],
+    weight_versions: Sequence[VersionSpan],
+    vocabulary: int = 2**31,
+    asked: int | None = None,
 ) -> str | None:
     """Return the first token invariant that a call breaks, in words, or None.
 
-    Invariants: one log-probability per token id; every log-probability is finite, at most 0 and not vLLM's sentinel;
-    the weight version spans cover the completion without gap or overlap.
+    Invariants: at most `asked` token ids, each one of the vocabulary's; one log-probability per token id; every
+    log-probability is finite, at most 0 and not vLLM's sentinel; the weight version spans cover the completion without
+    gap or overlap.
     """
+    if asked is not None and len(completion_ids) > asked:
+        return f"{len(completion_ids)} token ids where at most {asked} were asked"
+    if not 0 <= min(completion_ids, default=0) <= max(completion_ids, default=0) < vocabulary:
+        i = next(i for i, token_id in enumerate(completion_ids) if not 0 <= token_id < vocabulary)
+        return f"token {i} is {completion_ids[i]}, which is not in the vocabulary"
     if len(completion_ids) != len(logprobs):
         return f"{len(completion_ids)} token ids but {len(logprobs)} log-probabilities"
     for i, logprob in enumerate(logprobs):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import DIGEST, SESSION_SCHEMA, Session, SessionStatus
+from rolltap.addons.store.records import DIGEST, SESSION_SCHEMA, Session, SessionStatus, json_text
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows
@@ -129,8 +129,8 @@ def rewarded(
         status=_judged_status(before),
         error=None if before.status == "unjudged" else before.error,
         reward=given.value,
-        parts=json.dumps(given.parts),
-        evidence=json.dumps({**json.loads(before.evidence), "reward_from": given.source}),
+        parts=json_text(given.parts),
+        evidence=json_text({**json.loads(before.evidence), "reward_from": given.source}),
         task_id=given.task or before.task_id,
         group_id=given.group or (given.task if own_group else "") or before.group_id,
         revision=before.revision + 1,

@@ -70,8 +70,13 @@ def close_client(client: connection.Client) -> None:
     connections: dict[object, ConnectionHandler] = ctx.master.addons.get("proxyserver").connections
     handler = connections.get(client.id)
     transport = handler.transports.get(client) if handler is not None else None
-    if handler is not None and transport is not None and transport.handler is not None:
+    if handler is None or transport is None or transport.writer is None:
+        return
+    if transport.handler is None:
+        client.error = "closed before it was read"  # mitmproxy closes it then
+    else:
         handler.close_connection(client)
+    transport.writer.close()  # a task that is cancelled before it begins closes nothing
 
 
 def is_open(data: bytes) -> bool:

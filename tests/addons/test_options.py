@@ -67,6 +67,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_if_it_resembles_one(name, a
     [
         ("rolltap_patience", "abc", "rolltap_patience is 'abc': give a whole number"),
         ("rolltap_patience", "1.5", "rolltap_patience is '1.5': give a whole number"),
+        ("rolltap_sampling", '{"temperature": NaN}', "rolltap_sampling has temperature = nan: give a number"),
+        ("rolltap_sampling", '{"temperature": 1e400}', "rolltap_sampling has temperature = inf: give a number"),
         ("rolltap_patience", "", "rolltap_patience is '': give a whole number"),
         ("rolltap_max_calls", "-1", "rolltap_max_calls is -1: give 0 or more"),
         ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe': give true or false"),

@@ -1,5 +1,7 @@
 """An agent tries to operate the engine that samples for it, or to find the engine's key."""
 
+import gzip
+import json
 import os
 import secrets
 import sys
@@ -99,11 +101,12 @@ class TestRecorder:
         return start(verbose, "rolltap_engine_key_file=/dev/fd/7", command=shell)
 
     def test_the_key_is_used_and_is_nowhere_to_be_read(self, recorder, scripted_engine, key):
-        scripted_engine.replies += [Say("Hi."), Answer(400, "bad"), Say("Ho.", break_after=1)]
+        quotes = [Answer(400, f"Bearer {key}"), Answer(200, json.dumps({"error": {"message": key, "code": 400}}))]
+        scripted_engine.replies += [Say("Hi."), *quotes, Answer(200, key), Say("Ho.", break_after=1)]
         scripted_engine.otherwise = lambda request: Say("Hi.")
         with recorder.client() as client:
             assert client.post(CHAT, json=HELLO).status_code == 200
-            answers = [client.post(CHAT, json={**HELLO, "user": str(number)}) for number in range(2)]
+            answers = [client.post(CHAT, json={**HELLO, "user": str(number)}) for number in range(4)]
         assert key.encode() not in seen_by_others(recorder.process.pid)
         assert recorder.stop() == 0
         files = [path for path in recorder.run.rglob("*") if path.is_file()]
@@ -112,6 +115,29 @@ class TestRecorder:
         # the files of the tables may be compressed
         assert key not in "".join(str(recorder.rows(table)) for table in TABLES)
         assert key not in recorder.log() + "".join(answer.text for answer in answers)
+
+
+BOMBS = {
+    "an event": Answer(200, json.dumps({"error": {"message": "x" * (40 << 20), "code": 400}})),
+    "lines": Answer(200, b":\n" * (20 << 20)),
+    "a refusal": Answer(500, "x" * (40 << 20)),
+    "a compressed stream": Answer(200, gzip.compress(bytes(100 << 20), 1), {"content-encoding": "gzip"}),
+    "a compressed refusal": Answer(400, gzip.compress(bytes(100 << 20), 1), {"content-encoding": "gzip"}),
+}
+
+
+@pytest.mark.parametrize("bomb", cases(BOMBS.values(), 0, 3), ids=cases(BOMBS, 0, 3))
+def test_what_an_engine_sends_one_session_costs_that_call(start, scripted_engine, key_file, bomb):
+    recorder = start("rolltap_patience=0", env={"ROLLTAP_ENGINE_KEY_FILE": str(key_file)})
+    scripted_engine.otherwise = lambda request: Say("Hi.")
+    scripted_engine.replies.append(bomb)
+    before = psutil.Process(recorder.process.pid).memory_info().rss
+    with recorder.client() as bombed, recorder.client("s2") as other:
+        assert bombed.post(CHAT, json=HELLO).status_code in (502, 400)
+        assert other.post(CHAT, json=HELLO).status_code == 200
+        assert psutil.Process(recorder.process.pid).memory_info().rss - before < 32 << 20
+    recorder.stop()
+    assert [event["session_id"] for event in recorder.rows("events") if event["kind"] == "fault"] == ["s1"]
 
 
 def test_a_refused_key_is_an_error_that_does_not_show_it(start, scripted_engine, tmp_path):

@@ -157,7 +157,7 @@ def _interrupted(seen: Observed) -> Iterator[Finding]:
     """Calls that did not complete, or whose tokens break an invariant, and calls of tools without a result."""
     for call in seen.calls:
         if call.status != "completed" or call.violation:
-            why = call.violation or call.error or "the program hung up"
+            why = call.error or call.violation or "the program hung up"
             yield Finding("problem", f"A call to {call.host}{call.path} was {call.status}: {why}.")
     for call in _unanswered(seen):
         yield Finding(

@@ -70,21 +70,23 @@ class ScriptedEngine:
             return web.Response(status=500, text="the script is over")
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in self.events(self.otherwise(body)):
+        for event in self.events(self.otherwise(body), body["sampling_params"]["max_tokens"]):
             await response.write(event)
         return response
 
-    def events(self, reply: Say) -> Iterator[bytes]:
-        """Yield an event for each token of a reply, and `[DONE]`."""
+    def events(self, reply: Say, max_tokens: int | None = None) -> Iterator[bytes]:
+        """Yield an event for each token of a reply, which ends at `max_tokens`, and `[DONE]`."""
         ids = self.tokenizer.encode(reply.text, add_special_tokens=False)
         if reply.finish_reason == "stop":
             ids.append(self.tokenizer.eos_token_id)
+        finish_reason = reply.finish_reason if len(ids) <= (max_tokens or len(ids)) else "length"
+        ids = ids[:max_tokens]
         for i, token_id in enumerate(ids):
             last = i == len(ids) - 1
             logprob = -0.125 * (1 + i % 5)  # exact in float32
             choice = {
                 "index": 0,
-                "finish_reason": reply.finish_reason if last else None,
+                "finish_reason": finish_reason if last else None,
                 "token_ids": [token_id],
                 "weight_versions": [{"version": reply.weight_version, "start": 0, "end": len(ids)}] if last else None,
                 "logprobs": {"content": [{"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []}]},

@@ -20,7 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.store.records import Event, Session, SessionStatus
+from rolltap.addons.store.records import Event, Session, SessionStatus, json_text
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
@@ -72,7 +72,7 @@ def started_event(session: Session, key: Mapping[str, str] | None = None) -> Eve
     detail: dict[str, object] = {name: value for name in _STARTED_FIELDS if (value := getattr(session, name))}
     if key:
         detail["key"] = dict(key)
-    text = json.dumps(detail)
+    text = json_text(detail)
     return Event(kind="session_started", session_id=session.session_id, at=session.started_at, detail=text)
 
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -262,7 +262,7 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
 
 
 def _check_tokens(where: str, call: Call) -> Iterator[Finding]:
-    if min(chain(call.prompt_ids[call.prefix_length :], call.completion_ids), default=0) < 0:
+    if min(call.prompt_ids[call.prefix_length :], default=0) < 0:
         yield Finding("damage", where, "it has a negative token id", FROM_A_COPY)
     # a call without log-probabilities is left out of training anyway, marked or not
     violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions) if call.logprobs else None

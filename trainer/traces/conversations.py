@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rolltap.addons.dialects.model_call import parse_arguments
 from rolltap.addons.store.records import Call
 from rolltap.trainer.traces.tree import parents_first, path_to
 
@@ -88,10 +89,7 @@ def for_template(message: Message) -> Message:
 
 def parsed_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call, parsed if they are JSON text."""
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+    return parse_arguments(arguments) if isinstance(arguments, str) else arguments
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:

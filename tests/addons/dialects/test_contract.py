@@ -4,6 +4,7 @@ import contextlib
 import json
 from dataclasses import asdict
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ def test_any_body_is_a_model_call_or_a_refusal(api, data):
     except DialectError as refusal:
         json.loads(api.dialect.encode_error(refusal))
     else:
-        json.dumps(asdict(call), ensure_ascii=False).encode()
+        orjson.loads(json.dumps(asdict(call), ensure_ascii=False).encode())
         assert call.messages
 
 

@@ -57,12 +57,12 @@ async def test_sampling_adapter_and_a_schema_with_an_integer_of_any_size_are_sen
 @pytest.mark.parametrize(
     ("reply", "status", "message"),
     [
-        (Answer(500, "broken"), 502, "answered 500: broken"),
+        (Answer(500, "broken"), 502, "answered 500: its log says why"),
         (Answer(404, "no such route"), 502, "needs vLLM 0.32 or newer with --enable-scale-out"),
         (
             Answer(200, '{"error": {"message": "too long", "code": 400}}'),
             400,
-            r"the engine at http:.* refused: too long",
+            r"the engine at http:.* answered 400: its log says why",
         ),
         (Answer(200, "not json"), 502, "invalid event"),
         (Answer(200, '{"choices": [{"token_ids": null}]}'), 502, "invalid event"),

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup, vocabulary_size
 from tests.deep import examples
 
 LONG = "A system prompt that many sessions share. " * 20
@@ -137,3 +138,11 @@ def test_added_tokens_are_markup_and_runs_of_white_space_are_not(markup, encode)
 )
 def test_the_texts_around_the_last_markup_are_found(markup, encode, text, before, after):
     assert markup.around_last(encode(text)) == (before, after)
+
+
+@pytest.mark.parametrize("config", [None, {"vocab_size": 10**6}, {"text_config": {"vocab_size": 10**6}}, {}])
+def test_a_model_can_sample_the_ids_of_its_embeddings_or_else_of_its_tokenizer(tokenizer, tmp_path, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = 10**6 if config else len(tokenizer)
+    assert vocabulary_size(CachingTokenizer(tokenizer), str(tmp_path)) == expected

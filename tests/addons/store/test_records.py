@@ -43,6 +43,18 @@ class TestFindViolation:
     def test_unsound_logprobs_and_weight_versions_are_named(self, logprobs, places, words):
         assert words in find_violation([7, 8], logprobs, spans(*places))
 
+    @pytest.mark.parametrize(
+        ("ids", "bounds", "words"),
+        [
+            ([7, -1], {}, "token 1 is -1, which is not in the vocabulary"),
+            ([7, 8], {"vocabulary": 8}, "token 1 is 8, which is not in the vocabulary"),
+            ([7, 8], {"asked": 1}, "2 token ids where at most 1 were asked"),
+            ([7, 8], {"asked": 2, "vocabulary": 9}, None),
+        ],
+    )
+    def test_so_are_tokens_that_nobody_asked_for(self, ids, bounds, words):
+        assert find_violation(ids, [-0.5] * 2, spans((0, 2)), **bounds) == words
+
 
 class TestRows:
     @pytest.mark.parametrize(("prefix", "stored"), [(0, [1, 2, 3, 4]), (3, [4])], ids=["root", "after its parent"])

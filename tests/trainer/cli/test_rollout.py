@@ -128,8 +128,8 @@ NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor
 @pytest.mark.parametrize(
     ("command", "answered", "words"),
     [
-        ([sys.executable, "-c", ASK], 0, ["answered 500: the script is over"]),
-        ([sys.executable, "-c", ASK], 1, ["answered 500: the script is over"]),
+        ([sys.executable, "-c", ASK], 0, ["answered 500: its log says why"]),
+        ([sys.executable, "-c", ASK], 1, ["answered 500: its log says why"]),
         (["true"], 0, ["(2 infrastructure)", *NO_CALL]),
     ],
 )

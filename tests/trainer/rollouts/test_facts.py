@@ -201,7 +201,7 @@ async def test_a_harness_that_gives_up_while_the_engine_is_down_has_a_fault(play
     engine.otherwise = lambda request: DOWN
     session, _ = await play("assert (ask('a'), ask('b', 6)) == (200, None)", SAY, patience=60)
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 0, None)
-    assert "the engine is broken" in session.error
+    assert "answered 500: its log says why" in session.error
 
 
 RECOVERS = "ask('a'); ask('b') == 200 or ask('b'); sys.exit(ask('c') != 200)"

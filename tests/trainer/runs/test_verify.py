@@ -109,7 +109,7 @@ class TestInvariants:
             ({"role": "boss"}, "its role is 'boss'"),
             ({"kind": "magic"}, "its kind is 'magic'"),
             ({"status": "lost"}, "its status is 'lost'"),
-            ({"completion_ids": [-4]}, "it has a negative token id"),
+            ({"completion_ids": [-4]}, "token 0 is -4, which is not in the vocabulary, and the call is not marked"),
         ],
         ids=str,
     )

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call
+from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, public_model
-from rolltap.trainer.runs.exports.sessions import dump_json, each_session, parsed_session, public_session
+from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
@@ -59,7 +59,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
         if document is None:
             empty += 1
             continue
-        (out / f"{file_name(recorded.session_id)}.json").write_text(dump_json(document) + "\n", encoding="utf-8")
+        (out / f"{file_name(recorded.session_id)}.json").write_text(json_text(document) + "\n", encoding="utf-8")
         written += 1
     if empty:
         logger.warning("%s: %d sessions are left out: they have no calls", run, empty)

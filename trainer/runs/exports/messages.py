@@ -23,9 +23,9 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
-from rolltap.trainer.runs.exports.sessions import dump_json, each_session
+from rolltap.trainer.runs.exports.sessions import each_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
@@ -51,7 +51,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
         for recorded in each_session(run, advance):
             conversations, faults = session_conversations(recorded)
             for conversation in conversations:
-                file.write(dump_json(conversation) + "\n")
+                file.write(json_text(conversation) + "\n")
             lines += len(conversations)
             incomplete += len(faults)
     if incomplete:

@@ -21,10 +21,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.store.records import Call
+from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name
-from rolltap.trainer.runs.exports.sessions import dump_json, each_session, parsed_session, public_session
+from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
 from rolltap.trainer.traces.tree import find_ends, split_lines
@@ -49,7 +49,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
                 # written turn by turn: each has its full prompt, so all of them take O(T^2) memory
                 trace.write(f'{{"schema_version": {SCHEMA_VERSION}, "turns": [')
                 for n, turn in enumerate(turns):
-                    trace.write((", " if n else "") + dump_json(turn))
+                    trace.write((", " if n else "") + json_text(turn))
                 trace.write("]}\n")
             row = parsed_session(public_session(recorded.session)) if recorded.session else {}
             line = {
@@ -59,7 +59,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
                 "turns": len(recorded.calls) - len(refused),
                 "left_out": refused,
             }
-            index.write(dump_json(line) + "\n")
+            index.write(json_text(line) + "\n")
             sessions += 1
     return sessions
 

@@ -3,14 +3,13 @@
 import json
 import re
 from collections.abc import Collection, Iterator
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
 
@@ -28,17 +27,6 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
         advance("sessions", done, total)
 
 
-def dump_json(value: Any) -> str:
-    """Return `value` as JSON. NaN and the infinities, which JSON lacks, become strings: `"NaN"`, `"-Infinity"`.
-
-    Times are in ISO 8601.
-    """
-    text = json.dumps(value, ensure_ascii=False, default=datetime.isoformat)
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
-    return text
-
-
 def parsed_session(session: Session) -> dict[str, Any]:
     """Return the row of a session, the columns that hold JSON parsed."""
     row = session.to_row()
@@ -47,7 +35,7 @@ def parsed_session(session: Session) -> dict[str, Any]:
 
 def public_session(session: Session) -> Session:
     """Return the session with the absolute paths in its error and its evidence cut to their last part."""
-    evidence = json.dumps(json.loads(session.evidence), ensure_ascii=False)
+    evidence = json_text(json.loads(session.evidence))
     error = session.error and without_paths(session.error)
     return Session(**{**session.to_row(), "error": error, "evidence": without_paths(evidence)})
 

@@ -18,10 +18,10 @@ from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.names import some
-from rolltap.trainer.runs.exports.sessions import dump_json, parsed_session
+from rolltap.trainer.runs.exports.sessions import parsed_session
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
@@ -82,7 +82,7 @@ class SessionView(JupyterMixin):
         """Return the view as JSON values, the columns that hold JSON parsed."""
         session = self.session and parsed_session(self.session)
         revisions = [parsed_session(row) for row in self.revisions]
-        values: dict[str, Any] = json.loads(dump_json(asdict(self) | {"session": session, "revisions": revisions}))
+        values: dict[str, Any] = json.loads(json_text(asdict(self) | {"session": session, "revisions": revisions}))
         return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -143,7 +143,7 @@ class CallView(JupyterMixin):
         call["messages"] = self.messages
         difference = self.difference and asdict(self.difference)
         shown = {"call": call, "left_out": self.left_out, "difference": difference}
-        values: dict[str, Any] = json.loads(dump_json(shown))
+        values: dict[str, Any] = json.loads(json_text(shown))
         return values
 
 

@@ -3,8 +3,8 @@ import logging
 
 import pytest
 
+from rolltap.addons.store.records import json_text
 from rolltap.trainer.runs.exports.atif import export, trajectory
-from rolltap.trainer.runs.exports.sessions import dump_json
 from tests.trainer.runs.exports import recording
 from tests.trainer.runs.exports.atif_schema import Trajectory
 from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
@@ -12,7 +12,7 @@ from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, u
 
 def written(made, model="tiny"):
     """Return the session's trajectory as it is written to a file."""
-    return json.loads(dump_json(trajectory(made.recorded(), model)))
+    return json.loads(json_text(trajectory(made.recorded(), model)))
 
 
 def shown(document):
