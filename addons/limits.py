@@ -40,7 +40,7 @@ REMEMBERED = 100_000
 
 
 class _Phase(IntEnum):
-    """Phase of a connection, in the order in which connections are closed to make room."""
+    """Phase of a connection, in the order in which those of a session are closed to make room."""
 
     SILENT = 0
     """No request with credentials came."""
@@ -85,13 +85,13 @@ class _Requests:
 class Descriptors(_Requests):
     """Raises the soft limit of descriptors to the hard one, and divides them between sessions.
 
-    When there is no room, connections without a running request are closed, those without credentials before those of
-    the session that holds most. A new connection takes the place of one whose request is not complete, too. A request
-    that needs a connection to the endpoint takes the place of one of a session that holds more than its own would: an
-    incomplete request, else the newest. Without such a session it gets 429 if its session holds other connections, and
-    503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a fault of the
-    machine. The request that ends a session is served in any case, in the place of what the session holds. Without room
-    for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
+    When there is no room, connections without a running request are closed: those of the session that holds most, among
+    which those without credentials count as one. A new connection takes the place of one whose request is not complete,
+    too. A request that needs a connection to the endpoint takes the place of one of a session that holds more than its
+    own would: an incomplete request, else the newest. Without such a session it gets 429 if its session holds other
+    connections, and 503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a
+    fault of the machine. The request that ends a session is served in any case, in the place of what the session holds.
+    Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
     """
 
     def __init__(
@@ -208,13 +208,13 @@ class Descriptors(_Requests):
             idle = _Phase.SENDING if asking is None else _Phase.IDLE
             fair = math.inf if asking is None else held[self._clients[asking].session] + _PER_SERVER
             loads = [
-                (state.phase, -held[state.session], -i if state.phase is _Phase.WAITING else i, client)
+                ((phase is _Phase.WAITING, -held[state.session], phase, -i if phase is _Phase.WAITING else i), client)
                 for i, (client, state) in enumerate(self._clients.items())
-                if state.phase <= idle or held[state.session] > fair
+                if (phase := state.phase) <= idle or held[state.session] > fair
             ]
             if not loads:
                 return False
-            self._drop(min(loads, key=itemgetter(0, 1, 2))[-1], "closed to make room for others")
+            self._drop(min(loads, key=itemgetter(0))[1], "closed to make room for others")
         return True
 
     def _held(self) -> Counter[str | None]:
@@ -225,10 +225,11 @@ class Descriptors(_Requests):
         return held
 
     def _drop(self, client: connection.Client, detail: str) -> None:
+        session = self._clients[client].session
         self.client_disconnected(client)
         self._closing.add(client)
         self._close(client)
-        self._record(Event(kind="refused", detail=detail))
+        self._record(Event(kind="refused", session_id=session, detail=detail))
 
     def _used(self) -> int:
         return self._base + len(self._clients) + len(self._closing) + _PER_SERVER * self._servers.total()

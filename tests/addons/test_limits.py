@@ -135,18 +135,13 @@ async def ask(descriptors, client):
     return flow
 
 
-async def test_the_oldest_idle_connection_is_closed_first_those_without_credentials_before_all(
-    descriptors, events, closed
-):
-    known, busy, silent, other = (connect(descriptors) for _ in range(4))
-    answered = await ask(descriptors, known)
-    await ask(descriptors, busy)
-    descriptors.response(answered)
-    for _ in range(3):
-        connect(descriptors)
-    assert closed[:2] == [silent, other]
-    assert known not in closed
-    assert busy not in closed
+@pytest.mark.parametrize("num_silent", [1, 6])
+async def test_the_oldest_idle_connection_of_who_holds_most_is_closed_first(descriptors, events, closed, num_silent):
+    descriptors._limit = _BURST + 1 + num_silent
+    known, *silent = (connect(descriptors) for _ in range(1 + num_silent))
+    descriptors.response(await ask(descriptors, known))  # it holds four
+    connect(descriptors)
+    assert closed == [silent[0] if num_silent > 4 else known]
     assert {event.detail for event in events} == {"closed to make room for others"}
 
 

@@ -145,7 +145,8 @@ class TestKind:
     def test_an_altered_reply_is_not_continued(self, session, echo):
         reply = session.ask([user("Hi")], THINKING + "<|im_end|>")
         assert session.prompt([user("Hi"), reply, result(reply)]).kind == "bridged"
-        messages = [user("Hi"), echo(reply), result(reply)]
+        altered = echo(reply)
+        messages = [user("Hi"), altered, result(altered) if altered["tool_calls"] else user("Go on")]
         prompt = session.prompt(messages)
         assert (prompt.kind, prompt.parent, prompt.prefix_length) == ("rendered", None, 0)
         assert prompt.reason.startswith("message 1 is not that of call 0: ")

@@ -201,7 +201,7 @@ async def test_only_the_last_event_of_a_stream_repeats_what_is_long(harness):
     assert (last["response"]["metadata"], len(last["response"]["tools"])) == (asked["metadata"], 2)
 
 
-@pytest.mark.parametrize("value", ["x", True, [5], {"a": 1}, 1e9, 10**400, None])
+@pytest.mark.parametrize("value", ["x", True, [5], {"a": 1}, 1e9, 10**300, None])
 async def test_a_value_that_the_api_does_not_have_is_not_repeated(harness, value):
     fields = ("temperature", "top_p", "presence_penalty", "store", "truncation", "max_tool_calls", "text", "reasoning")
     _, body = await post(harness, model="m", input="Hi", **dict.fromkeys(fields, value))
