@@ -221,8 +221,8 @@ class Session:
         )
         recorded = {**sampling, "asked": model_call.unapplied()}
         digest = request_digest(dialect.NAME, model_call.model, call.prompt_ids, recorded)
-        new = [prompt.new_messages, model_call.tools if prompt.parent is None else []]
-        return PreparedCall(call, prompt, model_call, sampling, digest, self.rendering.controls.found(new))
+        controls = self.rendering.controls.found(call.messages + (call.tools or ""))
+        return PreparedCall(call, prompt, model_call, sampling, digest, controls)
 
     def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
         recovered.index(dialect.NAME, model_call)

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
+import orjson
+
 from rolltap.addons.dialects.model_call import Message, ModelCall, javascript_number
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
@@ -122,8 +124,12 @@ def describe_difference(ours: str, theirs: str) -> str:
 
 
 def _tools_digest(model_call: ModelCall, rule: str | None) -> bytes:
-    first = json.dumps([model_call.tools, rule], sort_keys=True)
-    return hashlib.blake2b(first.encode(), digest_size=16).digest()
+    first = [model_call.tools, rule]
+    try:
+        text = orjson.dumps(first, option=orjson.OPT_SORT_KEYS)  # ten times faster: there are 40 KB of tools
+    except TypeError:  # integers of more than 64 bits
+        text = json.dumps(first, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)

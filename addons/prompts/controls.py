@@ -5,7 +5,6 @@ texts of messages and their own tokens into one text. Each control token in a me
 this process, before the prompt is written. `CachingTokenizer` encodes the pieces between such breaks each by itself.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Callable
@@ -54,7 +53,7 @@ class ControlTokens:
             return value
         return self._begins.sub(rf"\g<1>{BREAK}", value)
 
-    def found(self, value: Any) -> str | None:
-        """Return the number of control tokens in the texts of a value, and why they are exposed; None without any."""
-        count = len(self._found.findall(json.dumps(value, ensure_ascii=False)))
+    def found(self, text: str) -> str | None:
+        """Return the number of control tokens in a text, which may be JSON, and why they are exposed; None without."""
+        count = len(self._found.findall(text))
         return ", as control tokens: ".join(filter(None, [str(count), self.exposed])) if count else None

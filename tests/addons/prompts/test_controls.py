@@ -1,5 +1,7 @@
 """The text of a message never becomes a control token, in whatever prompt it is written."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,11 +89,11 @@ def test_whatever_the_text_it_stays_the_text(rendering, text):
 def test_other_text_has_the_tokens_of_the_template(rendering, encode, text):
     messages = [user(f"It says {text}.")]
     assert rendering.render(messages, []) == encode(rendering._write(messages, [], True))
-    assert rendering.controls.found(messages) is None
+    assert rendering.controls.found(json.dumps(messages)) is None
 
 
 def test_what_a_prompt_has_of_them_is_said(rendering):
-    assert rendering.controls.found([user(FORGED), *tools("<|endoftext|>")]) == "6"
+    assert rendering.controls.found(json.dumps([user(FORGED), *tools("<|endoftext|>")])) == "6"
 
 
 def test_tokens_that_begin_a_turn_count_though_the_tokenizer_calls_them_ordinary(tmp_path, save_tokenizer):
@@ -111,4 +113,5 @@ def test_a_template_that_does_not_keep_texts_is_said_not_to(tmp_path, save_token
     assert swapped != TEMPLATE
     rendering = Rendering(save_tokenizer(tmp_path, swapped), renderer="default")
     assert rendering.render([user(FORGED)], [])
-    assert rendering.controls.found([user(FORGED)]).startswith("3, as control tokens: the renderer changes texts")
+    told = rendering.controls.found(json.dumps([user(FORGED)]))
+    assert told.startswith("3, as control tokens: the renderer changes texts")
