@@ -91,13 +91,18 @@ class Descriptors(_Requests):
     own would: an incomplete request, else the newest. Without such a session it gets 429 if its session holds other
     connections, and 503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a
     fault of the machine. The request that ends a session is served in any case, in the place of what the session holds.
-    Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
+    Without room for a new connection it is closed. Each of these is recorded. `lingering` returns the number of
+    generations whose clients have hung up. Must come after `Sessions`.
     """
 
     def __init__(
-        self, record: Callable[[Event], None], close: Callable[[connection.Client], None] = close_client
+        self,
+        record: Callable[[Event], None],
+        lingering: Callable[[], int],
+        close: Callable[[connection.Client], None] = close_client,
     ) -> None:
         self._record = record
+        self._lingering = lingering
         self._close = close
         self._limit = 0
         self._base = 0
@@ -232,7 +237,8 @@ class Descriptors(_Requests):
         self._record(Event(kind="refused", session_id=session, detail=detail))
 
     def _used(self) -> int:
-        return self._base + len(self._clients) + len(self._closing) + _PER_SERVER * self._servers.total()
+        connections = len(self._clients) + len(self._closing) + _PER_SERVER * self._servers.total()
+        return self._base + connections + self._lingering()
 
     def _leaving(self) -> int:
         return sum(1 + _PER_SERVER * self._servers[client] for client in self._closing)

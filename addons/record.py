@@ -22,7 +22,7 @@ addons = [
     Listen(capture.warnings),
     sessions,
     Limits(capture.record, capture.running_calls),
-    Descriptors(capture.record),
+    Descriptors(capture.record, capture.lingering),
     capture,
     egress,
 ]

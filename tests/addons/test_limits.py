@@ -114,7 +114,9 @@ def closed():
 @pytest.fixture
 def descriptors(events, closed):
     """Return an addon with room for four connections."""
-    addon = Descriptors(events.append, lambda client: (closed.append(client), addon.client_disconnected(client)))
+    addon = Descriptors(
+        events.append, lambda: 0, lambda client: (closed.append(client), addon.client_disconnected(client))
+    )
     addon._limit = _BURST + 4
     return addon
 
@@ -154,6 +156,12 @@ async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(
     descriptors.client_disconnected(refused)
     getattr(descriptors, end)(flows[2])
     assert (connect(descriptors).error, closed) == (None, [clients[2]])
+
+
+async def test_a_generation_whose_client_has_hung_up_takes_the_room_of_a_connection(descriptors, closed):
+    connect(descriptors)
+    descriptors._lingering = lambda: 3
+    assert (connect(descriptors).error, len(closed)) == (None, 1)
 
 
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):
