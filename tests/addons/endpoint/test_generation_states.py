@@ -143,6 +143,7 @@ class Renderer:
 
     in_tokens = mock.Mock(return_value=True)  # every token may be markup: each is parsed
     around_last = mock.Mock(return_value=("", ""))
+    reasoning_tokens = mock.Mock(return_value=0)
 
     def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
         if partial in self.broken:
