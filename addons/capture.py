@@ -170,10 +170,6 @@ class Capture:
         """Return the number of generations of a session that run."""
         return 0 if self.endpoint is None else self.endpoint.running(session_id)
 
-    def lingering(self) -> int:
-        """Return the number of generations that run and whose clients have hung up."""
-        return 0 if self.endpoint is None else self.endpoint.lingering()
-
     def record(self, event: Event) -> None:
         """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""
         if self.endpoint is not None:

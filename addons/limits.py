@@ -14,6 +14,7 @@ from enum import IntEnum
 from operator import itemgetter
 
 from mitmproxy import connection, ctx, http
+from mitmproxy.net.http import http1
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import ends_session, refuse
@@ -91,18 +92,13 @@ class Descriptors(_Requests):
     own would: an incomplete request, else the newest. Without such a session it gets 429 if its session holds other
     connections, and 503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a
     fault of the machine. The request that ends a session is served in any case, in the place of what the session holds.
-    Without room for a new connection it is closed. Each of these is recorded. `lingering` returns the number of
-    generations whose clients have hung up. Must come after `Sessions`.
+    Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
     """
 
     def __init__(
-        self,
-        record: Callable[[Event], None],
-        lingering: Callable[[], int],
-        close: Callable[[connection.Client], None] = close_client,
+        self, record: Callable[[Event], None], close: Callable[[connection.Client], None] = close_client
     ) -> None:
         self._record = record
-        self._lingering = lingering
         self._close = close
         self._limit = 0
         self._base = 0
@@ -112,6 +108,8 @@ class Descriptors(_Requests):
         """Connections that were closed here and still hold their descriptors."""
         self._closed = asyncio.Event()
         """Set when a connection has given back its descriptors."""
+        self._admitted: set[connection.Client] = set()
+        """Connections whose request may open one to the endpoint, and has not yet."""
         self._servers: Counter[connection.Client] = Counter()
         """Connection of a client -> number of connections that were opened for it."""
 
@@ -139,6 +137,7 @@ class Descriptors(_Requests):
     def client_disconnected(self, client: connection.Client) -> None:
         """Count a connection that was closed."""
         self._closing.discard(client)
+        self._admitted.discard(client)
         self._closed.set()
         if (state := self._clients.pop(client, None)) is not None:
             state.deadline.cancel()
@@ -164,12 +163,16 @@ class Descriptors(_Requests):
             for other in [other for other, state in self._clients.items() if state.session == session]:
                 if other != client:
                     self._drop(other, "closed at the end of the session")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                while room and self._closing and self._used() + needed > self._limit:
+                    self._closed.clear()
+                    await self._closed.wait()
+                    if client not in self._clients:
+                        return
+                    room = self._make_room(needed, client) or ends_session(flow.request)
         if room:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    while self._closing and self._used() + needed > self._limit:
-                        self._closed.clear()
-                        await self._closed.wait()
+            self._admitted.add(client)
         elif self._held()[session] > 1:
             self._refuse(flow, "This session has too many connections open.", 429, "rate_limit_exceeded")
         else:
@@ -187,6 +190,7 @@ class Descriptors(_Requests):
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
+        self._admitted.discard(data.client)
         self._servers[data.client] += 1
 
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
@@ -199,6 +203,7 @@ class Descriptors(_Requests):
     server_connect_error = server_disconnected
 
     def _end(self, client: connection.Client) -> None:
+        self._admitted.discard(client)
         if (state := self._clients.pop(client, None)) is not None:
             state.phase = min(state.phase, _Phase.IDLE)
             self._clients[client] = state
@@ -226,7 +231,7 @@ class Descriptors(_Requests):
         """Return the number of descriptors of each session."""
         held: Counter[str | None] = Counter()
         for client, state in self._clients.items():
-            held[state.session] += 1 + _PER_SERVER * self._servers[client]
+            held[state.session] += 1 + _PER_SERVER * (self._servers[client] + (client in self._admitted))
         return held
 
     def _drop(self, client: connection.Client, detail: str) -> None:
@@ -237,8 +242,8 @@ class Descriptors(_Requests):
         self._record(Event(kind="refused", session_id=session, detail=detail))
 
     def _used(self) -> int:
-        connections = len(self._clients) + len(self._closing) + _PER_SERVER * self._servers.total()
-        return self._base + connections + self._lingering()
+        servers = self._servers.total() + len(self._admitted)
+        return self._base + len(self._clients) + len(self._closing) + _PER_SERVER * servers
 
     def _leaving(self) -> int:
         return sum(1 + _PER_SERVER * self._servers[client] for client in self._closing)
@@ -282,7 +287,7 @@ class Limits(_Requests):
         requests = options.rolltap_max_requests_per_minute
         if flow.response is not None or flow.error is not None or not (calls or size or requests):
             return
-        if ends_session(flow.request):
+        if ends_session(flow.request) and http1.expected_http_body_size(flow.request) == 0:
             return
         usage = self._used(flow.metadata[SESSION])
         minute, second = divmod(int(time.monotonic()), 60)

@@ -22,7 +22,7 @@ addons = [
     Listen(capture.warnings),
     sessions,
     Limits(capture.record, capture.running_calls),
-    Descriptors(capture.record, capture.lingering),
+    Descriptors(capture.record),
     capture,
     egress,
 ]

@@ -47,6 +47,7 @@ import logging
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from typing import Protocol
 
 from rolltap.addons.concurrency import Workers
@@ -125,6 +126,8 @@ class Generation:
         self.error: DialectError | None = None
         self.listeners = 0
         """Number of requests that listen."""
+        self.left = False
+        """True when all who listened have gone."""
         self.delivered = False
         """True when the whole reply or error was written to a listener's connection."""
         self._session = session
@@ -166,6 +169,7 @@ class Generation:
         The reply counts as delivered when the block ends without an error after the call is done.
         """
         self._linger.cancel()
+        self.left = False
         self.listeners += 1
         self._heard.set()
         try:
@@ -173,7 +177,8 @@ class Generation:
             self.delivered |= self.done
         finally:
             self.listeners -= 1
-            if not self.listeners and not self.done:
+            self.left = not self.listeners
+            if self.left and not self.done:
                 self._heard.clear()
                 self._linger = self._abort_later()
 
@@ -225,8 +230,9 @@ class Generation:
             # about four bytes a token: a long completion is parsed in a thread
             num_bytes = 4 * len(call.completion_ids)
             reply, piece = await session.workers.run(num_bytes, self._growing.finish, call.completion_ids)
-            count = session.rendering.reasoning_tokens
-            self._reasoning_tokens = await session.workers.run(num_bytes, count, call.completion_ids, reply.reasoning)
+            if reply.reasoning:
+                count = partial(session.rendering.reasoning_tokens, call.completion_ids, reply.reasoning)
+                self._reasoning_tokens = await session.workers.run(16 * num_bytes, count)  # decodes some 16 prefixes
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)

@@ -196,11 +196,6 @@ class Endpoint:
         session = self.sessions.get(session_id)
         return 0 if session is None else sum(not generation.done for generation in session.generations)
 
-    def lingering(self) -> int:
-        """Return the number of generations that run for nobody. Each holds a connection to an engine."""
-        generations = (generation for session in self.sessions.values() for generation in session.generations)
-        return sum(not generation.done and not generation.listeners for generation in generations)
-
     def forget_idle(self, seconds: float) -> None:
         """Drop the state of sessions that run nothing and have asked nothing for so many seconds."""
         now = asyncio.get_running_loop().time()

@@ -32,6 +32,9 @@ from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
 
+LEFT = 16
+"""Number of running calls of a session that its harness may leave behind."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -128,7 +131,12 @@ class Session:
         return answer
 
     def settle(self) -> None:
-        """Replace finished generations without listeners by what a retry needs of them, which is small."""
+        """Replace finished generations without listeners by what a retry needs of them, which is small.
+
+        Of those that run and whose listeners have gone, only the newest `LEFT` wait for a retry: each holds an engine.
+        """
+        for generation in [each for each in self.generations if each.left and not each.done][:-LEFT]:
+            generation.abort("the harness closed the connection, and those of later calls")
         over = [generation for generation in self.generations if generation.done and not generation.listeners]
         if not over:
             return

@@ -31,7 +31,7 @@ class ControlTokens:
             ids |= {*turn[-2:], *prompt[len(turn) :][:1]}
         # a text of one character cannot be broken
         texts = {i: added[i].content for i in ids if i in added and len(added[i].content) > 1}
-        found = "|".join(map(re.escape, sorted(texts.values(), key=len, reverse=True))) or "(?!)"
+        found = _any_of([*texts.values()]) or "(?!)"
         self._found = re.compile(found)
         self._begins = re.compile(f"(?={found})(.)", re.DOTALL)  # overlapping ones too
         self.exposed: str | None = None
@@ -57,3 +57,13 @@ class ControlTokens:
         """Return the number of control tokens in a text, which may be JSON, and why they are exposed; None without."""
         count = len(self._found.findall(text))
         return ", as control tokens: ".join(filter(None, [str(count), self.exposed])) if count else None
+
+
+def _any_of(texts: list[str]) -> str:
+    """Return a pattern of the longest of `texts`. It is a tree: some tokenizers have a thousand special tokens."""
+    after: dict[str, list[str]] = {}
+    for text in texts:
+        after.setdefault(text[:1], []).append(text[1:])
+    optional = "?" if after.pop("", None) else ""
+    branches = [re.escape(letter) + _any_of(rest) for letter, rest in after.items()]
+    return f"(?:{'|'.join(branches)}){optional}" if branches else ""

@@ -6,6 +6,7 @@ bodies of requests that are answered here, answers bad messages without telling 
 close a connection.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -70,13 +71,14 @@ def close_client(client: connection.Client) -> None:
     connections: dict[object, ConnectionHandler] = ctx.master.addons.get("proxyserver").connections
     handler = connections.get(client.id)
     transport = handler.transports.get(client) if handler is not None else None
-    if handler is None or transport is None or transport.writer is None:
+    if handler is None or transport is None or not isinstance(transport.writer, asyncio.StreamWriter):
         return
     if transport.handler is None:
         client.error = "closed before it was read"  # mitmproxy closes it then
     else:
         handler.close_connection(client)
-    transport.writer.close()  # a task that is cancelled before it begins closes nothing
+    # a task that is cancelled before it begins closes nothing, and a close waits for a client that does not read
+    transport.writer.transport.abort()
 
 
 def is_open(data: bytes) -> bool:
@@ -165,6 +167,17 @@ class _Stream(HttpStream):
     def __init__(self, context: Context, stream_id: int, report: Report) -> None:
         super().__init__(context, stream_id)
         self._report = report
+        self._kept = 0
+        """Bytes of the body that wait for an addon or a connection: mitmproxy reads on meanwhile."""
+
+    def handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
+        """Handle an event. Closes a connection whose body does not wait."""
+        self._kept = self._kept + len(event.data) if self._paused and isinstance(event, RequestData) else 0
+        if self._kept > MESSAGE_LIMIT:
+            self._report(self.context, self.flow.request, f"{self._kept} bytes of a body that nobody reads yet")
+            close_client(self.context.client)
+            return
+        yield from super().handle_event(event)
 
     def state_consume_request_body(
         self, event: RequestData | RequestTrailers | RequestEndOfMessage

@@ -4,7 +4,7 @@ import pytest
 from mitmproxy import ctx, http
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.limits import _BURST, Descriptors, Limits
+from rolltap.addons.limits import _BURST, _RESERVE, Descriptors, Limits
 from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import SESSION
 
@@ -87,6 +87,16 @@ def test_a_session_has_so_many_requests_a_minute(limits, monkeypatch):
     assert request(limits).response is None
 
 
+def test_the_end_of_a_session_is_served_over_its_limits_unless_it_has_a_body(limits):
+    ctx.options.rolltap_max_requests_per_minute = 1
+    assert [request(limits, url="http://session.rolltap/end").response for _ in range(3)] == [None] * 3
+    flow = tflow.tflow(req=http.Request.make("POST", "http://session.rolltap/end", b"x" * 9))
+    flow.metadata[SESSION] = "s1"
+    for _ in range(2):
+        limits.requestheaders(flow)
+    assert flow.response.status_code == 429
+
+
 def test_generations_that_nobody_listens_to_count_but_one_may_be_joined(limits, generations):
     ctx.options.rolltap_max_concurrent_calls = 2
     generations["s1"] = 2
@@ -114,9 +124,7 @@ def closed():
 @pytest.fixture
 def descriptors(events, closed):
     """Return an addon with room for four connections."""
-    addon = Descriptors(
-        events.append, lambda: 0, lambda client: (closed.append(client), addon.client_disconnected(client))
-    )
+    addon = Descriptors(events.append, lambda client: (closed.append(client), addon.client_disconnected(client)))
     addon._limit = _BURST + 4
     return addon
 
@@ -158,10 +166,22 @@ async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(
     assert (connect(descriptors).error, closed) == (None, [clients[2]])
 
 
-async def test_a_generation_whose_client_has_hung_up_takes_the_room_of_a_connection(descriptors, closed):
-    connect(descriptors)
-    descriptors._lingering = lambda: 3
-    assert (connect(descriptors).error, len(closed)) == (None, 1)
+async def test_a_request_that_was_let_in_holds_its_room_before_it_is_connected(descriptors):
+    descriptors._limit = _RESERVE + 4 * 20
+    flows = []
+    for i in range(25):
+        flows.append(tflow.tflow(client_conn=connect(descriptors)))
+        flows[-1].metadata[SESSION] = f"s{i}"
+        await descriptors.requestheaders(flows[-1])
+    assert [flow.response.status_code if flow.response else 0 for flow in flows] == [0] * 20 + [503] * 5
+    descriptors.error(flows[0])
+    for flow in flows[20:]:
+        flow.response = None
+        descriptors.client_disconnected(flow.client_conn)
+    again = tflow.tflow(client_conn=connect(descriptors))
+    again.metadata[SESSION] = "s25"
+    await descriptors.requestheaders(again)
+    assert again.response is None
 
 
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):

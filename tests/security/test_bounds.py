@@ -287,3 +287,25 @@ def test_a_long_prompt_is_refused_while_other_sessions_are_answered(recorder, ki
         assert other.post(CHAT, json=HELLO).status_code == 200
     assert {attack.result().status_code for attack in attacks} <= {400, 413}
     assert all(call["session_id"] != "long" for call in recorder.rows("calls"))
+
+
+NEVER = """
+import asyncio
+
+async def server_connect(data):
+    await asyncio.Event().wait()
+"""
+
+
+def test_a_body_that_comes_before_its_connection_is_bounded(start, tmp_path):
+    script = tmp_path / "never.py"
+    script.write_text(NEVER)
+    recorder = start(scripts=["-s", script])
+    piece = b"x" * (1 << 20)
+    with plain(recorder) as connection, suppress(ConnectionError):
+        connection.sendall(call().partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % (100 << 20))
+        for _ in range(100):
+            connection.sendall(piece)
+    recorder.stop()
+    refused = [event["detail"] for event in recorder.rows("events") if event["kind"] == "refused"]
+    assert any("bytes of a body that nobody reads yet" in detail for detail in refused)

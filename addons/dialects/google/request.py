@@ -114,8 +114,9 @@ def _decode(request: Fields, model: str, method: str) -> ModelCall:
         model_call.schema = {"type": "string", "enum": texts}
     for tool in repeated_field(request, "tools"):
         _read_tool(tool, model_call)
+    offered = model_call.tool_names
     for number, name in enumerate(calling.texts("allowedFunctionNames")):
-        if name not in model_call.tool_names:
+        if name not in offered:
             raise calling.refusal("allowedFunctionNames", "the name of a declared function", number)
     return decoded(model_call)
 

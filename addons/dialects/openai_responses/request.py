@@ -5,7 +5,7 @@ from functools import partial
 
 from rolltap.addons.dialects.dialect import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall
+from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, dump_json
 from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
 from rolltap.addons.dialects.openai_responses.conversations import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items, kept_items
@@ -29,6 +29,8 @@ _SAMPLING_FIELDS = [
     "max_tool_calls",
     "context_management",
 ]
+_LONGEST_REPEATED = 512 * 1024
+"""Bytes of a field that the response repeats: no longer one is encoded in the event loop."""
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -81,7 +83,11 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
         schema=wanted_schema(form, form),
         may_call=request["tool_choice"] != "none",
         requested_sampling=request.chosen(_SAMPLING_FIELDS),
-        repeated=request.chosen((*REPEATED, "tools")),
+        repeated={
+            key: value
+            for key, value in request.chosen((*REPEATED, "tools")).items()
+            if key in ("tools", "instructions") or len(dump_json(value)) <= _LONGEST_REPEATED  # the window bounds these
+        },
         hidden=hidden,
         client_metadata=metadata.texts_by_place(*metadata.values)
         | request.texts_by_place("prompt_cache_key", "previous_response_id"),
@@ -93,5 +99,7 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
     decode_input(request, before, model_call, names)
     require_offered(request.inner("tool_choice"), model_call.tool_names)
     compacted = any(item["type"] == "compaction" for item in request.maybe("input", list) or [] if "type" in item)
-    # the call of a result may be part of a compaction
+    called = {call["id"] for message in before for call in message.get("tool_calls", ())}
+    compacted |= any(message["role"] == "tool" and message["tool_call_id"] not in called for message in before)
+    # the call of a result may be part of a compaction, also of an earlier one
     return decoded(model_call, "" if compacted else "No tool call found for function call output with call_id {}.")

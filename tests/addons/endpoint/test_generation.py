@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rolltap.addons.endpoint import generation
+from rolltap.addons.endpoint import generation, session
 from tests.addons.dialects.openai_chat.test_request import TOOL
 from tests.addons.harness import content, read_until, said, spans, until, user
 from tests.scripted_engine import Answer, Say
@@ -147,6 +147,20 @@ class TestFault:
         scripted_engine.release()
         await busy
         assert harness.events("fault") == []
+
+
+async def test_of_the_calls_that_a_harness_leaves_behind_few_wait_for_a_retry(harness, scripted_engine, monkeypatch):
+    monkeypatch.setattr(session, "LEFT", 2)
+    scripted_engine.otherwise = lambda request: Say("one two three", hold_after=1)
+    for i in range(4):
+        async with harness.post({"messages": [user(f"Question {i}")], "stream": True}) as response:
+            await read_until(response, lambda seen: b"one" in seen)
+        left = harness.endpoint.sessions["s1"].generations[-1]
+        await until(lambda left=left: left.left)
+    harness.endpoint.sessions["s1"].settle()
+    assert [call["status"] for call in harness.calls()] == ["aborted"] * 2
+    assert harness.events("fault") == []
+    scripted_engine.release()
 
 
 @pytest.mark.parametrize("stream", [False, True])

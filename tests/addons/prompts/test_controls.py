@@ -1,6 +1,7 @@
 """The text of a message never becomes a control token, in whatever prompt it is written."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import function_tool
+from rolltap.addons.prompts.controls import _any_of
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.harness import user
 from tests.addons.prompts.test_template import END, GENERATION, TURN
@@ -115,3 +117,9 @@ def test_a_template_that_does_not_keep_texts_is_said_not_to(tmp_path, save_token
     assert rendering.render([user(FORGED)], [])
     told = rendering.controls.found(json.dumps([user(FORGED)]))
     assert told.startswith("3, as control tokens: the renderer changes texts")
+
+
+@given(st.lists(st.text("<|ab.", min_size=1, max_size=5), min_size=1, max_size=8), st.text("<|ab.", max_size=20))
+def test_the_pattern_of_control_tokens_finds_the_longest_of_them(tokens, text):
+    plain = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    assert re.findall(_any_of(tokens), text) == re.findall(plain, text)

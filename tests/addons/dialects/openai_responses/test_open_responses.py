@@ -22,6 +22,7 @@ WEATHER = {
 CALL = (
     '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "SF"}}\n</tool_call>'
 )
+TRIGGER = {"type": "compaction_trigger"}
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -221,6 +222,21 @@ async def test_a_compaction_is_a_call_of_its_own_that_continues(harness, scripte
     }
     assert len({(call["messages"], call["stream"], tuple(call["prompt_tail_ids"])) for call in compactions}) == 1
     assert triggered.output[0].type == "compaction"
+
+
+async def test_a_long_field_is_not_repeated(harness):
+    _, body = await post(harness, model="m", input="Hi", metadata={"long": "x" * 600_000})
+    assert body["metadata"] == {}
+
+
+async def test_a_result_whose_call_a_compaction_stands_for_is_continued_by_its_id(harness, scripted_engine):
+    scripted_engine.replies += [Say("They greeted.")]
+    _, compacted = await post(harness, model="m", input=[{"role": "user", "content": "Hi"}, TRIGGER])
+    result = {"type": "function_call_output", "call_id": "call_before", "output": "Done."}
+    status, body = await post(harness, model="m", input=[*compacted["output"], result])
+    assert status == 200
+    status, _ = await post(harness, model="m", input="Go on", previous_response_id=body["id"])
+    assert status == 200
 
 
 @pytest.mark.parametrize("given", [5, [5], [], None, [{"type": "compaction_trigger"}]])
