@@ -8,7 +8,6 @@ import resource
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import itemgetter
@@ -34,8 +33,6 @@ _BURST = 124
 first one is looked at."""
 _RESERVE = 148
 """Descriptors that calls keep free, for connections and for the files of the run."""
-_CLOSE_SECONDS = 5.0
-"""Maximum time in which connections that were closed give back their descriptors."""
 REMEMBERED = 100_000
 """Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
@@ -59,6 +56,14 @@ class _State:
     session: str | None = None
     """Session of the newest credentials."""
     phase: _Phase = _Phase.SILENT
+    servers: int = 0
+    """Number of connections that were opened for it."""
+    admitted: bool = False
+    """Its request may open a connection to the endpoint, and has not yet."""
+
+    @property
+    def descriptors(self) -> int:
+        return 1 + _PER_SERVER * (self.servers + self.admitted)
 
     def begin(self, session: str | None, phase: _Phase) -> None:
         self.session, self.phase = session, phase
@@ -104,14 +109,6 @@ class Descriptors(_Requests):
         self._base = 0
         self._clients: dict[connection.Client, _State] = {}
         """Connections, the one that was idle for the longest time first."""
-        self._closing: set[connection.Client] = set()
-        """Connections that were closed here and still hold their descriptors."""
-        self._closed = asyncio.Event()
-        """Set when a connection has given back its descriptors."""
-        self._admitted: set[connection.Client] = set()
-        """Connections whose request may open one to the endpoint, and has not yet."""
-        self._servers: Counter[connection.Client] = Counter()
-        """Connection of a client -> number of connections that were opened for it."""
 
     def load(self, _: object) -> None:
         """Raise the limit."""
@@ -136,9 +133,6 @@ class Descriptors(_Requests):
 
     def client_disconnected(self, client: connection.Client) -> None:
         """Count a connection that was closed."""
-        self._closing.discard(client)
-        self._admitted.discard(client)
-        self._closed.set()
         if (state := self._clients.pop(client, None)) is not None:
             state.deadline.cancel()
 
@@ -147,32 +141,23 @@ class Descriptors(_Requests):
         if flow.response is None and (state := self._clients.get(flow.client_conn)) is not None:
             state.begin(flow.metadata[SESSION], _Phase.IDLE)
 
-    async def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Refuse a request that needs a connection for which no room is left. Waits for room that is being made."""
+    def requestheaders(self, flow: http.HTTPFlow) -> None:
+        """Refuse a request that needs a connection for which no room is left."""
         session, client = flow.metadata.get(SESSION), flow.client_conn
         if session is None:
             return
         if (state := self._clients.get(client)) is None:
             return
         state.begin(session, _Phase.SENDING)
-        if flow.response is not None or flow.error is not None or self._servers[client]:
+        if flow.response is not None or flow.error is not None or state.servers:
             return
-        needed = _PER_SERVER + _RESERVE
-        room = self._make_room(needed, client)
+        room = self._make_room(_PER_SERVER + _RESERVE, client)
         if not room and (room := ends_session(flow.request)):
             for other in [other for other, state in self._clients.items() if state.session == session]:
                 if other != client:
                     self._drop(other, "closed at the end of the session")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                while room and self._closing and self._used() + needed > self._limit:
-                    self._closed.clear()
-                    await self._closed.wait()
-                    if client not in self._clients:
-                        return
-                    room = self._make_room(needed, client) or ends_session(flow.request)
         if room:
-            self._admitted.add(client)
+            state.admitted = True
         elif self._held()[session] > 1:
             self._refuse(flow, "This session has too many connections open.", 429, "rate_limit_exceeded")
         else:
@@ -190,22 +175,19 @@ class Descriptors(_Requests):
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
-        self._admitted.discard(data.client)
-        self._servers[data.client] += 1
+        if (state := self._clients.get(data.client)) is not None:
+            state.servers, state.admitted = state.servers + 1, False
 
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
         """Count a connection that was closed, or not opened."""
-        self._closed.set()
-        self._servers[data.client] -= 1
-        if self._servers[data.client] <= 0:
-            del self._servers[data.client]
+        if (state := self._clients.get(data.client)) is not None:
+            state.servers -= 1
 
     server_connect_error = server_disconnected
 
     def _end(self, client: connection.Client) -> None:
-        self._admitted.discard(client)
         if (state := self._clients.pop(client, None)) is not None:
-            state.phase = min(state.phase, _Phase.IDLE)
+            state.phase, state.admitted = min(state.phase, _Phase.IDLE), False
             self._clients[client] = state
 
     def _make_room(self, descriptors: int, asking: connection.Client | None = None) -> bool:
@@ -213,8 +195,7 @@ class Descriptors(_Requests):
 
         Returns False if too few can be closed.
         """
-        while self._used() - self._leaving() + descriptors > self._limit:
-            held = self._held()
+        while self._base + (held := self._held()).total() + descriptors > self._limit:
             idle = _Phase.SENDING if asking is None else _Phase.IDLE
             fair = math.inf if asking is None else held[self._clients[asking].session] + _PER_SERVER
             loads = [
@@ -230,23 +211,15 @@ class Descriptors(_Requests):
     def _held(self) -> Counter[str | None]:
         """Return the number of descriptors of each session."""
         held: Counter[str | None] = Counter()
-        for client, state in self._clients.items():
-            held[state.session] += 1 + _PER_SERVER * (self._servers[client] + (client in self._admitted))
+        for state in self._clients.values():
+            held[state.session] += state.descriptors
         return held
 
     def _drop(self, client: connection.Client, detail: str) -> None:
         session = self._clients[client].session
         self.client_disconnected(client)
-        self._closing.add(client)
         self._close(client)
         self._record(Event(kind="refused", session_id=session, detail=detail))
-
-    def _used(self) -> int:
-        servers = self._servers.total() + len(self._admitted)
-        return self._base + len(self._clients) + len(self._closing) + _PER_SERVER * servers
-
-    def _leaving(self) -> int:
-        return sum(1 + _PER_SERVER * self._servers[client] for client in self._closing)
 
 
 @dataclass(slots=True)

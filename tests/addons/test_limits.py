@@ -124,7 +124,7 @@ def closed():
 @pytest.fixture
 def descriptors(events, closed):
     """Return an addon with room for four connections."""
-    addon = Descriptors(events.append, lambda client: (closed.append(client), addon.client_disconnected(client)))
+    addon = Descriptors(events.append, closed.append)
     addon._limit = _BURST + 4
     return addon
 
@@ -135,12 +135,12 @@ def connect(descriptors):
     return client
 
 
-async def ask(descriptors, client):
+def ask(descriptors, client):
     flow = tflow.tflow(client_conn=client)
     flow.metadata[SESSION] = "s1"
-    descriptors._servers[client] += 1  # it needs no other
+    descriptors._clients[client].servers += 1  # it needs no other
     descriptors._limit += 3
-    await descriptors.requestheaders(flow)
+    descriptors.requestheaders(flow)
     descriptors.request(flow)
     return flow
 
@@ -149,7 +149,7 @@ async def ask(descriptors, client):
 async def test_the_oldest_idle_connection_of_who_holds_most_is_closed_first(descriptors, events, closed, num_silent):
     descriptors._limit = _BURST + 1 + num_silent
     known, *silent = (connect(descriptors) for _ in range(1 + num_silent))
-    descriptors.response(await ask(descriptors, known))  # it holds four
+    descriptors.response(ask(descriptors, known))  # it holds four
     connect(descriptors)
     assert closed == [silent[0] if num_silent > 4 else known]
     assert {event.detail for event in events} == {"closed to make room for others"}
@@ -158,7 +158,7 @@ async def test_the_oldest_idle_connection_of_who_holds_most_is_closed_first(desc
 @pytest.mark.parametrize("end", ["response", "error", "websocket_end"])
 async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(descriptors, closed, end):
     clients = [connect(descriptors) for _ in range(4)]
-    flows = [await ask(descriptors, client) for client in clients]
+    flows = [ask(descriptors, client) for client in clients]
     refused = connect(descriptors)
     assert (bool(refused.error), closed) == (True, [])
     descriptors.client_disconnected(refused)
@@ -172,7 +172,7 @@ async def test_a_request_that_was_let_in_holds_its_room_before_it_is_connected(d
     for i in range(25):
         flows.append(tflow.tflow(client_conn=connect(descriptors)))
         flows[-1].metadata[SESSION] = f"s{i}"
-        await descriptors.requestheaders(flows[-1])
+        descriptors.requestheaders(flows[-1])
     assert [flow.response.status_code if flow.response else 0 for flow in flows] == [0] * 20 + [503] * 5
     descriptors.error(flows[0])
     for flow in flows[20:]:
@@ -180,13 +180,13 @@ async def test_a_request_that_was_let_in_holds_its_room_before_it_is_connected(d
         descriptors.client_disconnected(flow.client_conn)
     again = tflow.tflow(client_conn=connect(descriptors))
     again.metadata[SESSION] = "s25"
-    await descriptors.requestheaders(again)
+    descriptors.requestheaders(again)
     assert again.response is None
 
 
 async def test_a_connection_without_credentials_is_closed_after_a_while(descriptors, closed):
     silent, known, tunnel, wrong = (connect(descriptors) for _ in range(4))
-    await ask(descriptors, known)
+    ask(descriptors, known)
     opened = tflow.tflow(client_conn=tunnel)
     opened.metadata[SESSION] = "s1"
     descriptors.http_connect(opened)
