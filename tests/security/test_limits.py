@@ -1,13 +1,16 @@
 """An agent asks more than its session may, or all ask for more than the recorder has file descriptors for."""
 
 import json
+import os
 import re
+import socket
 from contextlib import ExitStack
 
+from rolltap.addons.limits import _RESERVE
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
-from tests.security.raw import call, plain, read_head, tunnel
+from tests.security.raw import address, call, credentials, listening, plain, read_head, tunnel
 
 
 def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
@@ -101,6 +104,31 @@ def test_a_session_that_fills_the_recorder_locks_nobody_out_and_cannot_cause_a_f
     events = recorder.rows("events")
     assert {event["session_id"] for event in events if event["kind"] == "rejected"} == {"greedy"}
     assert not [event for event in events if event["kind"] == "fault"]
+
+
+def test_replies_that_nobody_reads_make_room_too(start, scripted_engine):
+    recorder = start("rolltap_allow=127.0.0.3:*", command=["prlimit", f"--nofile=64:{LIMIT}"])
+    room = int(re.search(r"room for (\d+) sessions", recorder.log())[1])
+    size = 1 << 23  # more than fits into the buffers of a connection
+    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
+    with ExitStack() as stack:
+
+        def ask(request, receive_buffer):
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            connection.connect(address(recorder))
+            connection.sendall(request)
+            return read_head(connection).split()[1]
+
+        large = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
+        server = stack.enter_context(listening("127.0.0.3", answer=large))
+        host = f"{server.host}:{server.port}"
+        unread = f"GET http://{host}/ HTTP/1.1\r\nHost: {host}\r\n".encode() + credentials("greedy") + b"\r\n"
+        assert {ask(unread, 1) for _ in range(room)} == {b"200"}
+        asked = [ask(call(user=f"s{i}", stream=True), 65536) for i in range(room - 2)]
+        assert asked == [b"200"] * (room - 2)
+        assert len(os.listdir(f"/proc/{recorder.process.pid}/fd")) <= LIMIT - _RESERVE
+        scripted_engine.release()
 
 
 def test_calls_that_do_not_fit_are_refused_and_the_others_go_on(start, scripted_engine):
