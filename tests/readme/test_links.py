@@ -11,7 +11,7 @@ from tests.readme.blocks import DOCUMENTS, prose_of
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 BROKEN_ROW = re.compile(r"^\|.*[^|\n]$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-READERS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]
+READERS = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "tests/bench/README.md"]
 
 
 def anchors(document: Path) -> set[str]:

@@ -108,12 +108,14 @@ def plot_training(metrics: Path, path: Path, title: str) -> None:
     for line in lines:
         if line.get("tokens_in_rows"):
             line["forwarded_share"] = line["tokens_forwarded"] / line["tokens_in_rows"]
-    rows = -(-len(_PANELS) // _COLUMNS)
+    panels = [(name, patterns) for name, patterns in _PANELS if any(_matching(lines, each) for each in patterns)]
+    rows = max(1, -(-len(panels) // _COLUMNS))
     figure = Figure(figsize=(10, 2.3 * rows))
     # a layout that is computed takes as long as the rest
-    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.05, top=0.94, wspace=0.16, hspace=0.4)
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.3 / rows, top=1 - 0.36 / rows, wspace=0.2, hspace=0.45)
     figure.suptitle(title)
-    for axes, (name, patterns) in zip(figure.subplots(rows, _COLUMNS).flat, _PANELS, strict=True):
+    for place, (name, patterns) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, _COLUMNS, place)
         _draw(axes, lines, patterns)
         axes.set_title(name, fontsize="medium")
         axes.grid(alpha=0.3)
@@ -123,6 +125,7 @@ def plot_training(metrics: Path, path: Path, title: str) -> None:
 
 
 def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], patterns: Sequence[str]) -> None:
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)  # long labels would reach the next panel
     for pattern in patterns:
         names = _matching(lines, pattern)
         many = len(names) > MOST_LABELLED

@@ -271,6 +271,11 @@ def drawn(tmp_path, monkeypatch):
     return draw
 
 
+def test_a_panel_without_a_line_is_not_drawn(drawn):
+    panels = drawn({"reward": 0.5, "tokens_trained": 123456})
+    assert panels.keys() == {"reward", "sampled tokens"}
+
+
 def test_every_metric_has_its_panel(drawn):
     panels = drawn(STEP, STEP | {"reward": 0.75})
     assert panels["reward"]["reward"] == [(1, 0.5), (2, 0.75)]

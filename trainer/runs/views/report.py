@@ -375,7 +375,7 @@ def plot_rewards(run: Path, path: Path, title: str) -> None:
     axes.set_xticks(range(len(means)), [labels[name] for name in means])
     axes.set(xlabel="weights (optimizer steps so far)", ylabel="reward", title=title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # inside it could hide sessions
     figure.savefig(path, dpi=120)
 
 
