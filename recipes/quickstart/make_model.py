@@ -86,7 +86,7 @@ class Sessions:
         text = self.text[start : start + characters]
         if self.random.random() < COMMAND_IN_FILLER:
             cut = self.random.randrange(characters)
-            # "bash command" too, as harnesses describe their tool: else its words alone could pass for a turn that was taken
+            # harnesses describe their tool by these words, which must not pass for a turn that was taken
             decoy = " ".join(("bash", "command", *self.random.choice([*LOOK, *COUNT, SUBMIT])))
             start, end = sorted(self.random.randrange(len(decoy) + 1) for _ in range(2))
             text = f"{text[:cut]} {decoy[start:end]} {text[cut:]}"

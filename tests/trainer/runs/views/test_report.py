@@ -115,7 +115,8 @@ def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
     write_run(tmp_path, *rewarded, fault, make_session("unknown", reward=5.0, policy_version=None))
     plot_rewards(tmp_path, tmp_path / "some.png", "something")
     (axes,) = drawn[0].axes
-    assert axes.get_legend() is None and drawn[0].legends  # inside of the axes it could hide sessions
+    assert axes.get_legend() is None  # it could hide sessions
+    assert drawn[0].legends
     assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5", "default"]
     assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0, 5.0]
     dots = axes.collections[0].get_offsets().tolist()
