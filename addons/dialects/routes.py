@@ -126,7 +126,6 @@ _LONGEST = 100
 """Characters of a path that may be a mistyped one."""
 _BEDROCK = re.compile(r"/model/[^/]+/(converse|invoke)[a-z-]*")
 """Path of a call of a model in Amazon Bedrock's own APIs."""
-_BEDROCK_APIS = {"converse": "Converse", "invoke": "InvokeModel"}
 
 
 def looks_like_model_call(method: str, target: str, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
@@ -155,9 +154,8 @@ def advice(method: str, target: str) -> str:
     if route is not None and route.prefix.lower() != "/v1":  # a base URL with `/v1` for a client that adds its own
         return f"set rolltap_prefix={route.prefix} to answer it"
     path = target.partition("?")[0]
-    if found := _BEDROCK.fullmatch(path):
-        name = f"Amazon Bedrock's {_BEDROCK_APIS[found[1]]} API"
-        return f"{name} is not answered. Let the program use OpenAI's, Anthropic's or Google's"
+    if _BEDROCK.fullmatch(path):
+        return "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
     folders = [folder for folder in path[-_LONGEST:].lower().split("/") if folder] if len(path) <= _LONGEST else []
     for end in ("/".join(folders[-2:]), "/".join(folders[-1:])):
         for meant in get_close_matches(end, _PATHS, 1, _ALIKE):

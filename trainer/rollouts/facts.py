@@ -47,11 +47,6 @@ class EventFact(NamedTuple):
     path: str
     host: str = ""
 
-    @property
-    def request(self) -> str:
-        """Return the method, host and path of its request."""
-        return f"{self.method} {self.host}{self.path}"
-
 
 def find_fault(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
     """Return the newest fault of a session whose calls have ended, in words; None without one."""
@@ -89,12 +84,14 @@ def _why_no_call(events: Sequence[EventFact]) -> str:
         return f"every model call was refused: {_newest(rejected).detail}"
     if uncaptured := [event for event in events if event.kind == "uncaptured"]:
         last = _newest(uncaptured)
-        return f"no model call came, only requests to unknown paths that look like one: {last.request} ({last.detail})"
+        request = f"{last.method} {last.host}{last.path} ({last.detail})"
+        return f"no model call came, only requests to unknown paths that look like one: {request}"
     if untrusting := [event for event in events if failed_tls(event.kind, event.detail)]:
         last = _newest(untrusting)
         return f"no model call came: {last.host}: {last.detail}. {DISTRUST}"
     if others := [event for event in events if event.kind == "refused" and event.method]:
-        return f"no model call came through the proxy, only other requests: {_newest(others).request}. {_PAST_IT}"
+        last = _newest(others)
+        return f"no model call came, only other requests: {last.method} {last.host}{last.path}. {_PAST_IT}"
     return f"no model call came: did the program use the proxy? {_PAST_IT}"
 
 

@@ -213,8 +213,7 @@ def test_other_requests_to_a_model_api_are_none(path):
     assert advice("POST", path) == ""
 
 
-def bedrock(name):
-    return f"Amazon Bedrock's {name} API is not answered. Let the program use OpenAI's, Anthropic's or Google's"
+BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
 
 
 @pytest.mark.parametrize(
@@ -231,10 +230,10 @@ def bedrock(name):
         ("/v1/mesages", "did you mean /v1/messages?"),
         ("/my/gateway/v1/chat/completions?x=1", "set rolltap_prefix=/my/gateway to answer it"),
         ("/v1/chat/" + "completion" * 100_000, ""),
-        ("/model/us.amazon.nova-pro-v1%3A0/converse", bedrock("Converse")),
-        ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", bedrock("Converse")),
-        ("/model/m/invoke", bedrock("InvokeModel")),
-        ("/model/m/invoke-with-response-stream", bedrock("InvokeModel")),
+        ("/model/us.amazon.nova-pro-v1%3A0/converse", BEDROCK),
+        ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", BEDROCK),
+        ("/model/m/invoke", BEDROCK),
+        ("/model/m/invoke-with-response-stream", BEDROCK),
     ],
     ids=lambda text: text[:40],
 )
@@ -246,4 +245,4 @@ def test_a_mistyped_path_is_answered_with_the_nearest_one_or_the_option(path, sa
 def test_a_call_of_bedrock_is_refused_where_its_clients_read_why():
     error = json.loads(not_served("POST", "/model/m/converse", {}))
     assert error["__type"] == "ResourceNotFoundException"
-    assert error["message"] == f"POST /model/m/converse is not served here: {bedrock('Converse')}"
+    assert error["message"] == f"POST /model/m/converse is not served here: {BEDROCK}"

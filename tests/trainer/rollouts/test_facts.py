@@ -62,7 +62,7 @@ def begun(second):
         (
             [],
             [told("refused", 1)],
-            r"^no model call came through the proxy, only other requests: POST api.host/v9/chat\.",
+            r"^no model call came, only other requests: POST api.host/v9/chat\.",
         ),
         ([], [told("refused", 1, "TLS failed: unknown ca"), told("refused", 2)], TLS),
         ([], [told("refused", 1, "9 refused in all, the last: TLS failed: unknown ca")], TLS),
