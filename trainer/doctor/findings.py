@@ -99,9 +99,9 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 _PROXY = (
-    "If it does ask one, it sets NO_PROXY itself, or its HTTP client ignores HTTPS_PROXY, or the user name and password "
-    "in it: aiohttp needs trust_env=True, Java -Dhttps.proxyHost and -Dhttps.proxyPort; Node's own fetch uses the proxy "
-    "with Node 22.21, 24.5 or newer. Or it asks a model on loopback, which programs reach directly: give any other host, "
+    "If it does ask one, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, or the user name and password in it: "
+    "aiohttp needs trust_env=True, Java -Dhttps.proxyHost and -Dhttps.proxyPort; Node's own fetch uses the proxy with "
+    "Node 22.21, 24.5 or newer. Or it asks a model on loopback, which programs reach directly: give any other host, "
     "such as http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap env` prints what is set."
 )
 _UNCAPTURED = (
