@@ -99,7 +99,7 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 _PROXY = (
-    "If it does ask one, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, or the user name and password in it: "
+    "If it does ask one, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, or user name and password in it: "
     "aiohttp needs trust_env=True, Java -Dhttps.proxyHost and -Dhttps.proxyPort; Node's own fetch uses the proxy with "
     "Node 22.21, 24.5 or newer. Or it asks a model on loopback, which programs reach directly: give any other host, "
     "such as http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap env` prints what is set."
@@ -205,7 +205,9 @@ def _history(seen: Observed) -> Iterator[Finding]:
     tools = sorted({name for call in seen.calls for name in offered(call)})
     untried = all(call.kind == "root" for call in seen.calls)
     if seen.calls and seen.tool and seen.tool not in tools:
-        yield Finding("problem", f"The program never offered a tool {seen.tool}, but {', '.join(tools) or 'no tool'}.")
+        yield Finding(
+            "problem", f"The program never offered a tool {seen.tool}. It offers {', '.join(tools) or 'none'}."
+        )
     elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen):
         text, advice = "It offers the model no tools.", "Its calls were captured; nothing was there to continue."
         if called := sorted({name for call in seen.calls for name in _tools_called(call)}):

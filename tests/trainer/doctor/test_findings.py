@@ -90,8 +90,8 @@ SAID = {
     "wrote a reply": ("problem", "an assistant message that no model wrote", ""),
     "acts only and is asked again": ("note", "none of them was called: send_mail", "--tool NAME"),
     "gives no result": ("note", "called bash, and no tool's result came back", "--tool NAME"),
-    "a tool that it has not": ("problem", "never offered a tool get_price, but send_mail.", ""),
-    "a tool of a program without": ("problem", "never offered a tool get_price, but no tool.", ""),
+    "a tool that it has not": ("problem", "never offered a tool get_price. It offers send_mail.", ""),
+    "a tool of a program without": ("problem", "never offered a tool get_price. It offers none.", ""),
     "a format of its own": ("note", "status 1. It wants replies in a text format of its own ([[ ## answer ## ]])", ""),
     "a setting on loopback": (
         "problem",
