@@ -119,7 +119,7 @@ _RENDERED = {
 """Part of a call's `kind_reason` -> advice. The first one counts."""
 _LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
 _OWN_FORMAT = re.compile(r"\[\[ ## \w+ ## \]\]|Action Input:")
-"""What stands in the prompts of programs that read a text format of their own: DSPy, agents after ReAct."""
+"""Marks in the prompts of programs that read a text format of their own: DSPy, agents after ReAct."""
 
 
 def _no_call(seen: Observed) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ _PAST_IT = (
     "Node 22.21, 24.5 or newer, and a base URL on loopback is never sent to it. `rolltap doctor -- COMMAND` tries a "
     "program"
 )
-"""What keeps model calls away from the proxy."""
+"""Causes that keep model calls away from the proxy."""
 DISTRUST = (
     "The program does not trust the recorder's certificate. It reads none of the variables for certificates that "
     "`rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA."
