@@ -3,6 +3,7 @@
 A request that is not served and looks like a model call is answered with what would make it one.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -123,6 +124,8 @@ _ALIKE = 0.85
 """Similarity of a mistyped path, of `difflib`: one letter that is wrong, missing or too much."""
 _LONGEST = 100
 """Characters of a path that may be a mistyped one."""
+_BEDROCK = re.compile(r"/model/[^/]+/(converse|invoke)[a-z-]*")
+"""Path of a call of a model in Amazon Bedrock's own APIs."""
 
 
 def looks_like_model_call(method: str, target: str, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
@@ -143,7 +146,7 @@ def looks_like_model_call(method: str, target: str, headers: Mapping[str, str] =
 def advice(method: str, target: str) -> str:
     """Return what would make a request that is not served a model call, or "" when it is probably none.
 
-    Either its API is behind a prefix that is not known, or its path is mistyped.
+    Either its API is behind a prefix that is not known, or is Bedrock's own, or its path is mistyped.
     """
     if method != "POST":
         return ""
@@ -151,6 +154,8 @@ def advice(method: str, target: str) -> str:
     if route is not None and route.prefix.lower() != "/v1":  # a base URL with `/v1` for a client that adds its own
         return f"set rolltap_prefix={route.prefix} to answer it"
     path = target.partition("?")[0]
+    if _BEDROCK.fullmatch(path):
+        return "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
     folders = [folder for folder in path[-_LONGEST:].lower().split("/") if folder] if len(path) <= _LONGEST else []
     for end in ("/".join(folders[-2:]), "/".join(folders[-1:])):
         for meant in get_close_matches(end, _PATHS, 1, _ALIKE):
@@ -161,7 +166,10 @@ def advice(method: str, target: str) -> str:
 def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     """Return the body of a 404 in the format of the API that the request resembles, else an empty JSON object."""
     path, wanted = target.partition("?")[0], advice(method, target)
+    why = f"{method} {path} is not served here{f': {wanted}' if wanted else '.'}"
     route = find_route(method, target, headers, ANY_PREFIX)
+    if _BEDROCK.fullmatch(path):
+        return json.dumps({"__type": "ResourceNotFoundException", "message": why}).encode()
     if route is not None:
         dialect: Dialect = route.dialect
     elif "anthropic-version" in headers:
@@ -172,5 +180,4 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
         dialect = openai_chat
     else:
         return b"{}"
-    why = f"{method} {path} is not served here{f': {wanted}' if wanted else '.'}"
     return dialect.encode_error(DialectError(why, status=404, code="not_found"))

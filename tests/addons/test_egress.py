@@ -193,14 +193,15 @@ def test_model_calls_pass_and_an_answer_that_is_there_stays(egress, events, meta
 
 
 NEAR, GATEWAY = "/v1/chat/completion", "/my/gateway/v1/chat/completions"
+BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
 
 
 @pytest.mark.parametrize(
     ("url", "told"),
     [
         ("https://api.openai.com/v1/completions", ["refused"]),
-        ("https://bedrock.amazonaws.com/model/m/invoke-with-response-stream", ["refused"]),
-        ("https://bedrock.amazonaws.com/model/m/converse", ["refused"]),
+        ("https://bedrock.amazonaws.com/model/m/invoke-with-response-stream", [f"refused: {BEDROCK}"]),
+        ("https://bedrock.amazonaws.com/model/m/converse", [f"refused: {BEDROCK}"]),
         ("https://api.cohere.com/v2/generate", ["refused"]),
         ("https://generativelanguage.googleapis.com/v2/models/m:generateContent", ["refused"]),
         ("https://api.openai.com/v1/batches", ["refused"]),

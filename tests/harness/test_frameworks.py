@@ -74,6 +74,13 @@ def test_an_agent_of_a_framework_is_continued(script, mode, host, write_twice, r
     assert played.summary.hidden == (len(calls) if mode == "image" else 0)
 
 
+@pytest.mark.deep
+def test_the_question_after_a_reflection_without_tools_is_rendered_too(write_twice, record_agent, command):
+    calls = record_agent(*command("autogen_agent.py"), "asked_again").calls
+    assert [call.kind for call in calls] == ["root", "bridged", "rendered", "rendered"]
+    assert calls[-1].kind_reason == f"message 6 is the reply of call {calls[2].call_id}, changed or at another place"
+
+
 @pytest.mark.parametrize(
     ("script", "mode"),
     cases([("openai_agents.py", "whole"), ("langchain_agent.py", "chat"), ("openai_node.mjs", "chat")], 0, 2),

@@ -23,6 +23,7 @@ from rolltap.trainer.cli.options import examples, harness_option, json_option, p
     metavar="SECONDS",
     help="The program is stopped after this time.",
 )
+@click.option("--tool", metavar="NAME", help="The tool to call, instead of one whose name says that it does no harm.")
 @set_option
 @json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -30,6 +31,7 @@ def doctor_command(
     preset: str | None,
     model: str | None,
     timeout: float,
+    tool: str | None,
     settings: dict[str, list[str]],
     as_json: bool,
     command: tuple[str, ...],
@@ -44,8 +46,8 @@ def doctor_command(
     an empty folder, with a home of its own.
 
     Says which APIs the program called, which calls were continued token for token, their roles, and what was refused.
-    Exit status: 0 (ready) when all calls were captured and continued. 3 when all were captured and none has a history
-    to continue, as with a program without tools. Else 1.
+    Exit status: 0 (ready) when all calls were captured and continued, and a tool's result came back. 3 when all were
+    captured, and none has a history to continue, as with a program without tools, or no tool's result came. Else 1.
 
     With --model, says how prompts are written and continued, how tool calls and reasoning are read, and which tokens
     end a turn. Exit status: 0 when tool calls can be read and conversations continued, else 1.
@@ -57,6 +59,6 @@ def doctor_command(
         print_result(found, as_json)
         sys.exit(1 if found.problems else 0)
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
-    diagnosis = examine(command, harness=preset, timeout=timeout, options=settings)
+    diagnosis = examine(command, harness=preset, timeout=timeout, options=settings, tool=tool)
     print_result(diagnosis, as_json)
     sys.exit(1 if diagnosis.problems else 0 if diagnosis.ready else 3)

@@ -39,8 +39,8 @@ class Diagnosis(JupyterMixin):
 
     @property
     def ready(self) -> bool:
-        """True without a problem, and when at least one call was continued."""
-        return self.problems == 0 and bool(self.seen.continued)
+        """True without a problem, when at least one call was continued, and a tool's result if it has tools."""
+        return self.problems == 0 and bool(self.seen.continued) and self.seen.tools_tried
 
     @property
     def verdict(self) -> str:
@@ -48,10 +48,12 @@ class Diagnosis(JupyterMixin):
         if self.problems:
             return f"{self.seen.program}: {self.problems} problem{'s' if self.problems > 1 else ''}."
         captured = f"{_calls(len(self.seen.calls))} captured"
+        if not self.seen.continued:
+            return f"{self.seen.program}: {captured}; continuity not tried."
+        continued = f"{captured}, {len(self.seen.continued)} continued token for token"
         if self.ready:
-            continued = len(self.seen.continued)
-            return f"{self.seen.program}: ready. {captured}, {continued} continued token for token."
-        return f"{self.seen.program}: {captured}; continuity not tried."
+            return f"{self.seen.program}: ready. {continued}."
+        return f"{self.seen.program}: {continued}; no tool's result was seen."
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values. `calls` are in the order in which they started."""

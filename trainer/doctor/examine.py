@@ -44,13 +44,15 @@ def examine(
     harness: str | None = None,
     timeout: float = 120.0,
     options: Mapping[str, Sequence[str]] | None = None,
+    tool: str | None = None,
 ) -> Diagnosis:
     """Run a program once, led by scripted replies, and return what was seen and what it means.
 
     `command` is a command line that runs here, with this process's environment. `harness` is the name of a preset or a
     `.toml` file: its program works on an instruction in an empty folder, with a home of its own. Give one of them. All
     that the program starts ends with it, after `timeout` seconds at the latest. `options` are further options of the
-    recorder, each with its values. No model, engine, GPU or network is needed, and nothing is kept.
+    recorder, each with its values. `tool` is the name of the tool that the scripted model calls, by default one whose
+    name says that it does no harm. No model, engine, GPU or network is needed, and nothing is kept.
 
     Raises `InputError` for a program that is not there; `MissingPackageError` without mitmproxy; `RecorderError` when
     the recorder does not start or dies.
@@ -62,7 +64,7 @@ def examine(
     with workplace() as work:
         tokenizer = ByteTokenizer(work / "model")
         with ScriptedEngine(tokenizer, max_model_len=CONTEXT) as engine:
-            engine.otherwise = lambda request: Say(_reply(tokenizer.decode(request["token_ids"]), _schema(request)))
+            engine.otherwise = lambda request: Say(_reply(tokenizer.decode(request["token_ids"]), request, tool))
             environment = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
             folder = Path.cwd()
             about: dict[str, Any] = {}
@@ -93,15 +95,21 @@ def examine(
             output=read_end(log, _OUTPUT),
             calls=RecordedCalls(work / "run").get(_SESSION, []),
             events=_events(work / "run"),
+            tool=tool,
+            places={
+                **{name: value for name, value in environment.items() if name.endswith(("BASE_URL", "API_BASE"))},
+                **{name: read_end(Path(name), 1 << 20) for name in command[1:] if os.path.isfile(name)},
+                "the command line": " ".join(command),
+            },
             **about,
         )
     return Diagnosis(seen)
 
 
-def _reply(prompt: str, schema: Any) -> str:
+def _reply(prompt: str, request: Mapping[str, Any], tool: str | None) -> str:
     """Return the model's turn. An error of ours must not be taken for one of the program: it gets the final answer."""
     try:
-        return next_reply(prompt, schema)
+        return next_reply(prompt, _schema(request), tool)
     except Exception:  # whatever a program put into its prompt
         return FINAL
 

@@ -1,8 +1,9 @@
 """The facts of one run of a program -> what they mean and what to set. Each rule is a pure function of `Observed`."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rolltap.addons.store.records import Call, Event
@@ -24,6 +25,8 @@ class Observed:
         version: Version that the program of a preset reports, or "". The preset was tested with `tested_version`, which
             the command `install` installs.
         quirks: Facts of the preset.
+        tool: The tool that the model was to call, or None for one that does no harm.
+        places: Texts that may name the address of the program's model, by where they stand.
     """
 
     program: str
@@ -37,6 +40,8 @@ class Observed:
     tested_version: str = ""
     install: str = ""
     quirks: Sequence[str] = ()
+    tool: str | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, *kinds: str) -> list[Event]:
         """Return the events of some kinds."""
@@ -56,6 +61,12 @@ class Observed:
     def continued(self) -> list[Call]:
         """The calls that continue the call before them token for token."""
         return [call for call in self.calls if call.kind == "bridged" and not wrote_reply(call)]
+
+    @property
+    def tools_tried(self) -> bool:
+        """True when a tool's result came back, or when no call offers a tool."""
+        later = (message for call in self.calls if call.kind != "root" for message in call.parsed_messages)
+        return any(message.get("role") == "tool" for message in later) or not any(map(offered, self.calls))
 
 
 def wrote_reply(call: Call) -> bool:
@@ -88,8 +99,8 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 _PROXY = (
-    "If it does ask one, its HTTP client ignores HTTPS_PROXY, or the user name and password in it: with aiohttp it "
-    "needs trust_env=True, with Java -Dhttps.proxyHost and -Dhttps.proxyPort; Node's own fetch uses the proxy with "
+    "If it does ask one, it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, or user name and password in it: "
+    "aiohttp needs trust_env=True, Java -Dhttps.proxyHost and -Dhttps.proxyPort; Node's own fetch uses the proxy with "
     "Node 22.21, 24.5 or newer. Or it asks a model on loopback, which programs reach directly: give any other host, "
     "such as http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap env` prints what is set."
 )
@@ -101,11 +112,14 @@ _UNCAPTURED = (
 _RENDERED = {
     "fit equally well": "The program asked the same question several times, and the replies were alike.",
     "its tools are not those": "The program offers other tools than before. Load them all at its start: no tool "
-    "search, no late MCP server.",
+    "search, no late MCP server. A reflection on results that offers none can often be switched off.",
     "": "The program rewrote its history there. Look for a setting that shortens, summarises or refreshes it, or that "
     "writes the time into it. Such a call begins a trace of its own; its tokens stay exact.",
 }
 """Part of a call's `kind_reason` -> advice. The first one counts."""
+_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
+_OWN_FORMAT = re.compile(r"\[\[ ## \w+ ## \]\]|Action Input:")
+"""Marks in the prompts of programs that read a text format of their own: DSPy, agents after ReAct."""
 
 
 def _no_call(seen: Observed) -> Iterator[Finding]:
@@ -117,7 +131,13 @@ def _no_call(seen: Observed) -> Iterator[Finding]:
         return
     lacks = "Does the output below say that it lacks a key, an argument or a login? A placeholder key is enough."
     advice = f"{lacks if seen.output.strip() else 'It printed nothing.'} {_PROXY}"
-    yield Finding("problem", "No model call came. The program asked no model, or it did not use the proxy.", advice)
+    texts = {**seen.places, "its output": seen.output}
+    why = "The program asked no model, or it did not use the proxy."
+    if others := sorted({_request(event) for event in seen.of("refused") if event.method}):
+        why = f"Only other requests came through the proxy: {', '.join(others)}."
+    if named := [f"{at[0]!r} in {place}" for place, text in texts.items() if (at := _LOOPBACK.search(text))]:
+        why += f" A model on loopback is asked past it, and there is {' and '.join(named)}."
+    yield Finding("problem", f"No model call came. {why}", advice)
 
 
 def _refused(seen: Observed) -> Iterator[Finding]:
@@ -182,15 +202,24 @@ def _history(seen: Observed) -> Iterator[Finding]:
     if seen.calls and not any(call.role in ("agent", "subagent") for call in seen.calls):
         roles = ", ".join(sorted({f"{call.role} ({call.role_evidence})" for call in seen.calls}))
         yield Finding("problem", f"No call is the agent's, so none is trained: {roles}.")
-    if seen.calls and all(call.kind == "root" for call in seen.calls) and not _unanswered(seen):
+    tools = sorted({name for call in seen.calls for name in offered(call)})
+    untried = all(call.kind == "root" for call in seen.calls)
+    if seen.calls and seen.tool and seen.tool not in tools:
+        yield Finding(
+            "problem", f"The program never offered a tool {seen.tool}. It offers {', '.join(tools) or 'none'}."
+        )
+    elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen):
         text, advice = "It offers the model no tools.", "Its calls were captured; nothing was there to continue."
-        if tools := sorted({name for call in seen.calls for name in offered(call)}):
+        if called := sorted({name for call in seen.calls for name in _tools_called(call)}):
+            text = f"The model called {' and '.join(called)}, and no tool's result came back."
+            advice = "Does the program accept the arguments? Name another tool: --tool NAME."
+        elif tools:
             text = f"It was offered {len(tools)} tools, and none of them was called: {', '.join(tools)}."
             advice = (
                 "Only a shell is called, or a tool whose name begins with a word such as read, list, get or search. "
-                "Try with one that only looks."
+                "Name one that only looks: --tool NAME."
             )
-        yield Finding("note", f"No call continues another. {text}", advice)
+        yield Finding("note", f"{'No call continues another. ' * untried}{text}", advice)
 
 
 def _end(seen: Observed) -> Iterator[Finding]:
@@ -203,8 +232,10 @@ def _end(seen: Observed) -> Iterator[Finding]:
             "--timeout gives it more time.",
         )
     elif seen.exit_status:
-        level: Literal["problem", "note"] = "note" if seen.continued or not seen.calls else "problem"
-        yield Finding(level, f"The program ended with status {seen.exit_status}.", _see_output(seen))
+        own = _OWN_FORMAT.search("".join(call.messages for call in seen.calls if not offered(call)))
+        wants = f" It wants replies in a text format of its own ({own[0]}): the scripted model has none." if own else ""
+        level: Literal["problem", "note"] = "note" if seen.continued or not seen.calls or own else "problem"
+        yield Finding(level, f"The program ended with status {seen.exit_status}.{wants}", _see_output(seen))
     if seen.version and seen.tested_version and seen.version != seen.tested_version:
         yield Finding(
             "note",

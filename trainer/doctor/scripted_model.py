@@ -65,16 +65,17 @@ class ByteTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def next_reply(prompt: str, schema: Any = None) -> str:
+def next_reply(prompt: str, schema: Any = None, tool: str | None = None) -> str:
     """Return the text of the model's turn for a prompt. `schema` is the JSON schema that the reply must match, or None.
 
-    After the final answer a program that goes on gets a call of the tool or command with which it ends, if it has one.
+    `tool` is the name of the tool that is called, by default one that does no harm. After the final answer a program
+    that goes on gets a call of the tool or command with which it ends, if it has one.
     """
     if schema is not None:
         return json.dumps(example(schema))
     tools, turns = offered_tools(prompt), prompt.split("<|im_start|>")
     results = sum(turn.startswith(_RESULT) for turn in turns)
-    if results < _TOOL_TURNS and (call := harmless_call(tools)):
+    if results < _TOOL_TURNS and (call := harmless_call(tools, tool)):
         return _tool_call(*call)
     if _SUBMIT in prompt and (call := shell_call(tools, _SUBMIT)):
         return _tool_call(*call)

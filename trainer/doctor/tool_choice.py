@@ -53,15 +53,17 @@ def shell_call(tools: Sequence[Tool], command: str) -> tuple[str, dict[str, Any]
     return None
 
 
-def harmless_call(tools: Sequence[Tool]) -> tuple[str, dict[str, Any]] | None:
+def harmless_call(tools: Sequence[Tool], name: str | None = None) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the arguments of a call that a program can be asked for without harm, or None.
 
     It is of a shell tool, which prints `GREETING`, else of the first tool whose name says that it only looks. The tool
-    is called where the program runs, with the user's files and accounts: one with a name that says less gets no call.
+    is called where the program runs, with the user's files and accounts: one with a name that says less gets no call,
+    unless a person has chosen it by `name`.
     """
+    tools = [tool for tool in tools if name in (None, tool["name"])]
     if call := shell_call(tools, f"echo '{GREETING}'"):
         return call
-    return next(((tool["name"], _arguments(tool)) for tool in tools if _only_looks(tool)), None)
+    return next(((tool["name"], _arguments(tool)) for tool in tools if name or _only_looks(tool)), None)
 
 
 def ending_call(tools: Sequence[Tool]) -> tuple[str, dict[str, Any]] | None:
@@ -100,8 +102,8 @@ def _only_looks(tool: Tool) -> bool:
 
 
 def _words(tool: Tool) -> list[str]:
-    """Return the words of a tool's name in lower case, without the MCP server's: `mcp__fs__readFile` has two."""
-    name = re.sub(r"^mcp__.+?__", "", tool["name"])
+    """Return the words of a tool's name in lower case, without its server or plugin: `mcp__fs__read`, `P-get_x`."""
+    name = re.sub(r"^(mcp__.+?__|\w+-(?=[a-z]+_\w+$))", "", tool["name"])
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 

@@ -13,12 +13,12 @@ from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 from rolltap.trainer.traces.reader import SessionRows
 
-NO_CALL = (
-    "no model call came: did the program use the proxy? Its HTTP client must take user name and password from the URL, "
-    "too. Node's own fetch uses the proxy with Node 22.21, 24.5 or newer, and a base URL on loopback is never sent "
-    "to it. `rolltap doctor -- COMMAND` tries a program"
+_PAST_IT = (
+    "Its HTTP client must take user name and password from the proxy's URL, too. Node's own fetch uses the proxy with "
+    "Node 22.21, 24.5 or newer, and a base URL on loopback is never sent to it. `rolltap doctor -- COMMAND` tries a "
+    "program"
 )
-"""The fault of a session without a request to a model API."""
+"""Causes that keep model calls away from the proxy."""
 DISTRUST = (
     "The program does not trust the recorder's certificate. It reads none of the variables for certificates that "
     "`rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA."
@@ -84,12 +84,15 @@ def _why_no_call(events: Sequence[EventFact]) -> str:
         return f"every model call was refused: {_newest(rejected).detail}"
     if uncaptured := [event for event in events if event.kind == "uncaptured"]:
         last = _newest(uncaptured)
-        request = f"{last.method} {last.host}{last.path}"
+        request = f"{last.method} {last.host}{last.path} ({last.detail})"
         return f"no model call came, only requests to unknown paths that look like one: {request}"
     if untrusting := [event for event in events if failed_tls(event.kind, event.detail)]:
         last = _newest(untrusting)
         return f"no model call came: {last.host}: {last.detail}. {DISTRUST}"
-    return NO_CALL
+    if others := [event for event in events if event.kind == "refused" and event.method]:
+        last = _newest(others)
+        return f"no model call came, only other requests: {last.method} {last.host}{last.path}. {_PAST_IT}"
+    return f"no model call came: did the program use the proxy? {_PAST_IT}"
 
 
 def _newest(events: Sequence[EventFact]) -> EventFact:

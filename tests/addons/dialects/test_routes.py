@@ -1,7 +1,9 @@
+import json
+
 import pytest
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
-from rolltap.addons.dialects.routes import ROUTES, Route, advice, find_route, looks_like_model_call
+from rolltap.addons.dialects.routes import ROUTES, Route, advice, find_route, looks_like_model_call, not_served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -211,6 +213,9 @@ def test_other_requests_to_a_model_api_are_none(path):
     assert advice("POST", path) == ""
 
 
+BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -225,9 +230,19 @@ def test_other_requests_to_a_model_api_are_none(path):
         ("/v1/mesages", "did you mean /v1/messages?"),
         ("/my/gateway/v1/chat/completions?x=1", "set rolltap_prefix=/my/gateway to answer it"),
         ("/v1/chat/" + "completion" * 100_000, ""),
+        ("/model/us.amazon.nova-pro-v1%3A0/converse", BEDROCK),
+        ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", BEDROCK),
+        ("/model/m/invoke", BEDROCK),
+        ("/model/m/invoke-with-response-stream", BEDROCK),
     ],
     ids=lambda text: text[:40],
 )
 def test_a_mistyped_path_is_answered_with_the_nearest_one_or_the_option(path, said):
     assert advice("POST", path) == said
     assert advice("GET", path) == ""
+
+
+def test_a_call_of_bedrock_is_refused_where_its_clients_read_why():
+    error = json.loads(not_served("POST", "/model/m/converse", {}))
+    assert error["__type"] == "ResourceNotFoundException"
+    assert error["message"] == f"POST /model/m/converse is not served here: {BEDROCK}"

@@ -10,7 +10,7 @@ AGENT = Path(__file__).parents[1] / "doctor" / "agent.py"
 
 
 def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
-    ended = run_rolltap("doctor", "--json", "--", sys.executable, AGENT)
+    ended = run_rolltap("doctor", "--tool", "shell", "--json", "--", sys.executable, AGENT)
     told = json.loads(ended.stdout)
     assert (ended.returncode, told["ok"], told["findings"]) == (0, True, [])
     assert [call["kind"] for call in told["calls"]] == ["root", "bridged", "bridged"]

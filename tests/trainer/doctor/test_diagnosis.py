@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -19,7 +20,8 @@ CALL = Call(
     tools=json.dumps([{"type": "function", "function": {"name": "bash"}}]),
     reply=REPLY,
 )
-NEXT = Call(session_id="s", call_id="d", prompt_ids=[1], kind="bridged", parent_id="c")
+RESULT = json.dumps([{"role": "tool", "content": "ok"}])
+NEXT = Call(session_id="s", call_id="d", prompt_ids=[1], kind="bridged", parent_id="c", messages=RESULT)
 
 
 def printed(diagnosis):
@@ -43,6 +45,14 @@ def test_a_program_that_is_captured_and_has_no_history_is_not_called_ready():
     diagnosis = Diagnosis(Observed(program="p", calls=[Call(session_id="s", call_id="c", prompt_ids=[1])]))
     assert diagnosis.verdict == "p: 1 call captured; continuity not tried."
     assert (diagnosis.problems, diagnosis.ready, diagnosis.to_json()["ok"]) == (0, False, False)
+
+
+def test_a_program_of_whose_tools_no_result_was_seen_is_not_called_ready():
+    told, asked = replace(CALL, reply=None), replace(NEXT, messages="[]")
+    diagnosis = Diagnosis(Observed(program="p", calls=[told, asked]))
+    assert diagnosis.verdict == "p: 2 calls captured, 1 continued token for token; no tool's result was seen."
+    assert (diagnosis.problems, diagnosis.ready) == (0, False)
+    assert Diagnosis(Observed(program="p", calls=[replace(told, tools=None), asked])).ready
 
 
 def test_a_call_after_a_turn_that_the_program_wrote_is_not_counted_as_continued():

@@ -9,8 +9,10 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.doctor.examine import examine
 from rolltap.trainer.doctor.scripted_model import FINAL
 from rolltap.trainer.doctor.tool_choice import GREETING
+from tests.deep import cases
 
 AGENT = Path(__file__).with_name("agent.py")
+LOOPBACK = "http://127.0.0.1:9/v1/chat/completions"
 
 
 def tried(*odd, **how):
@@ -46,7 +48,61 @@ def test_a_program_that_ignores_the_proxy_is_told_so():
     diagnosis = tried("direct")
     assert (diagnosis.seen.calls, diagnosis.seen.exit_status) == ([], 1)
     (problem,) = problems(diagnosis)
-    assert "did not use the proxy" in problem
+    assert (
+        f"did not use the proxy. A model on loopback is asked past it, and there is '{LOOPBACK}' in {AGENT}" in problem
+    )
+
+
+NO_CALL = "No model call came. The program asked no model, or it did not use the proxy."
+ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rolltap/v1/{}', json={{'model': 'm'}})"
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "advice", "printed"),
+    cases(
+        [
+            (
+                "import sys; sys.exit('usage: agent TASK')",
+                NO_CALL,
+                "it lacks a key, an argument or a",
+                "usage: agent TASK",
+            ),
+            ("import os; os.environ['SOME_API_KEY']", NO_CALL, "A placeholder key is enough.", "'SOME_API_KEY'"),
+            ("input('Your task? ')", NO_CALL, "below say that it lacks", "EOFError"),
+            (
+                ASKS.format({"NO_PROXY": "*", "no_proxy": "*"}, "responses"),
+                NO_CALL,
+                "it sets NO_PROXY",
+                "httpx.ConnectError",
+            ),
+            (ASKS.format({}, "chat/completion"), "did you mean /v1/chat/completions?", "base URL", ""),
+            (
+                f"import os; os.environ['X_BASE_URL']='{LOOPBACK}'",
+                f"'{LOOPBACK}' in the command line",
+                "other host",
+                "",
+            ),
+        ],
+        3,
+        4,
+    ),
+)
+def test_a_mistake_of_an_hour_with_the_doctor_is_said(program, said, advice, printed):
+    diagnosis = examine([sys.executable, "-c", program])
+    found = [finding for finding in diagnosis.findings if said in finding.text and advice in finding.advice]
+    assert [finding.level for finding in found] == ["problem"], diagnosis.findings
+    assert printed in diagnosis.seen.output
+
+
+def test_a_program_that_is_not_on_the_path_is_said_before_anything_starts():
+    with pytest.raises(InputError, match="'no-such-agent' is not on the PATH: install it, or give its folder"):
+        examine(["no-such-agent", "--task", "x"])
+
+
+@pytest.mark.deep  # the choice and the finding have tests of their own
+def test_a_tool_that_the_program_never_offered_is_refused_in_words():
+    assert problems(tried(tool="get_price")) == ["The program never offered a tool get_price. It offers shell."]
+    assert tried(tool="shell").ready
 
 
 def test_a_program_gets_a_reply_when_the_script_has_none_for_its_prompt(monkeypatch):

@@ -19,6 +19,8 @@ TOOLS = json.dumps([{"type": "function", "function": {"name": "send_mail"}}])
 CALLS_BASH = json.dumps({"role": "assistant", "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}}]})
 FINISHES = CALLS_BASH.replace("bash", "finish")
 SUBMITS = CALLS_BASH.replace("{}", "{echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT}")
+ANSWERED = json.dumps([{"role": "tool", "tool_call_id": "1", "content": "ok"}])
+FORMAT = json.dumps([{"role": "system", "content": "Begin with [[ ## answer ## ]], end with [[ ## completed ## ]]."}])
 WRITTEN = json.dumps([{"role": "assistant", "content": "Mine."}, {"role": "user", "content": "Go on."}])
 
 
@@ -45,6 +47,15 @@ SEEN = {
     "other tools": run(calls=[*GOOD, call("rendered", kind_reason="its tools are not those of any earlier call")]),
     "untrained": run(calls=[call(role="auxiliary", role_evidence="no tools"), call("bridged", role="auxiliary")]),
     "acts only": run(calls=[call(tools=TOOLS)]),
+    "acts only and is asked again": run(calls=[call(tools=TOOLS), call("bridged")]),
+    "gives no result": run(calls=[call(tools=TOOLS, reply=CALLS_BASH), call("bridged", parent_id="c")]),
+    "a tool that it has not": run(calls=[call(tools=TOOLS)], tool="get_price"),
+    "a tool of a program without": run(calls=[call()], tool="get_price"),
+    "a format of its own": run(calls=[call(messages=FORMAT)], exit_status=1),
+    "a setting on loopback": run(places={"X_BASE_URL": "http://localhost:8000/v1"}),
+    "a printed loopback": run(output="POST http://127.0.0.1:8000/v1/chat failed"),
+    "refused on loopback": run(output="httpx.ConnectError: [Errno 111] Connection refused"),
+    "other requests": run(events=[Event(kind="refused", host="t.example", path="/log", method="GET")]),
     "no tools": run(calls=[call()]),
     "died at its tool call": run(calls=[call(reply=CALLS_BASH)], exit_status=1),
     "stopped after its second call": run(calls=[call(), call("bridged", call_id="d", parent_id="c", reply=CALLS_BASH)]),
@@ -77,6 +88,19 @@ SAID = {
     "stopped after its second call": ("problem", "call of bash was not answered", ""),
     "died without a call of a tool": ("problem", "status 2", ""),
     "wrote a reply": ("problem", "an assistant message that no model wrote", ""),
+    "acts only and is asked again": ("note", "none of them was called: send_mail", "--tool NAME"),
+    "gives no result": ("note", "called bash, and no tool's result came back", "--tool NAME"),
+    "a tool that it has not": ("problem", "never offered a tool get_price. It offers send_mail.", ""),
+    "a tool of a program without": ("problem", "never offered a tool get_price. It offers none.", ""),
+    "a format of its own": ("note", "status 1. It wants replies in a text format of its own ([[ ## answer ## ]])", ""),
+    "a setting on loopback": (
+        "problem",
+        "there is 'http://localhost:8000/v1' in X_BASE_URL.",
+        "http://model.rolltap/v1",
+    ),
+    "a printed loopback": ("problem", "'http://127.0.0.1:8000/v1/chat' in its output", "http://model.rolltap/v1"),
+    "refused on loopback": ("problem", "'Connection refused' in its output", "http://model.rolltap/v1"),
+    "other requests": ("problem", "Only other requests came through the proxy: GET t.example/log.", "HTTPS_PROXY"),
     "no tools": ("note", "offers the model no tools", "captured"),
     "status": ("note", "status 3", ""),
     "hangs": ("problem", "within 60 s (timeout)", "--timeout"),
@@ -98,8 +122,13 @@ def test_a_program_that_is_continued_has_no_finding():
     assert findings(run(calls=GOOD)) == []
 
 
+def test_a_program_that_got_the_result_of_a_tool_has_no_finding():
+    calls = [call(tools=TOOLS, reply=CALLS_BASH), call("bridged", parent_id="c", messages=ANSWERED)]
+    assert findings(run(calls=calls)) == []
+
+
 def test_a_cause_that_is_known_is_not_guessed_at():
-    for name in ("uncaptured only", "distrusts", "other credentials", "rejected"):
+    for name in ("uncaptured only", "distrusts", "other credentials", "rejected", "other requests"):
         assert not any("did not use the proxy" in finding.text for finding in findings(SEEN[name]))
 
 
@@ -116,7 +145,7 @@ def test_output_is_referred_to_when_there_is_some():
 
 def test_a_program_that_used_the_proxy_is_not_told_otherwise():
     calls = [call(reply=CALLS_BASH)]
-    assert not any("Try with one" in finding.advice for finding in findings(run(calls=calls, exit_status=1)))
+    assert not any("--tool NAME" in finding.advice for finding in findings(run(calls=calls, exit_status=1)))
 
 
 @pytest.mark.parametrize("last", [FINISHES, SUBMITS])

@@ -41,6 +41,11 @@ def test_two_tool_calls_with_text_come_before_the_final_answer():
     assert turns[2].endswith(FINAL)
 
 
+def test_the_chosen_tool_is_called_and_no_other():
+    assert called(next_reply(prompt(BASH, FINISH), None, "finish")) == ("finish", {})
+    assert called(next_reply(prompt(BASH), None, "finish")) is None
+
+
 def test_a_request_without_tools_gets_a_text():
     assert called(next_reply(prompt())) is None
 

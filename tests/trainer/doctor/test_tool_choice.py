@@ -49,6 +49,7 @@ PROGRAMS = {
     "unknown verbs": "frobnicate x!, getRow x!",
     "an MCP server": "mcp__fs__list_directory path!",
     "a web tool": "web_search query!",
+    "Semantic Kernel": "Mail-send_mail to!, P-get_price item!",
 }
 CALLS = {
     "claude-code": ("Bash", {"command": ECHO}),
@@ -69,6 +70,7 @@ CALLS = {
     "unknown verbs": ("getRow", {"x": "hello"}),
     "an MCP server": ("mcp__fs__list_directory", {"path": "."}),
     "a web tool": ("web_search", {"query": "hello"}),
+    "Semantic Kernel": ("P-get_price", {"item": "hello"}),
 }
 
 
@@ -82,7 +84,7 @@ write_file sendMail DeleteRow transfer_to_clerk final_answer ask_user mcp__shop_
 drop_table rm removefile charge_card purchase shutdown execute_sql merge_pull_request tweet add add_user query fetch
 fetch_funds book_flight format_disk clear_history close_issue notify_customer set_price transferFunds deleteall
 reply_to_email status reset_view drop_list clear_search find_and_replace get_and_lock read_then_flush get_refund
-check_out timeTravel frobnicate mcp__view__reset mcp__read count_down
+check_out timeTravel frobnicate mcp__view__reset mcp__read count_down wipe-list Wipe-List Get-wipe_all
 """
 
 
@@ -108,6 +110,13 @@ def test_a_tool_that_ends_something_else_than_the_session_is_not_called(name):
 @pytest.mark.parametrize("name", ["finish", "submit", "attempt_completion", "complete_task", "final_answer"])
 def test_a_program_is_ended_with_the_tool_that_it_has_for_that(name):
     assert ending_call(parse(f"bash command!, {name} text!")) == (name, {"text": "hello"})
+
+
+def test_the_tool_that_a_person_chooses_is_called_whatever_its_name_says():
+    tools = parse("bash command!, send_mail to!, read path!")
+    assert harmless_call(tools, "send_mail") == ("send_mail", {"to": "hello"})
+    assert harmless_call(tools, "bash") == ("bash", {"command": ECHO})
+    assert harmless_call(tools, "sendmail") is None
 
 
 def test_a_tool_without_a_schema_is_called():

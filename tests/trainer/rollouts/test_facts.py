@@ -54,13 +54,22 @@ def begun(second):
     ("calls", "events", "reason"),
     [
         ([], [], "^no model call came: did the program use the proxy"),
-        ([], [told("refused", 1)], "^no model call came: did the program use the proxy"),
+        (
+            [],
+            [EventFact("refused", None, "SNI ''", at(1), "", "", "")],
+            "^no model call came: did the program use the pr",
+        ),
+        (
+            [],
+            [told("refused", 1)],
+            r"^no model call came, only other requests: POST api.host/v9/chat\.",
+        ),
         ([], [told("refused", 1, "TLS failed: unknown ca"), told("refused", 2)], TLS),
         ([], [told("refused", 1, "9 refused in all, the last: TLS failed: unknown ca")], TLS),
         (
             [],
             [told("uncaptured", 1), told("refused", 2, "TLS failed: x")],
-            "that look like one: POST api.host/v9/chat$",
+            r"that look like one: POST api.host/v9/chat \(uncaptured 1\)$",
         ),
         ([], [told("uncaptured", 1), told("rejected", 2)], "^every model call was refused: rejected 2$"),
         ([], [told("rejected", 1), fault(2)], "no token was sampled.*: fault 2"),
