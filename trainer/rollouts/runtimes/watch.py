@@ -100,6 +100,18 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
+def end_program(pid: int, grace: float = 5.0) -> None:
+    """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace` seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        running = [psutil.Process(pid), *descendants(pid)]
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in psutil.wait_procs(running, timeout=grace)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 def processes_in(pid: int) -> list[psutil.Process]:
     """Return the processes in the PID namespace of process `pid`, with those in namespaces that they have made.
 
