@@ -58,7 +58,6 @@ class Recorder:
     ) -> None:
         if processes < 1:
             raise InputError(f"processes={processes}: give at least 1")
-        require_options(options or {})
         require_folder(str(model))
         self.path = Path(out)
         """The run folder."""
@@ -66,6 +65,7 @@ class Recorder:
         """The rows of the run's sessions. Only inside of the `with` block."""
         self.engine, self.model = engine, str(model)
         known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
+        require_options(known)
         self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
         self._number = processes
         self._processes: list[Mitmdump] = []
