@@ -193,17 +193,15 @@ def record_command(
     if why := session.error or facts.fault:
         console.print(why, markup=False, style="bold red")
     status = session.exit_status
-    sys.exit(NO_CALLS if status == 0 and not facts.calls else status if status >= 0 else 128 - status)
+    sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
 
 
 def name_of(command: Sequence[str]) -> str:
     """Return the name of a command: of its first argument that is a file or a module here, else of its program."""
     for argument in command[1:]:
-        if os.path.isfile(argument):
-            return Path(argument).stem
         module = argument.replace(".", "/")
-        if os.path.isfile(f"{module}.py") or os.path.isfile(f"{module}/__main__.py"):
-            return argument
+        if any(map(os.path.isfile, (argument, f"{module}.py", f"{module}/__main__.py"))):
+            return Path(argument).name
     return Path(command[0]).name or command[0]
 
 
@@ -266,8 +264,6 @@ def _part(text: str) -> tuple[str, float]:
         raise click.BadParameter(f"--part {text!r} is not written as NAME=NUMBER") from None
 
 
-NO_CALLS = 3
-"""Exit status of `record` for a program that ended with 0 and made no model call."""
 MOST_REASONS = 3
 """Most reasons of sessions without a reward that are printed."""
 _CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")

@@ -37,7 +37,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
-    read = _read_first(recipe, out, rollouts=True)
+    read = _read(recipe, rollouts=True, out=out) if runs_first() else None
     with _importing():
         from rolltap.trainer.training import loop
     settings = loop.join_processes(read)
@@ -65,7 +65,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     if not runs:
         raise InputError("the list of runs is empty")
     out = Path(out)
-    read = _read_first(recipe, out, rollouts=False)
+    read = _read(recipe, rollouts=False, out=out) if runs_first() else None
     with _importing():
         from rolltap.trainer.training import loop, offline
     settings = loop.join_processes(read)
@@ -92,7 +92,7 @@ def plan_training(
     Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read, nor its
     model, preset or tasks.
     """
-    settings = _read(recipe, rollouts=not runs, planned=True)
+    settings = _read(recipe, rollouts=not runs)
     with _importing():
         from rolltap.trainer.training.dry_run.plan import plan
     folders = [Path(run) for run in runs]
@@ -106,26 +106,19 @@ def plan_training(
     )
 
 
-def _read_first(recipe: str | Path, out: Path, *, rollouts: bool) -> Recipe | None:
-    """Return the recipe of a training into `out`, which the first process alone reads; None on the others."""
-    if not runs_first():
-        return None
-    if (out / FINISHED).exists():
-        raise InputError(f"{out} holds a finished training: choose another folder")
-    return _read(recipe, rollouts=rollouts)
+def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Recipe:
+    """Return a recipe whose files are there, for a training into `out` or a plan, which needs no tasks yet.
 
-
-def _read(recipe: str | Path, *, rollouts: bool, planned: bool = False) -> Recipe:
-    """Return a recipe whose files are there. Comes before the imports of the trainer, which take seconds.
-
-    A plan needs no tasks yet.
+    It comes before the imports of the trainer, which take seconds.
     """
+    if out is not None and (out / FINISHED).exists():
+        raise InputError(f"{out} holds a finished training: choose another folder")
     settings = load_recipe(Path(recipe))
     if not settings.model.is_dir():
         raise InputError(f"{recipe}: model: the folder {settings.model} does not exist: correct the key in the recipe")
     if rollouts and settings.harness is not None:
         Harness.load(settings.harness)
-    if rollouts and settings.tasks is not None and (settings.tasks.exists() or not planned):
+    if rollouts and settings.tasks is not None and (out is not None or settings.tasks.exists()):
         load_tasks(settings.tasks, repositories=settings.repositories)
     return settings
 

@@ -67,8 +67,8 @@ def test_sigterm_ends_the_program_and_all_that_it_started_and_the_session_is_can
     ("command", "name"),
     [
         ("true", "true"),
-        ("/bin/sh go.sh", "go"),
-        ("uv run --with httpx agent.py go.sh", "agent"),
+        ("/bin/sh scripts/go.sh", "go.sh"),
+        ("uv run --with httpx agent.py scripts/go.sh", "agent.py"),
         ("python3 -u -m agent", "agent"),
         ("python3 -m package.inner -v", "package.inner"),
         ("python3 -m json.tool --help", "python3"),
@@ -78,7 +78,8 @@ def test_sigterm_ends_the_program_and_all_that_it_started_and_the_session_is_can
 )
 def test_a_session_has_thename_of_the_script_that_a_command_runs(tmp_path, monkeypatch, command, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "package" / "inner").mkdir(parents=True)
-    for file in ("go.sh", "agent.py", "package/inner/__main__.py"):
+    for folder in ("scripts", "package/inner"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("scripts/go.sh", "agent.py", "package/inner/__main__.py"):
         (tmp_path / file).touch()
     assert name_of(command.split()) == name

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import signal
 import stat
 import subprocess
 import tempfile
@@ -104,12 +105,11 @@ def end_program(pid: int, grace: float = 5.0) -> None:
     """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace` seconds."""
     with contextlib.suppress(psutil.NoSuchProcess):
         running = [psutil.Process(pid), *descendants(pid)]
-        for process in running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        for process in psutil.wait_procs(running, timeout=grace)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            psutil.wait_procs(running, timeout=grace)
 
 
 def processes_in(pid: int) -> list[psutil.Process]:
