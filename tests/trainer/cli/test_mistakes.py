@@ -32,7 +32,7 @@ def said(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+    monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "")  # --engine-key-file sets it, and it is put back afterwards
     for module in ("training.loop", "training.dry_run.plan", "training.offline"):
         monkeypatch.setitem(sys.modules, f"rolltap.trainer.{module}", None)
     monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)
