@@ -108,6 +108,8 @@ def _urls(text: str) -> tuple[str, ...]:
             raise ValueError("contains a user name or password: remove them from the URL")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"is {url!r}: give a URL such as http://127.0.0.1:8000")
+        if parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError(f"is {url!r}: leave out /v1")
     return urls
 
 

@@ -10,7 +10,7 @@ from rolltap.trainer.cli.options import examples, harness_option, json_option, p
 
 @click.command(
     "doctor",
-    context_settings={"ignore_unknown_options": True},
+    context_settings={"allow_interspersed_args": False},
     epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py", "rolltap doctor --model mine"),
 )
 @harness_option()
@@ -52,7 +52,7 @@ def doctor_command(
     With --model, says how prompts are written and continued, how tool calls and reasoning are read, and which tokens
     end a turn. Exit status: 0 when tool calls can be read and conversations continued, else 1.
     """
-    if [bool(command), preset is not None, model is not None].count(True) != 1:
+    if [any(command[:1]), preset is not None, model is not None].count(True) != 1:
         raise click.UsageError("give a COMMAND after --, or --harness, or --model")
     if model is not None:
         found = examine_model(model, settings)

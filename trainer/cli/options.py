@@ -17,14 +17,24 @@ from rolltap.types import Budget, RolloutConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+class OutFolder(click.Path):
+    """A folder that exists or can be made."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        """Return the path. What is wrong with the nearest folder that exists is wrong with it."""
+        path = Path(value).absolute()
+        super().convert(next(each for each in (path, *path.parents) if os.path.lexists(each)), parameter, context)
+        return self.coerce_path_result(value)
+
+
 _KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
 FOLDER = click.Path(path_type=Path, file_okay=False)
+OUT = OutFolder(path_type=Path, file_okay=False, writable=True)
 RUN = click.Path(path_type=Path, file_okay=False, exists=True)
 FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
 
-new_folder_option = click.option(
-    "--out", type=FOLDER, required=True, help="The folder to write. It must be new or empty."
-)
+new_folder_option = click.option("--out", type=OUT, required=True, help="The folder to write. It must be new or empty.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 harness_option = partial(
     click.option,
@@ -93,7 +103,7 @@ def recorder_options(command: Callable[..., None]) -> Callable[..., None]:
         set_option,
         click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer."),
         engine_option(help="URL of the vLLM server; separate several with commas."),
-        click.option("--out", type=FOLDER, required=True, help="The run folder to record into."),
+        click.option("--out", type=OUT, required=True, help="The run folder to record into."),
     ):
         command = option(command)
     return command

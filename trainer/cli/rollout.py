@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,7 +27,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.rollouts import end_recorded, set_provenance
+from rolltap.rollouts import end_program, end_recorded, require_evaluator, set_provenance
 from rolltap.trainer.cli.options import (
     RUN,
     engine_option,
@@ -118,13 +118,13 @@ def env_command(
         "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
         '    --evaluate "pytest -q" --task words -- python agent.py',
     ),
-    context_settings={"ignore_unknown_options": True},
+    context_settings={"allow_interspersed_args": False},
 )
 @recorder_options
 @harness_option()
-@click.option("--task", default="", metavar="ID", help="Name of the task; the harness's name if not given.")
+@click.option("--task", default="", metavar="ID", help="Name of the task; the program's name if not given.")
 @click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
-@click.option("--evaluate", metavar="COMMAND", help="Runs here afterwards, and gives the session its reward.")
+@click.option("--evaluate", metavar="COMMAND", help="Runs here in a shell afterwards, and gives the reward.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record_command(
     out: Path,
@@ -137,10 +137,12 @@ def record_command(
     evaluate: str | None,
     command: tuple[str, ...],
 ) -> None:
-    """Run one COMMAND under the recorder and exit with its status.
+    """Run one COMMAND under the recorder and exit with its status, or with 3 if that is 0 and no model call came.
 
-    The command keeps its own configuration. With --harness, COMMAND is only the arguments of the harness's program, and
+    The command keeps its own configuration. Its name in the dataset is that of the first file or module of this folder
+    among its arguments, else the program's. With --harness, COMMAND is only the arguments of the harness's program, and
     variables that you have set yourself override the harness's. The program is then asked for its version first.
+    SIGTERM ends the program, and the session is cancelled.
 
     With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others are no verdict. Give
     another reward with `rolltap reward`.
@@ -148,11 +150,13 @@ def record_command(
     if preset is not None:
         harness = rolltap.Harness.load(preset)
         command = (harness.program, *harness.arguments, *command)
-    elif command:
-        harness = rolltap.Harness(name=command[0], program=command[0], headless=[])
+    elif any(command[:1]):
+        harness = rolltap.Harness(name=name_of(command), program=command[0], headless=[])
     else:
         raise click.UsageError("give a COMMAND after --, or --harness")
     harness.require_program()
+    if evaluate is not None:
+        require_evaluator(evaluate)
     environment = harness.environment(engine)
     own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     session_id = f"record-{secrets.token_hex(4)}"
@@ -166,22 +170,18 @@ def record_command(
     if preset is not None:
         set_provenance(session, harness)
     with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
-        # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
         try:
-            process = subprocess.Popen(
-                command,
-                env={**environment, **own, **recorder.environment(session_id)},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
-            )
-            session.exit_status = process.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        session.status = "completed" if session.exit_status == 0 else "failed"
-        session.finished_at = datetime.now(UTC)
-        facts = end_recorded(session, recorder, evaluate)
+            session.exit_status = _run(command, {**environment, **own, **recorder.environment(session_id)})
+            session.status = "completed" if session.exit_status == 0 else "failed"
+            session.finished_at = datetime.now(UTC)
+            facts = end_recorded(session, recorder, evaluate)
+        except KeyboardInterrupt:
+            session.status, session.reward, session.error = "cancelled", None, "stopped by a signal while it ran"
+            recorder.end(session)
+            raise
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+    if (ended := json.loads(session.evidence).get("exit_status")) is not None:
+        reward += f" (exit status {ended} of the evaluator)"
     counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -193,7 +193,33 @@ def record_command(
     if why := session.error or facts.fault:
         console.print(why, markup=False, style="bold red")
     status = session.exit_status
-    sys.exit(status if status >= 0 else 128 - status)
+    sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
+
+
+def name_of(command: Sequence[str]) -> str:
+    """Return the name of a command: of its first argument that is a file or a module here, else of its program."""
+    for argument in command[1:]:
+        module = argument.replace(".", "/")
+        if any(map(os.path.isfile, (argument, f"{module}.py", f"{module}/__main__.py"))):
+            return Path(argument).name
+    return Path(command[0]).name or command[0]
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run a program on this terminal, and return its status. A signal that ends this process ends it, too."""
+    # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
+    try:
+        process = subprocess.Popen(command, env=env, preexec_fn=lambda: signal.signal(signal.SIGINT, inherited))
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would leave the program running
+            end_program(process.pid)
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @click.command(

@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli.options import FOLDER, RUN, engine_option, examples, json_option, print_result
+from rolltap.trainer.cli.options import FOLDER, OUT, RUN, engine_option, examples, json_option, print_result
 from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
 
 
@@ -78,7 +78,7 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. openenv: TrainingTrace JSON. "
     "atif: Harbor's trajectories. messages: plain chats.",
 )
-@click.option("--out", type=FOLDER, help="Write into this folder, which must be new or empty.")
+@click.option("--out", type=OUT, help="Write into this folder, which must be new or empty.")
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
 @click.option("--public", is_flag=True, help="Create or update a public repository.")
 def export_command(
@@ -163,7 +163,7 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     help=f"Roles of the calls to train: {', '.join(get_args(CallRole))}; by default {', '.join(TRAINED_ROLES)}.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="Cut off the end of longer traces.")
-@click.option("--out", type=FOLDER, help="Write a dataset into this folder, which must be new or empty.")
+@click.option("--out", type=OUT, help="Write a dataset into this folder, which must be new or empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print each trace as a line of JSON.")
 @click.option("--ledger", "ledger_file", type=click.File("w", lazy=True), help="Write the ledger as JSON.")
 def traces_command(

@@ -17,7 +17,7 @@ from rolltap.errors import RankError, RolltapError
 from rolltap.rollouts import examine_model
 from rolltap.trainer.cli.options import (
     FILE,
-    FOLDER,
+    OUT,
     RUN,
     engine_key_option,
     engine_option,
@@ -37,7 +37,7 @@ from rolltap.trainer.console import runs_first
 )
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, help="Port to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
 @click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
@@ -74,7 +74,7 @@ def serve_command(
     ),
 )
 @click.argument("recipe", type=FILE)
-@click.option("--out", type=FOLDER, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
+@click.option("--out", type=OUT, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
 @engine_option(help="URL of the vLLM server, or several separated by commas.")
 @click.option("--steal", is_flag=True, help="Take engines that belong to another training, which then fails.")
 @click.option(

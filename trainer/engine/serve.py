@@ -30,18 +30,26 @@ _SHORTEST_KEY = 32
 """Characters. Processes of the same user can read the digest of the key, and could guess a shorter one."""
 
 
-def require_model(model: str) -> None:
-    """Raise `InputError` for a model that is a path and no model folder. Names of the Hub and URLs are left to vLLM."""
-    path = Path(model)
-    if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
-        raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
+def require_folder(model: str) -> None:
+    """Raise `InputError` for a model that is a path and no folder. Names of the Hub and URLs are left as they are."""
     # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path or with a folder that is here
     first, *others = model.split("/")
     is_path = model.startswith(("/", "~", ".")) or (
         "://" not in model and (len(others) > 1 or bool(others and Path(first).is_dir()))
     )
-    if is_path and not path.exists():
+    if is_path and not Path(model).expanduser().exists():
         raise InputError(f"there is no folder {model}: give the folder of a model, or its name on the Hugging Face Hub")
+
+
+def require_model(model: str) -> str:
+    """Return a model as engines name it, a folder as an absolute path. Raises `InputError` for what is no model."""
+    require_folder(model)
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return model
+    if not any((path / name).exists() for name in _MODEL_FILES):
+        raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
+    return str(path.resolve())
 
 
 def is_cpu_build(vllm: str) -> bool:
@@ -169,14 +177,14 @@ class EngineServer:
         if found is None:
             advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
             raise InputError(f"{vllm!r} is not on the PATH: {advice}")
-        require_model(str(model))
+        model = require_model(str(model))
         cpu, has = is_cpu_build(found), Parts.of(model)
         self.key_file: Path
         """The file with the key, once entered."""
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._model, self._log = model, None if log is None else Path(log)
         self._command = engine_command(
-            found, str(model), host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu, has=has
+            found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu, has=has
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank

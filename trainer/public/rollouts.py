@@ -11,8 +11,10 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.model import diagnose as examine_model
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.judges.command import require_evaluator
 from rolltap.trainer.rollouts.provenance import set_provenance
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.runtimes.watch import end_program
 from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
@@ -26,7 +28,7 @@ T = TypeVar("T")
 
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
-__all__ += ["set_provenance"]
+__all__ += ["end_program", "require_evaluator", "set_provenance"]
 
 
 async def rollout_async(

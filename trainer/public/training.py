@@ -10,6 +10,8 @@ from rich.console import Console
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.runs import Run
 from rolltap.trainer.console import runs_first
+from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.build import require_collection
 from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe
 
@@ -35,11 +37,10 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
+    read = _read(recipe, rollouts=True, out=out) if runs_first() else None
     with _importing():
         from rolltap.trainer.training import loop
-        from rolltap.trainer.training.loop import join_processes
-    join_processes()
-    settings = _settings(recipe, out)
+    settings = loop.join_processes(read)
     title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
     loop.train(settings, engine=engine, run=out, title=title, seed=seed, console=console, steal=steal)
     return Run(out)
@@ -64,11 +65,10 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     if not runs:
         raise InputError("the list of runs is empty")
     out = Path(out)
+    read = _read(recipe, rollouts=False, out=out) if runs_first() else None
     with _importing():
-        from rolltap.trainer.training import offline
-        from rolltap.trainer.training.loop import join_processes
-    join_processes()
-    settings = _settings(recipe, out)
+        from rolltap.trainer.training import loop, offline
+    settings = loop.join_processes(read)
     title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
     folders = [Path(run) for run in runs]
     offline.train(settings, folders, out=out, title=title, seed=seed, console=console)
@@ -89,9 +89,10 @@ def plan_training(
     table [machine] says. With `runs` it is the plan of `train_offline`: no engine and no rollouts. `out` is for the
     plan's lines. The recipe's model needs no weights: `config.json` and the tokenizer are enough.
 
-    Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read.
+    Raises `MissingPackageError` without the extra `train`; `InputError` for a recipe that cannot be read, nor its
+    model, preset or tasks.
     """
-    settings = load_recipe(Path(recipe))
+    settings = _read(recipe, rollouts=not runs)
     with _importing():
         from rolltap.trainer.training.dry_run.plan import plan
     folders = [Path(run) for run in runs]
@@ -105,16 +106,21 @@ def plan_training(
     )
 
 
-def _settings(recipe: str | Path, out: Path) -> Recipe:
-    """Return the recipe of a training into `out`, as the main process reads it."""
-    from rolltap.trainer.training.grpo.ranks import on_main
+def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Recipe:
+    """Return a recipe whose files are there, for a training into `out` or a plan, which needs no tasks yet.
 
-    def read() -> Recipe:
-        if (out / FINISHED).exists():
-            raise InputError(f"{out} holds a finished training: choose another folder")
-        return load_recipe(Path(recipe))
-
-    return on_main(read)
+    It comes before the imports of the trainer, which take seconds.
+    """
+    if out is not None and (out / FINISHED).exists():
+        raise InputError(f"{out} holds a finished training: choose another folder")
+    settings = load_recipe(Path(recipe))
+    if not settings.model.is_dir():
+        raise InputError(f"{recipe}: model: the folder {settings.model} does not exist: correct the key in the recipe")
+    if rollouts and settings.harness is not None:
+        Harness.load(settings.harness)
+    if rollouts and settings.tasks is not None and (out is not None or settings.tasks.exists()):
+        load_tasks(settings.tasks, repositories=settings.repositories)
+    return settings
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from rolltap.addons.options import require_options
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.serve import require_folder
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
@@ -40,9 +41,10 @@ class Recorder:
     From entering on, the calling process is hidden from other processes of its user, because it holds the secret: they
     cannot read its memory or environment, or trace it.
 
-    Raises `InputError` for `processes` below 1, and for an unknown option or a value of another type. Entering raises
-    `RecorderError` when the recorder does not start, for instance for a wrong `model` or option; `MissingPackageError`
-    without mitmproxy; `OSError` for the folder. Leaving raises `RecorderError` when a process has died inside.
+    Raises `InputError` for `processes` below 1, a `model` that is a path and not there, an unknown option, and a value
+    of another type. Entering raises `RecorderError` when the recorder does not start, for instance for a wrong `model`
+    or option; `MissingPackageError` without mitmproxy; `OSError` for the folder. Leaving raises `RecorderError` when a
+    process has died inside.
     """
 
     def __init__(
@@ -56,13 +58,14 @@ class Recorder:
     ) -> None:
         if processes < 1:
             raise InputError(f"processes={processes}: give at least 1")
-        require_options(options or {})
+        require_folder(str(model))
         self.path = Path(out)
         """The run folder."""
         self.rows: SessionRows
         """The rows of the run's sessions. Only inside of the `with` block."""
         self.engine, self.model = engine, str(model)
         known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
+        require_options(known)
         self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
         self._number = processes
         self._processes: list[Mitmdump] = []

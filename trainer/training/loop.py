@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -90,16 +90,19 @@ def train(
         on_main(partial(online.finish, steps))
 
 
-def join_processes() -> None:
-    """Join the other processes that the launcher started, if any. Call it before anything can fail on one of them."""
-    if processes_started() == 1 or dist.is_initialized():
-        return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
-    connect()
-    atexit.register(_leave)
+def join_processes(recipe: Recipe | None) -> Recipe:
+    """Join the other processes that the launcher started, if any, and return the main one's recipe.
+
+    Call it before anything can fail on the others alone.
+    """
+    if processes_started() > 1 and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
+        connect()
+        atexit.register(_leave)
+    return on_main(lambda: cast(Recipe, recipe))
 
 
 def first_on_main(function: Callable[[], T]) -> T:

@@ -55,13 +55,6 @@ def preset(tmp_path):
     return preset
 
 
-@pytest.fixture
-def options(scripted_engine, tokenizer_folder, tmp_path):
-    """The options that `rollout` and `record` need. Each call of the model is answered with 0.5."""
-    scripted_engine.otherwise = lambda request: Say("0.5")
-    return ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]
-
-
 def test_rollout_records_every_session_and_prints_the_summary_as_json(options, tmp_path, tasks, preset):
     harness = preset([sys.executable, "-c", ASK.replace("print(", "open('answer.txt', 'w').write(")])
     ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json")
@@ -215,7 +208,7 @@ def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     ended = run_rolltap("record", *options, "--", sys.executable, "-c", ASK)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     (session,) = load_sessions(tmp_path / "run").values()
-    assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
+    assert (session.status, session.exit_status, session.harness) == ("failed", 3, Path(sys.executable).name)
     (line,) = ended.stderr.splitlines()
     inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
     assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
@@ -231,7 +224,7 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(optio
     )
     options += ["--harness", tmp_path / "x.toml"]
     ended = run_rolltap("record", *options, "--", "-p", "go", env={**os.environ, "KEY": "mine"})
-    assert (ended.returncode, ended.stdout) == (0, "['--always', '-p', 'go'] 8192 mine True\n")
+    assert (ended.returncode, ended.stdout) == (3, "['--always', '-p', 'go'] 8192 mine True\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.harness) == ("completed", "x")
     assert session.preset_digest == Harness.load(str(tmp_path / "x.toml")).digest()
@@ -277,7 +270,9 @@ POST = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'m
     ids=["no call", "distrust", "not answered"],
 )
 def test_record_says_why_no_model_call_was_recorded(options, command, words, end):
-    said = run_rolltap("record", *options, "--", *command).stderr
+    ended = run_rolltap("record", *options, "--", *command)
+    said = ended.stderr
+    assert ended.returncode == (1 if "SSL_CERT_FILE" in command else 3)
     assert [each for each in words if each not in said] == []
     assert said.rstrip("\n").endswith(end)
     assert ("did the program use the proxy" in said) == (not end)
@@ -286,7 +281,6 @@ def test_record_says_why_no_model_call_was_recorded(options, command, words, end
 def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(options, scripted_engine):
     scripted_engine.root = "org/base-model"
     ended = run_rolltap("record", *options, "--", "true")
-    assert ended.returncode == 0
     assert f"the recorder: the engine at {scripted_engine.url} serves org/base-model (as scripted), not" in ended.stderr
 
 
@@ -310,7 +304,7 @@ def test_an_evaluator_gives_the_session_its_reward(record, tmp_path):
     program = ASK.replace("sys.exit(3)", "open('made', 'w').close()\nsys.exit(3)")
     ended, session = record("--evaluate", "test -e made", "--task", "sort", program=program)
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
-    assert f"session {session.session_id}: failed, reward 1" in ended.stderr
+    assert f"session {session.session_id}: failed, reward 1 (exit status 0 of the evaluator), 1" in ended.stderr
     assert (session.status, session.reward, session.task_id, session.group_id) == ("failed", 1.0, "sort", "sort")
     assert verify_run(tmp_path / "run", lambda *_: None).verdict == "ok"
 
@@ -321,7 +315,7 @@ TWICE = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
 @pytest.mark.parametrize(
     ("arguments", "program", "status", "reward", "error"),
     [
-        (["--evaluate", "sh -c 'exit 3'"], ASK, "unjudged", None, "ended with status 3"),
+        (["--evaluate", "exit 3"], ASK, "unjudged", None, "ended with status 3"),
         (["--evaluate", "touch judged"], "pass", "infrastructure", None, "no model call came"),
         (["--set", "rolltap_max_calls=1", "--evaluate", "true"], TWICE, "budget", 1.0, "budget"),
     ],

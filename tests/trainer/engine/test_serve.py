@@ -9,7 +9,7 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build
+from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build, require_model
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine.answering import AS_VLLM
 
@@ -106,6 +106,15 @@ def test_an_engine_that_ends_or_does_not_answer_in_time_is_stopped_and_shows_its
     with pytest.raises(EngineError, match=message):
         server.__enter__()
     assert server.wait() == status
+
+
+def test_a_folder_is_served_by_its_absolute_path_so_that_every_folder_of_a_user_means_the_same(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    server = EngineServer("model", vllm=fake_vllm(tmp_path, "exit 0"))
+    assert server._command[:3] == [str(tmp_path / "vllm"), "serve", str(tmp_path / "model")]
+    assert require_model("organisation/model") == "organisation/model"
 
 
 def free_port():

@@ -28,6 +28,7 @@ def failing(error, cause=None):
 @pytest.fixture
 def plan(monkeypatch, tmp_path):
     """Return a function that plans a training while an import fails."""
+    (tmp_path / "m").mkdir()
     (tmp_path / "recipe.toml").write_text('model = "m"\nsteps = 1\n')
 
     def plan(module):

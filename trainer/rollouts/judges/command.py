@@ -10,13 +10,14 @@ that is no protection: the child has all rights of its parent's user there.
 import asyncio
 import os
 import re
-import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.checkout import LAUNCH, Checkout
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_text
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
@@ -28,6 +29,7 @@ _TAKE_PIPE = 'exec 9>"$1" || exit; rm -f "$1" 2>/dev/null; shift; ROLLTAP_REWARD
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
+_FIRST_WORD = re.compile(r"\s*([\w.+-]+)(?=[\s;|&]|$)")
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
@@ -104,25 +106,35 @@ def modules() -> str:
     return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
 
 
+def require_evaluator(command: str) -> None:
+    """Raise `InputError` for a command that a shell cannot read, or whose first program is not on the PATH.
+
+    A program that is named by a path may be made by the session.
+    """
+    read = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True)
+    if read.returncode or not command.strip():
+        raise InputError(f"the evaluator {command!r} is no command of a shell: {read.stderr.strip() or 'it is empty'}")
+    first = _FIRST_WORD.match(command)
+    if first and subprocess.run(["sh", "-c", 'command -v "$0"', first[1]], stdout=subprocess.DEVNULL).returncode:
+        raise InputError(f"the evaluator {command!r} needs {first[1]!r}, which is not on the PATH: install it")
+
+
 def judge_here(command: str, log: Path) -> Judged:
-    """Run a command, as a shell would split it, in the current folder, with its output in the file `log`.
+    """Run a command in a shell, in the current folder, with its output in the file `log`.
 
     Nothing protects it from what the agent did there. Its verdict is read as that of a `CommandJudge`, and it has as
     much time. What it started ends with it.
     """
-    try:
-        words = shlex.split(command)
-        spec = CommandJudge(command=words)
-    except ValueError as error:
-        return Judged(unjudged=f"the evaluator {command!r} is no command: {error}")
-    evidence = {"judge": "command", "log": log.name}
+    spec = CommandJudge(command=[command])
+    evidence: dict[str, Any] = {"judge": "command", "log": log.name}
     log.parent.mkdir(exist_ok=True)
     try:
-        run = run_supervised(words, cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
+        run = run_supervised(["sh", "-c", command], cwd=Path.cwd(), env=os.environ, timeout=spec.timeout, log=log)
         ended = asyncio.run(run)
         if ended.status is None:
             raise UnjudgedError(f"the evaluator took more than {spec.timeout:g} s")
+        evidence["exit_status"] = ended.status
         verdict = read_status(spec, ended.status, log)
     except (UnjudgedError, OSError) as error:
         return Judged(unjudged=str(error), evidence=evidence)
-    return Judged(reward=verdict.reward, parts=verdict.parts, evidence={**evidence, "exit_status": ended.status})
+    return Judged(reward=verdict.reward, parts=verdict.parts, evidence=evidence)

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import signal
 import stat
 import subprocess
 import tempfile
@@ -98,6 +99,17 @@ def descendants(pid: int) -> list[psutil.Process]:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
+
+
+def end_program(pid: int, grace: float = 5.0) -> None:
+    """End the program of process `pid` and its descendants: SIGTERM, then SIGKILL after `grace` seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        running = [psutil.Process(pid), *descendants(pid)]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in running:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            psutil.wait_procs(running, timeout=grace)
 
 
 def processes_in(pid: int) -> list[psutil.Process]:

@@ -74,6 +74,15 @@ def with_signal(batch: TraceBatch) -> TraceBatch:
     return replace(batch, traces=kept, ledger=ledger)
 
 
+def why_skipped(batch: TraceBatch, mismatch: str) -> str:
+    """Return why no token of a batch has a gradient: the first of the causes that leave none."""
+    if not tokens_by_session(batch.traces):
+        return "its sessions have no token to train on"
+    if not tokens_by_session(with_signal(batch).traces):
+        return "all rewards of each group are equal"
+    return "mismatch=mask left no token" if mismatch == "mask" else "its tokens are of sessions with advantage 0"
+
+
 def tokens_by_session(traces: Sequence[Trace]) -> dict[str, int]:
     """Return the number of trained tokens of each session that has any."""
     tokens: Counter[str] = Counter()

@@ -45,6 +45,7 @@ from rolltap.trainer.training.grpo.batch import (
     spread_by_length,
     spread_by_prefix,
     tokens_by_session,
+    why_skipped,
     with_signal,
 )
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, refuse_dropout, refuse_float16, require_embeddings
@@ -162,9 +163,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             self.has_gradient = anywhere(trains)
             if not self.has_gradient and self.accelerator.is_main_process:
                 logger.warning(
-                    "step %d was skipped: its sessions have no token to train on, all rewards of each group are equal, "
-                    "or mismatch=mask left none",
-                    self.state.global_step + 1,
+                    "step %d was skipped: %s", self.state.global_step + 1, why_skipped(batch, self.args.mismatch)
                 )
         if self._step % self.args.gradient_accumulation_steps == 0:
             first = self.state.global_step % self.num_iterations == 0

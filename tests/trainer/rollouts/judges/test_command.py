@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rolltap.trainer.rollouts.judges.command import judge_here
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.judges.command import judge_here, require_evaluator
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from tests.boxes import sandboxed
 from tests.trainer.rollouts.judges.sessions import Left, shell
@@ -128,22 +129,39 @@ def judge(tmp_path, monkeypatch):
 def test_a_verdict_is_a_status(judge):
     judged = judge("""echo '{"reward": 0.5}'""")
     assert (judged.reward, judged.parts, judged.evidence["log"]) == (1.0, {}, "s.evaluate.log")
-    assert judge("sh -c 'echo 5 passed; exit 1'").reward == 0.0
+    assert judge("echo 5 passed; exit 1").reward == 0.0
 
 
 @pytest.mark.parametrize(
     ("command", "why"),
     [
         ("python3 -c 'import nosuch'", "without the module nosuch"),
-        ("sh -c 'kill -9 $$'", "status -9"),
-        ("no-such-program", "No such file"),
-        ("'", "is no command"),
-        ("", "is no command"),
+        ("kill -9 $$", "status -9"),
+        ("no-such-program", "'no-such-program', or a program in it, is not there"),
     ],
 )
 def test_all_else_is_no_verdict(judge, command, why):
     judged = judge(command)
     assert (judged.reward, why in judged.unjudged) == (None, True), judged.unjudged
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("no-such-program -q | cat", "needs 'no-such-program', which is not on the PATH"),
+        ("pytest -q '", "is no command of a shell: sh: "),
+        (" ", "is no command of a shell: it is empty"),
+    ],
+)
+def test_an_evaluator_that_cannot_run_is_refused(command, why):
+    with pytest.raises(InputError) as refused:
+        require_evaluator(command)
+    assert f"the evaluator {command!r} {why}" in str(refused.value)
+
+
+@pytest.mark.parametrize("command", ["! false", "if true; then exit 1; fi", "test -e x", "./made --x", "A=1 sh -c :"])
+def test_what_a_shell_knows_or_the_session_makes_is_not_looked_for(command):
+    require_evaluator(command)
 
 
 def test_what_it_leaves_running_ends_with_it(judge, tmp_path):

@@ -1,0 +1,10 @@
+import pytest
+
+from tests.scripted_engine import Say
+
+
+@pytest.fixture
+def options(scripted_engine, tokenizer_folder, tmp_path):
+    """The options that `rollout` and `record` need. Each call of the model is answered with 0.5."""
+    scripted_engine.otherwise = lambda request: Say("0.5")
+    return ["--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", tokenizer_folder]

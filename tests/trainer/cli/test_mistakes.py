@@ -1,0 +1,118 @@
+"""Mistakes of a first hour: the cause in one line, before anything is started or imported that takes seconds."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rolltap.addons.errors import RolltapError
+from rolltap.trainer.cli.main import rolltap
+
+GIVEN = "--out new --model Qwen/Qwen3-4B"
+ROLLOUT = f"rollout tasks.jsonl --harness own.toml {GIVEN}"
+RECIPE = 'model = "model"\ntasks = "tasks.jsonl"\nharness = "pi"\nsteps = 1\n'
+FILES = {
+    "tasks.jsonl": '{"id": "a", "instruction": "go", "evaluate": ["true"]}\n',
+    "array.jsonl": '[{"id": "a"}]\n',
+    "own.toml": 'name = "own"\nprogram = "true"\nheadless = []\n',
+    "key.toml": 'name = "own"\nprogramm = "true"\nheadless = []\n',
+    "syntax.toml": "name = \n",
+    "model/config.json": "{}",
+    "file": "",
+    "folder/readme": "",
+    "r.toml": "",
+}
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    """Return a function that runs a command line where the trainer and the recorder cannot be started."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "")  # --engine-key-file sets it, and it is put back afterwards
+    for module in ("training.loop", "training.dry_run.plan", "training.offline"):
+        monkeypatch.setitem(sys.modules, f"rolltap.trainer.{module}", None)
+    monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)
+    before = sorted(tmp_path.iterdir())
+
+    def said(line):
+        result = CliRunner().invoke(rolltap, line.split(" "))
+        assert result.exit_code in (1, 2)
+        assert sorted(tmp_path.iterdir()) == before
+        if result.exit_code == 2:
+            return result.stderr.splitlines()[-1]
+        assert isinstance(result.exception, RolltapError)
+        assert len(str(result.exception).splitlines()) == 1
+        return str(result.exception)
+
+    return said
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (f"record {GIVEN} --taks x -- true", "No such option '--taks'. Did you mean '--task'?"),
+        ("doctor --harnes pi", "No such option '--harnes'. Did you mean '--harness'?"),
+        (f"record {GIVEN} --harness key.toml", "key.toml: 'program' is missing; unknown key 'programm'"),
+        (f"rollout tasks.jsonl --harness syntax.toml {GIVEN}", "syntax.toml is not TOML: Invalid value (at line 1"),
+        ("record --out new --model ./mine -- true", "there is no folder ./mine: give the folder of a model, or"),
+        ("record --out new --model folder/mine -- true", "there is no folder folder/mine: give the folder"),
+        ("record --out file/run --model model -- true", "/file' is a file."),
+        ("train syntax.toml --out file", "/file' is a file."),
+        ("serve model --port 80000", "80000 is not in the range 1<=x<=65535"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_started(said, line, what):
+    assert what in said(line)
+
+
+SYNTAX, KEY, MODEL = "model = ", RECIPE.replace("steps", "step"), RECIPE.replace('"model"', '"mine"')
+PRESET, PRESETS_KEY = RECIPE.replace("pi", "pie"), RECIPE.replace("pi", "key.toml")
+TASKS, NO_TASKS = RECIPE.replace("tasks.jsonl", "array.jsonl"), RECIPE.replace("tasks.jsonl", "none.jsonl")
+READ = "the trainer is not installed"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "online", "planned", "offline"),
+    [
+        (SYNTAX, *["r.toml is not TOML: Invalid value (at"] * 3),
+        (KEY, *["r.toml: 'steps' is missing; unknown key 'step'"] * 3),
+        (MODEL, *["r.toml: model: the folder "] * 3),
+        (PRESET, *["no harness is named 'pie': choose"] * 2, READ),
+        (PRESETS_KEY, *["key.toml: 'program' is missing; unknown key 'programm'"] * 2, READ),
+        (TASKS, *["array.jsonl, line 1 is not a JSON object"] * 2, READ),
+        (NO_TASKS, "none.jsonl", READ, READ),
+        (RECIPE, READ, READ, READ),
+    ],
+    ids=["syntax", "key", "model", "preset", "preset's key", "tasks", "no tasks", "none"],
+)
+def test_a_recipe_is_read_with_what_it_names_before_the_trainer_is_imported(
+    said, monkeypatch, recipe, online, planned, offline
+):
+    monkeypatch.setattr("rolltap.training.require_collection", lambda runs: None)
+    Path("r.toml").write_text(recipe)
+    assert online in said("train r.toml --out new")
+    assert planned in said("train r.toml --dry-run")
+    assert offline in said("train r.toml --out new --from folder")
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (f"record {GIVEN} -- ", "give a COMMAND after --, or --harness"),  # of "$AGENT", which is not set
+        ("doctor -- ", "give a COMMAND after --, or --harness, or --model"),
+        (f"record {GIVEN} --engine localhost:8000 -- true", "rolltap_engine is 'localhost:8000': give a URL such as"),
+        (f"{ROLLOUT} --engine http://localhost:8000/v1", "rolltap_engine is 'http://localhost:8000/v1': leave out /v1"),
+        (f"{ROLLOUT} --engine http://127.0.0.1:9", "no engine answers"),
+        (f"{ROLLOUT} --engine-key-file none", "the engine's key file none cannot be read: No such file"),
+        (f"{ROLLOUT} --set rolltap_max_calls=3", "set budget.calls (--max-calls) instead of rolltap_max_calls"),
+        (f"rollout folder --harness own.toml {GIVEN}", "folder has no tasks: give a Harbor task folder"),
+        (f"rollout array.jsonl --harness own.toml {GIVEN}", "array.jsonl, line 1 is not a JSON object"),
+        ("inspect folder", "folder is not a run folder: it has no run.json"),
+    ],
+)
+def test_what_else_an_hour_with_the_first_page_brings_says_what_to_do(said, line, what):
+    assert what in said(line)
