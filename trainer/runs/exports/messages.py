@@ -25,6 +25,7 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
+from rolltap.trainer.runs.exports.card import file_digest
 from rolltap.trainer.runs.exports.sessions import each_session
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
@@ -33,7 +34,7 @@ from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 logger = logging.getLogger(__name__)
 
-FILE = "messages.jsonl"
+_UNFINISHED = "messages"
 _LISTS = {"messages": "json", "context": "int64", "call_ids": "string"}
 _VALUES = {
     **dict.fromkeys(("tools", "session_id", "task_id", "group_id", "harness"), "string"),
@@ -45,25 +46,27 @@ _VALUES = {
 
 def export(run: Path, out: Path, advance: Advance) -> int:
     """Write the lines and the card. Return the number of lines."""
-    _card().save(out / "README.md")
     lines = incomplete = 0
-    with (out / FILE).open("w", encoding="utf-8") as file:
+    with (out / _UNFINISHED).open("w", encoding="utf-8") as file:
         for recorded in each_session(run, advance):
             conversations, faults = session_conversations(recorded)
             for conversation in conversations:
                 file.write(json_text(conversation) + "\n")
             lines += len(conversations)
             incomplete += len(faults)
+    name = f"messages-{file_digest(out / _UNFINISHED)}.jsonl"
+    (out / _UNFINISHED).rename(out / name)
+    _card(name).save(out / "README.md")
     if incomplete:
         logger.warning("%s: %d conversations are left out: the run does not hold all their messages", run, incomplete)
     return lines
 
 
-def _card() -> DatasetCard:
-    """Return a card with the column types, which `load_dataset` would otherwise infer from the first lines."""
+def _card(file: str) -> DatasetCard:
+    """Return a card with the column types of the file, which `load_dataset` would infer from its first lines."""
     features = [{"name": name, "list": kind} for name, kind in _LISTS.items()]
     features += [{"name": name, "dtype": kind} for name, kind in _VALUES.items()]
-    configs = [{"config_name": "default", "data_files": FILE}]
+    configs = [{"config_name": "default", "data_files": file}]
     data = DatasetCardData(configs=configs, dataset_info={"features": features})
     about = "Conversations of agents, recorded with rolltap. One line is one conversation."
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{about}\n")
