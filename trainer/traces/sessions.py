@@ -26,6 +26,7 @@ from rolltap.trainer.traces.build import (
     Unrewarded,
     build_traces,
     check_arguments,
+    judge_calls,
     require_collection,
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, cached_prompts
@@ -105,6 +106,13 @@ def suspected(session: Session | None) -> dict[str, int]:
     """Return rule -> count of the suspicions in a session's row; empty without a row."""
     counts: dict[str, int] = json.loads(session.suspicions) if session is not None else {}
     return {name: count for name, count in counts.items() if count}
+
+
+def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
+    """Return what `judge_calls` does. A call without a reason has that of a session without a reward, as in the ledger."""
+    parents, reasons = judge_calls(recorded.calls)
+    unrewarded = label_session(recorded.session, RewardRules()).reason
+    return parents, [reason or unrewarded for reason in reasons]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ message before a branch point is in the lines of all leaves below it. `call_ids`
 - `tools` is JSON text, which `SFTTrainer` parses: tool schemas have no common Arrow type. It is `null` without tools.
 - `context` are the indices in `messages` of assistant messages that no call of the line sampled: a program wrote them,
   or repeated them from another conversation. Trainers of whole chats train on them too: mask them, or drop the line.
-- `left_out` is why the ledger leaves the leaf's call out of training; empty when it is trained.
+- `left_out` is why the ledger leaves the leaf's call out of training, a missing reward too; empty when it is trained.
 
 The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
 lines. Sessions without a completed call have no line. Incomplete conversations have none either; a warning counts
@@ -27,9 +27,9 @@ from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import file_digest
 from rolltap.trainer.runs.exports.sessions import each_session
-from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
     """Return the lines of a session; and for leaves without a line, call id -> why the conversation is incomplete."""
     calls = [call for call in recorded.calls if call.status == "completed"]
     parents, _ = link_calls(calls)
-    reasons = judge_calls(recorded.calls)[1]
+    reasons = judge_session(recorded)[1]
     left_out = {call.call_id: reason for call, reason in zip(recorded.calls, reasons, strict=True)}
     # of all calls: the recorded parent of a completed call may be one that is not completed
     conversations = {each.call.call_id: each for each in rebuild_conversations(recorded.calls)}

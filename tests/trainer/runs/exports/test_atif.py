@@ -125,6 +125,7 @@ class TestTrajectory:
         assert "metrics" not in summary["steps"][2]
         lost = embedded(written(recording.superseded_retry()))["c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
+        assert written(recording.unrewarded())["steps"][-1]["extra"]["left_out"] == "no_reward"
 
     def test_what_a_step_has_no_place_for_is_in_its_extra(self):
         aborted, orphan = (written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor))

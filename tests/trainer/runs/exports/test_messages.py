@@ -59,6 +59,7 @@ class TestSessionConversations:
             (recording.superseded_by_an_aborted_line, {"c1": "superseded", "c2": ""}),
             (recording.aborted, {"c0": ""}),
             (recording.without_logprobs, {"c0": "missing_logprobs"}),
+            (recording.unrewarded, {"c0": "no_reward", "c1": "auxiliary"}),
         ],
     )
     def test_there_is_a_line_for_each_leaf(self, case, leaves):

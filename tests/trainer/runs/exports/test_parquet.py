@@ -234,6 +234,8 @@ class TestCard:
         exec(load.replace("path/to/this/folder", str(saved)) + sft, names)
         rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
         assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
+        # what the card counts as to train, and nothing of sessions without a reward
+        assert facts(saved / "README.md")["sampled tokens"].startswith(f"14: {sum(map(sum, rows.values()))} to train")
 
     def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(self, tmp_path):
         for model, cell in (("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):
