@@ -109,7 +109,7 @@ def suspected(session: Session | None) -> dict[str, int]:
 
 
 def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
-    """Return what `judge_calls` does. A call without a reason has that of a session without a reward, as in the ledger."""
+    """Return what `judge_calls` does. Without a reason of its own, a call has that of a session without a reward."""
     parents, reasons = judge_calls(recorded.calls)
     unrewarded = label_session(recorded.session, RewardRules()).reason
     return parents, [reason or unrewarded for reason in reasons]
