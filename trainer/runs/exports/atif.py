@@ -35,7 +35,7 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, public_model
-from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
+from rolltap.trainer.runs.exports.sessions import each_session, public_session
 from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
@@ -79,7 +79,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
         main.refer_to(line)
     version = (recorded.session.harness_version if recorded.session else "") or UNKNOWN
     agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": version, "model_name": model}
-    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+    row = asdict(public_session(recorded.session)) if recorded.session else {}
     row.pop("session_id", None)
     document = {**main.document(recorded.session_id, agent), "session_id": recorded.session_id, "extra": _known(row)}
     embedded = [{**line.document(line.last.call_id, agent), "extra": {"role": line.last.role}} for line in others]

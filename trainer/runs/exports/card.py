@@ -15,6 +15,8 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.names import public_model
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
+Written = Mapping[str, tuple[int, str]]
+"""Config -> number of its rows, and their digest, with which the names of its files end."""
 HERE = "path/to/this/folder"
 """Placeholder in a card for the folder's path, which is not known when the card is written."""
 
@@ -30,19 +32,14 @@ def file_digest(file: str | Path) -> str:
 
 
 def dataset_card(
-    run: Path,
-    options: TraceOptions,
-    totals: Totals,
-    *,
-    rows: Mapping[str, int] | None = None,
-    files: Mapping[str, str] = MappingProxyType({}),
-    where: str = HERE,
+    run: Path, options: TraceOptions, totals: Totals, *, written: Written = MappingProxyType({}), where: str = HERE
 ) -> DatasetCard:
     """Return the card of traces that `load_from_disk(where)` opens.
 
-    With `rows`, config -> number of rows, it is that of Parquet which `load_dataset(where, config)` opens. `files` are
-    config -> pattern of its files, of those that have rows.
+    With `written` it is that of Parquet which `load_dataset(where, config)` opens. The shards of a config with rows are
+    in the folder of its name.
     """
+    files = {name: f"{name}/*-{digest}.parquet" for name, (rows, digest) in written.items() if rows}
     configs = [{"config_name": name, "data_files": pattern} for name, pattern in files.items()]
     tags = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
     data = DatasetCardData(pretty_name=run.resolve().name, tags=tags)
@@ -53,7 +50,7 @@ def dataset_card(
         template_path=str(Path(__file__).with_name("dataset_card.md")),
         version=version("rolltap"),
         facts=_facts(run, options, totals),
-        rows=rows,
+        rows={name: rows for name, (rows, _) in written.items()},
         where=where,
     )
     return card

@@ -24,7 +24,7 @@ from typing import Any
 from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name
-from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
+from rolltap.trainer.runs.exports.sessions import each_session, public_session
 from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
 from rolltap.trainer.traces.sessions import judge_session
@@ -52,7 +52,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
                 for n, turn in enumerate(turns):
                     trace.write((", " if n else "") + json_text(turn))
                 trace.write("]}\n")
-            row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+            row = asdict(public_session(recorded.session)) if recorded.session else {}
             line = {
                 "session_id": recorded.session_id,
                 "file": file,

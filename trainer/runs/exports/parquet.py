@@ -80,10 +80,8 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
             advance("sessions", totals.sessions, total)
         spools["events"].add(without_addresses(row, engines) for row in read_rows(run, "events"))
         written = {config: _write(spool, out / config) for config, spool in spools.items()}
-    rows = {config: number for config, (number, _) in written.items()}
-    files = {config: f"{config}/*-{digest}.parquet" for config, (number, digest) in written.items() if number}
-    dataset_card(run, options, totals, rows=rows, files=files, where=where).save(out / "README.md")
-    return sum(rows.values())
+    dataset_card(run, options, totals, written=written, where=where).save(out / "README.md")
+    return sum(rows for rows, _ in written.values())
 
 
 def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions) -> Totals:

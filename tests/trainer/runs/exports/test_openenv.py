@@ -139,7 +139,7 @@ def test_the_rows_that_trl_makes_are_the_traces_of_prefix_merging(case, monkeypa
 
 
 @pytest.mark.parametrize(("threshold", "trained"), [(0, 4), (1024, 3)])
-def test_above_a_threshold_of_zero_trl_does_not_train_the_end_of_a_reply_that_is_rewritten(threshold, trained, monkeypatch):
+def test_above_a_threshold_of_zero_trl_masks_the_end_of_a_rewritten_reply(threshold, trained, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
 

@@ -122,9 +122,9 @@ class TestParquet:
         evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/logs/v.judge.log", "tests": {"t.py::a": "x"}}
         judged = {
             "error": "http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
-            "evidence": json.dumps(evidence),
-            "parts": '{"speed": 0.5}',
-            "suspicions": '{"git_history": 1}',
+            "evidence": evidence,
+            "parts": {"speed": 0.5},
+            "suspicions": {"git_history": 1},
             "harness_version": "1.2.3",
             "runtime": "sandbox",
         }
