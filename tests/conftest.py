@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,13 @@ CONTEXT = 65536
 """Context window in tokens. The first prompt of some harnesses has 30,000."""
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart"
+
+
+def pytest_configure(config):
+    """Give `datasets`, which test modules import later, a cache of the tests' own. Downloaded models stay in theirs."""
+    cache = tempfile.TemporaryDirectory(prefix="rolltap-tests-")
+    config.add_cleanup(cache.cleanup)
+    os.environ["HF_DATASETS_CACHE"] = cache.name
 
 
 def pytest_collection_modifyitems(config, items):

@@ -43,6 +43,8 @@ SessionStatus = Literal[
 | `cancelled` | the rollout was stopped while it ran | none |
 | `unknown` | only calls were recorded | none |
 """
+SESSION_JSON = ("parts", "evidence", "suspicions")
+"""Columns of `sessions` that hold a JSON object."""
 UNREWARDED: frozenset[SessionStatus] = frozenset({"infrastructure", "unjudged", "cancelled", "unknown"})
 """Outcomes without a reward, whoever gave one."""
 EventKind = Literal[
@@ -142,16 +144,16 @@ class Call:
     path: str = ""
     model: str = ""
     stream: bool = False
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int] = field(repr=False)
     prefix_length: int = 0
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[VersionSpan] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list, repr=False)
+    logprobs: list[float] = field(default_factory=list, repr=False)
+    weight_versions: list[VersionSpan] = field(default_factory=list, repr=False)
     finish_reason: str | None = None
-    sampling: str = "{}"
-    messages: str = "[]"
-    tools: str | None = None
-    reply: str | None = None
+    sampling: str = field(default="{}", repr=False)
+    messages: str = field(default="[]", repr=False)
+    tools: str | None = field(default=None, repr=False)
+    reply: str | None = field(default=None, repr=False)
     cached_tokens: int | None = None
     engine: str | None = None
     started_at: datetime = field(default_factory=utc_now)
@@ -218,10 +220,10 @@ class Session:
             its own.
         exit_status: Exit status of the harness; None when it was stopped or not started.
         reward: None when there is none. Such a session is not trained on. There is none with a status of `UNREWARDED`.
-        parts: JSON object of the reward's parts: name -> finite number.
-        evidence: JSON object of what the judge saw: tests and their results, the digest of the changes, why there is no
+        parts: The reward's parts: name -> finite number.
+        evidence: JSON values of what the judge saw: tests and their results, the digest of the changes, why there is no
             reward.
-        suspicions: JSON object: name of a rule -> how often the session matched it.
+        suspicions: Name of a rule -> how often the session matched it.
         error: Why the session is not `completed`.
         revision: Of several rows of a session the one with the highest revision counts; the others stay.
         policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
@@ -242,24 +244,25 @@ class Session:
     status: SessionStatus
     exit_status: int | None = None
     reward: float | None = None
-    parts: str = "{}"
-    evidence: str = "{}"
-    suspicions: str = "{}"
+    parts: dict[str, float] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict, repr=False)
+    suspicions: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     revision: int = 0
     policy_version: str | None = None
     harness_version: str = ""
-    program_digest: str = ""
-    preset_digest: str = ""
-    task_digest: str = ""
+    program_digest: str = field(default="", repr=False)
+    preset_digest: str = field(default="", repr=False)
+    task_digest: str = field(default="", repr=False)
     runtime: str = ""
-    image_digest: str = ""
+    image_digest: str = field(default="", repr=False)
     started_at: datetime = field(default_factory=utc_now)
     finished_at: datetime | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """Return the session as a row of `SESSION_SCHEMA` without its digest."""
-        return {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
+        """Return the session as a row of `SESSION_SCHEMA` without its digest. `SESSION_JSON` are JSON texts there."""
+        row = {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
+        return row | {name: json_text(row[name]) for name in SESSION_JSON}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.records import DIGEST, SESSION_SCHEMA, Session, SessionStatus, json_text
+from rolltap.addons.store.records import DIGEST, SESSION_JSON, SESSION_SCHEMA, Session, SessionStatus
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows
@@ -71,8 +72,12 @@ def session_rows(run: Path, session_id: str) -> list[Session]:
 
 
 def make_session(row: Mapping[str, Any]) -> Session:
-    """Return the session in a row of `SESSION_SCHEMA`."""
-    return Session(**{name: row[name] for name in SESSION_SCHEMA.names if name != DIGEST})
+    """Return the session in a row of `SESSION_SCHEMA`. A JSON column that no writer wrote stays text: see `verify`."""
+    fields = {name: row[name] for name in SESSION_SCHEMA.names if name != DIGEST}
+    for name in SESSION_JSON:
+        with suppress(TypeError, ValueError):
+            fields[name] = json.loads(row[name])
+    return Session(**fields)
 
 
 def give_reward(writer: RunWriter, session_id: str, given: GivenReward, *, change: bool = False) -> Session:
@@ -129,8 +134,8 @@ def rewarded(
         status=_judged_status(before),
         error=None if before.status == "unjudged" else before.error,
         reward=given.value,
-        parts=json_text(given.parts),
-        evidence=json_text({**json.loads(before.evidence), "reward_from": given.source}),
+        parts=dict(given.parts),
+        evidence={**before.evidence, "reward_from": given.source},
         task_id=given.task or before.task_id,
         group_id=given.group or (given.task if own_group else "") or before.group_id,
         revision=before.revision + 1,
@@ -144,7 +149,7 @@ def _judged_status(session: Session) -> SessionStatus:
     """
     if session.status != "unjudged":
         return "completed" if session.status == "unknown" else session.status
-    ended = json.loads(session.evidence).get("ended")
+    ended = session.evidence.get("ended")
     by_exit: SessionStatus = (
         "timeout" if session.exit_status is None else "failed" if session.exit_status else "completed"
     )

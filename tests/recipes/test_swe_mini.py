@@ -177,12 +177,12 @@ def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe
         **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
         "without-pytest": ("unjudged", None),
     }
-    parts = {name: json.loads(sessions[name].parts) for name in EARNED}
+    parts = {name: sessions[name].parts for name in EARNED}
     passes = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
     shares = {name: {"fail_to_pass": f / 6, "pass_to_pass": p / 26} for name, (f, p) in passes.items()}
     assert parts == {name: pytest.approx(share) for name, share in shares.items()}
     # each agent did what its attempt says
-    changed = {name: json.loads(sessions[name].evidence)["changed"] for name in EARNED}
+    changed = {name: sessions[name].evidence["changed"] for name in EARNED}
     assert changed["right"] == changed["wrong"] == ["spans/reading.py"]
     assert changed["deletes-tests"] == ["tests", "tests/test_reading.py", "tests/test_writing.py"]
     assert changed["breaks-others"] == ["spans/reading.py", "spans/writing.py"]

@@ -303,7 +303,7 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
 def _report_refused(run: rolltap.Run) -> None:
     """Say on stderr how many sessions changed files that are the judge's, and which: these changes were not applied."""
     new = [session for session in run.sessions() if session.session_id in run.new_session_ids]
-    refused = [{*_refused(json.loads(session.evidence))} for session in new]
+    refused = [{*_refused(session.evidence)} for session in new]
     files = Counter(path for paths in refused for path in paths)
     if files:
         named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))

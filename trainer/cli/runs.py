@@ -177,8 +177,8 @@ def traces_command(
 ) -> None:
     """Build the traces of a RUN, to train on.
 
-    `datasets.load_from_disk` opens what --out names. Sessions without a reward are there too, with the reward null;
-    the ledger has their tokens as fault or no_reward.
+    `datasets.load_from_disk` opens what --out names. Traces of sessions without a reward are there too, with the
+    reward null: leave them out of a training, as the ledger does.
     """
     if out is None and not as_json and ledger_file is None:
         raise click.UsageError("say where the traces go: --out DIR, --json, or --ledger FILE for their ledger alone")

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Unpack
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CallRole, Session
-from rolltap.addons.store.rewards import GivenReward, give_reward
+from rolltap.addons.store.rewards import GivenReward, finite, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import progress_bar
@@ -36,6 +36,9 @@ class RunTraces:
 
     def __init__(self, run: Path, options: TraceOptions) -> None:
         self._run, self._options = run, options
+
+    def __repr__(self) -> str:
+        return f"RunTraces({str(self._run)!r}, {self._options.strategy!r})"
 
     def __iter__(self) -> Iterator[Trace]:
         for traced in self.by_session(progress=False):
@@ -252,6 +255,8 @@ class Run:
         for name, given in criteria.items():
             if name not in ("min_reward", "max_reward", "suspicious"):
                 require_collection(given)
+            elif name != "suspicious" and given is not None:
+                finite(given, name)
         if unknown := set(criteria.get("suspicions", ())) - {*SUSPICIONS}:
             raise InputError(f"no rule of suspicion is named {min(unknown)!r}: choose {', '.join(SUSPICIONS)}")
         with progress_bar(show=progress) as advance:

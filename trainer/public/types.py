@@ -37,6 +37,7 @@ from rolltap.trainer.runs.views.outcomes import OutcomeRow as OutcomeRow
 from rolltap.trainer.runs.views.outcomes import PartRow as PartRow
 from rolltap.trainer.runs.views.outcomes import ProvenanceRow as ProvenanceRow
 from rolltap.trainer.runs.views.outcomes import SuspicionRow as SuspicionRow
+from rolltap.trainer.runs.views.outcomes import TaskRow as TaskRow
 from rolltap.trainer.runs.views.report import SessionRow as SessionRow
 from rolltap.trainer.runs.views.report import Summary as Summary
 from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards

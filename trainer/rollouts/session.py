@@ -15,7 +15,6 @@ A session has a row in any case: `infrastructure` when a step before the judge f
 """
 
 import asyncio
-import json
 import logging
 import math
 import secrets
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
-from rolltap.addons.store.records import Session, json_text, utc_now
+from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.config import RolloutConfig
@@ -141,8 +140,8 @@ def end_session(recorder: Recorder, session: Session, task: Task | None) -> None
     try:
         calls = recorder.rows.of("calls", session.session_id, CALL_COLUMNS)
         events = recorder.rows.of("events", session.session_id, EVENT_COLUMNS)
-        found = suspicions(calls, events, task, json.loads(session.evidence))
-        session.suspicions = json_text(found)
+        found = suspicions(calls, events, task, session.evidence)
+        session.suspicions = found
     except Exception:
         logger.warning("the suspicions of session %s could not be counted", session.session_id, exc_info=True)
     finally:
@@ -164,7 +163,7 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
         judged = None
         if is_judged(facts):
             judged = judge_here(evaluate, recorder.path / "logs" / f"{session.session_id}.evaluate.log")
-            session.parts, session.evidence = json_text(judged.parts), json_text(judged.evidence)
+            session.parts, session.evidence = judged.parts, judged.evidence
         result = outcome(Ended(session.exit_status), math.inf, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
     elif facts.budget is not None:
@@ -221,7 +220,7 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
         result = outcome(ended, timeout, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
         if result.ended is not None:  # for a reward that somebody gives later
-            session.evidence = json_text({**json.loads(session.evidence), "ended": result.ended})
+            session.evidence = {**session.evidence, "ended": result.ended}
         if facts.fault is not None:
             session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts
@@ -268,6 +267,5 @@ async def _judge(stage: Stage, session: Session, task: Task, start: Start, made:
     except Exception as error:
         logger.warning("the judge of session %s failed", session.session_id, exc_info=True)
         judged = Judged(unjudged=f"the judge failed: {error!r}")
-    session.parts = json_text(judged.parts)
-    session.evidence = json_text(judged.evidence)
+    session.parts, session.evidence = judged.parts, judged.evidence
     return judged

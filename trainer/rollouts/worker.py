@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -166,6 +167,8 @@ def given_tasks(
         raise InputError("tasks is one task: give a list")
     if not tasks:
         raise InputError("the list of tasks is empty")
+    if wrong := [task for task in tasks if not isinstance(task, Task)]:
+        raise InputError(f"a task is {reprlib.repr(wrong[0])}: give rolltap.Task objects, or the path of a task file")
     for name, number in Counter(task.id for task in tasks).items():
         if number > 1:
             raise InputError(f"{number} tasks have the id {name!r}: give each task an id of its own")

@@ -307,7 +307,7 @@ def _faults(session: Session) -> Iterator[str]:
         yield f"it has the status {session.status} and the reward {session.reward}"
     for column, kind in _COLUMNS.items():
         try:
-            kind.validate_json(getattr(session, column))
+            kind.validate_python(getattr(session, column))
         except ValidationError as error:
             wrong = ", ".join(str(fault["loc"][0]) for fault in error.errors() if fault["loc"])
             yield f"its {column} have wrong values: {wrong}" if wrong else f"its {column} are no JSON object"

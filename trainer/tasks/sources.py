@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
 from rolltap.trainer.tasks.swe import swe_task
-from rolltap.trainer.tasks.task import JUDGE_KINDS, CommandJudge, Judge, LLMJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, SeveralJudges, Task
 from rolltap.trainer.toml import describe
 
 logger = logging.getLogger(__name__)
@@ -160,10 +160,7 @@ def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositor
         row = fields
     if "instance_id" in row or "problem_statement" in row:
         return _refusing(where, swe_task, row, where, repositories)
-    try:
-        return _resolve(Task.model_validate_json(json.dumps({"source": where, **row})), path.parent, where)
-    except ValidationError as error:
-        raise InputError(f"{where}: {describe(error, {'judge': JUDGE_KINDS})}") from error
+    return _resolve(Task(**{"source": where, **row}), path.parent, where)
 
 
 def _refusing(where: str, make: Callable[..., Task], *source: object) -> Task:

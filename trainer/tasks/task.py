@@ -3,11 +3,13 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.content import content_digest
+from rolltap.trainer.toml import describe
 
 MAX_REWARD = 1e6
 """Largest reward or part, and with a minus the smallest: one session must not outweigh all others of a training."""
@@ -233,8 +235,8 @@ def _inside(name: str) -> str:
 class Task(BaseModel):
     """An instruction, the workspace to start from, and the judge of the result.
 
-    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The constructor raises
-    pydantic's `ValidationError`, a `ValueError`, for wrong fields.
+    A task file is JSON Lines with these fields as keys. Paths in it are relative to the file. The constructor takes
+    texts as paths too, and raises `InputError`, which names each wrong field.
 
     Attributes:
         id: Name of the task in the dataset: letters, digits, dot, dash and underscore.
@@ -284,6 +286,13 @@ class Task(BaseModel):
     solution: Path | None = None
     gold_patch: str = Field(default="", exclude=True, repr=False)
     source: str = ""
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            where = fields.get("source") or f"task {fields.get('id', '')!r}"
+            raise InputError(f"{where}: {describe(error, {'judge': JUDGE_KINDS})}") from error
 
     @model_validator(mode="after")
     def _check(self) -> Self:

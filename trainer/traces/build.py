@@ -83,13 +83,13 @@ class Trace:
 
     session_id: str
     trace_id: str
-    call_ids: list[str]
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    completion_mask: list[int]
-    logprobs: list[float]
-    weight_versions: list[VersionSpan]
-    continuity: list[KindSpan] = field(default_factory=list)
+    call_ids: list[str] = field(repr=False)
+    prompt_ids: list[int] = field(repr=False)
+    completion_ids: list[int] = field(repr=False)
+    completion_mask: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)
+    weight_versions: list[VersionSpan] = field(repr=False)
+    continuity: list[KindSpan] = field(default_factory=list, repr=False)
     role: CallRole = "agent"
     shared_trace_id: str | None = None
     shared_tokens: int = 0
@@ -150,9 +150,9 @@ class TraceBatch:
             log-probabilities are then numerical, or a fault of the record, and are logged as such.
     """
 
-    traces: list[Trace] = field(default_factory=list)
-    rewards: dict[str, GroupReward] = field(default_factory=dict)
-    unrewarded: dict[str, Unrewarded] = field(default_factory=dict)
+    traces: list[Trace] = field(default_factory=list, repr=False)
+    rewards: dict[str, GroupReward] = field(default_factory=dict, repr=False)
+    unrewarded: dict[str, Unrewarded] = field(default_factory=dict, repr=False)
     ledger: Ledger = field(default_factory=Ledger)
     continued: dict[str, CachedPrompts] = field(default_factory=dict)
     on_policy: bool = False

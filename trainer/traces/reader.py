@@ -9,14 +9,14 @@ it: its call and those that continue it get a violation, its session loses the r
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, SESSION_SCHEMA, Call, Session, VersionSpan
+from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, SESSION_JSON, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version, row_digest
 from rolltap.addons.store.sessions import SessionIndex
@@ -40,7 +40,7 @@ class RecordedSession:
     session_id: str
     session: Session | None
     """The session's row that counts; None when only its calls were recorded."""
-    calls: list[Call]
+    calls: list[Call] = field(repr=False)
     """Calls in the order of `started_at`, each with its full prompt as `Tokens`, which share their prefixes."""
 
 
@@ -84,7 +84,8 @@ def load_sessions(run: Path) -> dict[str, Session]:
             sessions[session.session_id] = session
             changed.discard(session.session_id)
             if row[DIGEST] != row_digest(row, SESSION_SCHEMA):
-                sessions[session.session_id] = replace(session, reward=None, error=CHANGED)
+                broken = {name: {} for name in SESSION_JSON if not isinstance(getattr(session, name), dict)}
+                sessions[session.session_id] = replace(session, reward=None, error=CHANGED, **broken)
                 changed.add(session.session_id)
     if changed:
         which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
@@ -109,6 +110,9 @@ class RecordedCalls(Mapping[str, list[Call]]):
         """Raises `RunError` when the folder cannot be read."""
         self._run = run
         self._index = SessionIndex(run, "calls")
+
+    def __repr__(self) -> str:
+        return f"RecordedCalls({str(self._run)!r})"
 
     def __getitem__(self, session_id: str) -> list[Call]:
         if session_id not in self._index:

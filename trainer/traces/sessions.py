@@ -4,7 +4,6 @@ A session's label is the reward that trains it, or the reason why it has none. B
 suspicions, by the rules of a recipe.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from rolltap.trainer.traces.build import (
     Unrewarded,
     build_traces,
     check_arguments,
+    judge_calls,
     require_collection,
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, cached_prompts
@@ -103,8 +103,14 @@ def label_session(session: Session | None, rules: RewardRules) -> Label:
 
 def suspected(session: Session | None) -> dict[str, int]:
     """Return rule -> count of the suspicions in a session's row; empty without a row."""
-    counts: dict[str, int] = json.loads(session.suspicions) if session is not None else {}
-    return {name: count for name, count in counts.items() if count}
+    return {name: count for name, count in session.suspicions.items() if count} if session is not None else {}
+
+
+def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
+    """Return what `judge_calls` does. Without a reason of its own, a call has that of a session without a reward."""
+    parents, reasons = judge_calls(recorded.calls)
+    unrewarded = label_session(recorded.session, RewardRules()).reason
+    return parents, [reason or unrewarded for reason in reasons]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,7 @@ class TracedSession:
     """A session, its labelled traces, the ledger of its sampled tokens, and its reward or why it has none."""
 
     recorded: RecordedSession
-    traces: list[Trace]
+    traces: list[Trace] = field(repr=False)
     ledger: Ledger
     label: Label
 

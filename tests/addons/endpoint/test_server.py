@@ -290,9 +290,9 @@ async def test_the_reward_of_a_session_comes_with_its_end(trusting):
     body = {"reward": 0.5, "parts": {"speed": 1}, "task": "sort", "group": "sort-1"}
     assert await trusting.end(body=body) == (200, "")
     (session,) = session_rows(trusting.run, "s1")
-    assert (session.status, session.reward, session.parts) == ("completed", 0.5, '{"speed": 1.0}')
+    assert (session.status, session.reward, session.parts) == ("completed", 0.5, {"speed": 1.0})
     assert (session.task_id, session.group_id, session.policy_version) == ("sort", "sort-1", "7")
-    assert json.loads(session.evidence) == {"reward_from": "/end"}
+    assert session.evidence == {"reward_from": "/end"}
     assert session_rows(trusting.run, "s2") == []
     assert (await trusting.ask(user("Ho")))[0] == 410
 

@@ -30,21 +30,19 @@ def test_a_session_of_which_only_calls_are_known_gets_a_row(writer):
     assert [session] == session_rows(writer.run, "s")
     assert (session.status, session.reward, session.revision) == ("completed", 0.5, 0)
     assert (session.task_id, session.group_id, session.policy_version) == ("sort", "sort", "3")
-    assert (session.parts, session.evidence) == ('{"a": 1.0}', '{"reward_from": "a test"}')
+    assert (session.parts, session.evidence) == ({"a": 1.0}, {"reward_from": "a test"})
     assert session.started_at == session.finished_at == START
 
 
 def test_both_rows_are_kept(writer):
-    writer.add_session(
-        Session(session_id="s", status="failed", exit_status=1, error="it fell", evidence='{"log": "x"}')
-    )
+    writer.add_session(Session(session_id="s", status="failed", exit_status=1, error="it fell", evidence={"log": "x"}))
     give_reward(writer, "s", reward(0.5))
     give_reward(writer, "s", reward(1), change=True)
     rows = session_rows(writer.run, "s")
     assert [(row.reward, row.revision) for row in rows] == [(None, 0), (0.5, 1), (1.0, 2)]
     third = rows[-1]
     assert (third.status, third.error, third.exit_status) == ("failed", "it fell", 1)
-    assert third.evidence == '{"log": "x", "reward_from": "a test"}'
+    assert third.evidence == {"log": "x", "reward_from": "a test"}
 
 
 def test_a_reward_that_was_given_is_changed_only_on_request(writer):
@@ -65,13 +63,13 @@ def test_a_session_that_the_agent_could_not_do_has_no_reward(writer, status, cha
 @pytest.mark.parametrize(
     ("evidence", "exit_status", "status"),
     [
-        ("{}", 0, "completed"),
-        ("{}", 1, "failed"),
-        ("{}", None, "timeout"),
-        ('{"ended": "budget"}', 0, "budget"),
-        ('{"ended": "failed"}', None, "failed"),
-        ('{"ended": "timeout"}', None, "timeout"),
-        ('{"ended": "cancelled"}', 0, "completed"),
+        ({}, 0, "completed"),
+        ({}, 1, "failed"),
+        ({}, None, "timeout"),
+        ({"ended": "budget"}, 0, "budget"),
+        ({"ended": "failed"}, None, "failed"),
+        ({"ended": "timeout"}, None, "timeout"),
+        ({"ended": "cancelled"}, 0, "completed"),
     ],
 )
 def test_an_unjudged_session_has_the_outcome_that_the_rollout_noted_or_its_harness(

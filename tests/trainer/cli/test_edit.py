@@ -12,7 +12,7 @@ from tests.trainer.runs.recorded_runs import make_run
 
 @pytest.fixture
 def run(tmp_path):
-    cheated = make_session("cheated", suspicions='{"git_history": 3}', runtime="sandbox", task_id="a")
+    cheated = make_session("cheated", suspicions={"git_history": 3}, runtime="sandbox", task_id="a")
     return make_run(tmp_path / "run", cheated, make_session("honest", runtime="process", task_id="b"))
 
 

@@ -192,6 +192,7 @@ def test_a_second_rollout_into_the_folder_is_refused_while_one_runs(arguments):
         ({"recorder": {"rolltap_max_calls": "3"}}, r"set budget\.calls \(--max-calls\) instead of rolltap_max_calls"),
         ({"tasks": []}, "the list of tasks is empty"),
         ({"tasks": TASK}, "tasks is one task: give a list"),
+        ({"tasks": [{"id": "t"}]}, "a task is {'id': 't'}: give rolltap.Task objects, or the path of a task file"),
         ({"tasks": [TASK.model_copy(update={"workspace": Path("/none")})]}, "task 't': the workspace /none is not a"),
         ({"tasks": [TASK, TASK]}, "2 tasks have the id 't'"),
     ],

@@ -8,6 +8,7 @@ from rich.console import Console
 import rolltap
 from rolltap.errors import InputError, LedgerError, RunError
 from rolltap.types import Totals
+from tests.factories import add_rows, make_session
 from tests.factories import write_run as write_rows
 from tests.trainer.forests import forget_a_call
 from tests.trainer.outgoing import METADATA, make_call, write_run
@@ -49,6 +50,38 @@ class TestRun:
         assert call.parsed_messages == json.loads(call.messages) == [{"role": "user", "content": "Go"}]
         assert (call.parsed_reply, call.parsed_tools, call.parsed_sampling) == ({"content": "x"}, None, {})
         assert run.calls["t"][0].parsed_reply is None
+
+    def test_what_the_judge_said_of_a_session_is_values(self, run):
+        add_rows(run.path, make_session("j", parts={"speed": 0.5}, evidence={"log": "a"}, suspicions={"odd_files": 1}))
+        judged = run.sessions()[-1]
+        assert (judged.parts, judged.evidence, judged.suspicions) == ({"speed": 0.5}, {"log": "a"}, {"odd_files": 1})
+        assert run.verify().sound
+
+    def test_what_a_notebook_shows_has_no_tokens_and_is_short(self, tmp_path):
+        ids = list(range(7000, 8000))
+        evidence = {"tests": {f"t.py::{i}": "passed" for i in ids}}
+        write_rows(tmp_path, make_call("s", 0, ids, ids), make_session("s", evidence=evidence))
+        run = rolltap.open_run(tmp_path)
+        shown = [run, run.calls, run.calls["s"][0], *run.sessions(), run.traces(), *run.traces(), run.traces().batch()]
+        shown += [run.ledger(), run.summary(), *run.traces().by_session(progress=False)]
+        shown += [run.inspect_session("s"), run.inspect_call("s", "s-0")]
+        assert [text for text in map(repr, shown) if len(text) > 1000 or "7500" in text or " at 0x" in text] == []
+
+    @pytest.mark.parametrize(
+        ("mistake", "message"),
+        [
+            (lambda run, _: run.export("hub", "out"), "unknown format 'hub': choose .*the Hub: push_to_hub"),
+            (lambda run, full: run.export("messages", full), "exists and is not an empty folder: choose a new one"),
+            (lambda run, full: run.traces().save(full), "exists and is not an empty folder: choose a new one"),
+            (lambda run, _: run.filter("out", min_reward="1"), "min_reward is 1: give a finite number"),
+            (lambda run, _: run.inspect_session("nobody"), "has no session 'nobody', only u, t, s"),
+            (lambda run, _: run.reward("s", "1"), "the reward is 1: give a finite number"),
+        ],
+    )
+    def test_a_mistake_is_one_line_that_says_what_to_do(self, run, mistake, message):
+        with pytest.raises(rolltap.RolltapError, match=message) as refused:
+            mistake(run, run.path.parent)
+        assert "\n" not in str(refused.value)
 
     def test_the_ledger_leaves_sessions_without_a_reward_out(self, run):
         assert run.ledger() == run.summary().ledger == run.traces().batch().ledger

@@ -1,6 +1,5 @@
 """Faults and budgets of sessions: by tables of rows, and by real sessions."""
 
-import json
 import re
 import sys
 from contextlib import ExitStack
@@ -242,7 +241,7 @@ async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(play, s
 async def test_a_session_whose_judge_is_missing_is_unjudged(play):
     session, ledger = await play("ask('a'); sys.exit(3)", SAY, evaluate=["no-such-evaluator"])
     assert (session.status, session.exit_status, session.reward) == ("unjudged", 3, None)
-    assert json.loads(session.evidence)["ended"] == "failed"  # for a later reward
+    assert session.evidence["ended"] == "failed"  # for a later reward
     assert "'no-such-evaluator' could not be started" in session.error
     assert ledger.left_out == {"unjudged": ledger.sampled}
 

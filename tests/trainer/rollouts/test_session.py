@@ -1,6 +1,5 @@
 """The way of one session, on a real recorder."""
 
-import json
 import shlex
 import sys
 from collections.abc import AsyncIterator
@@ -46,8 +45,8 @@ async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, r
     begun = [event["at"] for event in events if event["kind"] == "session_started"]
     assert begun == [row.started_at]
     assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
-    assert json.loads(row.evidence)["changed"] == ["made.txt"]
-    assert json.loads(row.suspicions) == {}
+    assert row.evidence["changed"] == ["made.txt"]
+    assert row.suspicions == {}
 
 
 AROUND = "http://127.0.0.1:9"  # the recorder's win
@@ -95,7 +94,7 @@ async def test_an_image_that_cannot_be_had_is_told_in_the_row_and_is_not_asked_f
 async def test_what_a_tool_call_does_is_in_the_suspicions_of_the_row(play, engine, monkeypatch):
     monkeypatch.setattr(engine, "otherwise", lambda request: Say(tool_call("bash", {"command": "git log --all"})))
     row = await play(shlex.join([sys.executable, "-c", ASK_WITH_TOOL]))
-    assert (row.status, json.loads(row.suspicions)) == ("completed", {"git_history": 1})
+    assert (row.status, row.suspicions) == ("completed", {"git_history": 1})
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, j
     assert (row.status, row.reward, row.error) == (status, None, error)
     judges(Judged(reward=0.25, parts={"speed": 0.5}, evidence={"judge": "command"}))
     row = await play(ONE_CALL)
-    assert (row.reward, json.loads(row.parts), json.loads(row.evidence)) == (0.25, {"speed": 0.5}, {"judge": "command"})
+    assert (row.reward, row.parts, row.evidence) == (0.25, {"speed": 0.5}, {"judge": "command"})
 
 
 async def test_a_harness_that_is_not_there_is_named(play):

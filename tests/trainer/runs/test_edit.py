@@ -102,8 +102,8 @@ class TestFilter:
         run = make_run(
             tmp_path / "run",
             make_session("s"),
-            make_session("t", reward=0.5, policy_version="2", runtime="sandbox", suspicions='{"git_history": 3}'),
-            make_session("u", "timeout", harness="x", reward=None, task_id="other", suspicions='{"odd_files": 0}'),
+            make_session("t", reward=0.5, policy_version="2", runtime="sandbox", suspicions={"git_history": 3}),
+            make_session("u", "timeout", harness="x", reward=None, task_id="other", suspicions={"odd_files": 0}),
         )
         add_rows(run, make_call("a", session_id="v"))
         out = tmp_path / "out"

@@ -148,7 +148,7 @@ class TestInvariants:
 
 
 class TestRowsOfASession:
-    ROW = make_session(parts='{"a": 0.5}', suspicions='{"rule": 2}')
+    ROW = make_session(parts={"a": 0.5}, suspicions={"rule": 2})
 
     @staticmethod
     def found_in(*rows, salvaged=False):
@@ -165,14 +165,14 @@ class TestRowsOfASession:
             ({"status": "unjudged"}, "it has the status unjudged and the reward 1.0"),
             ({"status": "infrastructure", "reward": 0.0}, "it has the status infrastructure and the reward 0.0"),
             ({"status": "won"}, "its status is 'won'"),
-            ({"parts": "[]"}, "its parts are no JSON object"),
-            ({"parts": '{"a": NaN}'}, "its parts have wrong values: a"),
-            ({"parts": '{"a": true, "b": 1, "c": "1"}'}, "its parts have wrong values: a, c"),
+            ({"parts": []}, "its parts are no JSON object"),
+            ({"parts": {"a": float("nan")}}, "its parts have wrong values: a"),
+            ({"parts": {"a": True, "b": 1, "c": "1"}}, "its parts have wrong values: a, c"),
             ({"parts": "{"}, "its parts are no JSON object"),
             ({"parts": None}, "its parts are no JSON object"),
-            ({"evidence": "1"}, "its evidence are no JSON object"),
-            ({"suspicions": '{"rule": -1}'}, "its suspicions have wrong values: rule"),
-            ({"suspicions": '{"rule": 0.5}'}, "its suspicions have wrong values: rule"),
+            ({"evidence": 1}, "its evidence are no JSON object"),
+            ({"suspicions": {"rule": -1}}, "its suspicions have wrong values: rule"),
+            ({"suspicions": {"rule": 0.5}}, "its suspicions have wrong values: rule"),
         ],
     )
     def test_a_value_that_no_writer_writes_is_damage(self, fields, what):

@@ -1,7 +1,7 @@
 import shutil
+from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.task import CommandJudge, Limits, PytestJudge, Task
@@ -15,9 +15,9 @@ def make_task(**fields):
 def test_a_task_has_either_a_command_or_a_judge():
     assert make_task().effective_judge == CommandJudge(command=["true"])
     assert make_task(evaluate=[], judge={"kind": "pytest"}).effective_judge == PytestJudge()
-    with pytest.raises(ValidationError, match="'evaluate' is missing: give the judge's command, or a table 'judge'"):
+    with pytest.raises(InputError, match="'evaluate' is missing: give the judge's command, or a table 'judge'"):
         make_task(evaluate=[])
-    with pytest.raises(ValidationError, match="'evaluate' and 'judge' are both given: remove 'evaluate'"):
+    with pytest.raises(InputError, match="'evaluate' and 'judge' are both given: remove 'evaluate'"):
         make_task(judge={"kind": "pytest"})
 
 
@@ -34,11 +34,23 @@ def test_a_task_has_either_a_command_or_a_judge():
         ({"limits": {"memory": 1}}, "memory"),
         ({"workdir": "/"}, "workdir"),
         ({"image": "a", "build": {"folder": "x"}}, "'image' and 'build' are both given: remove one"),
+        ({"instruction": 3}, "task 't': 'instruction' is 3: Input should be a valid string"),
+        ({"instuction": "Do it."}, "task 't': unknown key 'instuction'"),
+        ({"evaluate": "true"}, "task 't': 'evaluate' is 'true': Input should be a valid list"),
+        ({"evaluate": [], "judge": {"kind": "bash"}}, "task 't': 'judge.kind' is 'bash': write one of command, pytest"),
+        ({"source": "rows, line 3", "workspace": 4}, "rows, line 3: 'workspace' is 4: Input is not a valid path"),
     ],
 )
-def test_a_mistake_is_refused(fields, message):
-    with pytest.raises(ValidationError, match=message):
+def test_a_mistake_is_refused_in_one_line(fields, message):
+    with pytest.raises(InputError, match=message) as refused:
         make_task(**fields)
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_fields_are_named_and_a_text_is_a_path():
+    with pytest.raises(InputError, match="task '': 'id' is missing; 'instruction' is missing"):
+        Task(evaluate=["true"])
+    assert make_task(workspace="start").workspace == Path("start")
 
 
 def test_a_digest_is_of_what_the_task_asks_not_of_where_it_lies(tmp_path):

@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 from typing import get_args
 
@@ -131,7 +130,7 @@ def test_a_batch_has_the_selected_traces_and_the_rewards_of_all_its_sessions(tmp
 
 
 def row(status, reward=1.0, suspicions=None, name="s"):
-    return make_session(name, status, reward=reward, suspicions=json.dumps(suspicions or {}))
+    return make_session(name, status, reward=reward, suspicions=suspicions or {})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +213,7 @@ def test_the_ledger_adds_up_and_groups_have_no_session_that_is_left_out(drawn, r
     for each in sessions:
         if each.session.status in ("infrastructure", "cancelled"):
             assert batch.unrewarded[each.session_id].reason == each.session.status
-        if rules.suspicious == "exclude" and json.loads(each.session.suspicions):
+        if rules.suspicious == "exclude" and each.session.suspicions:
             assert each.session_id not in batch.rewards
     reasons = Counter(label.reason for label in batch.unrewarded.values())
     assert batch.ledger.left_out == {reason: 2 * count for reason, count in reasons.items()}

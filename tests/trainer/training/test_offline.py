@@ -175,7 +175,7 @@ def test_a_row_has_the_rewards_of_the_recipe_and_not_those_of_the_run(tmp_path, 
     with RunWriter(run) as writer:
         writer.add_session(Session(**{**late.to_row(), "revision": 1}))
         cheated = {"session_id": "a-1", "task_id": "task a", "group_id": "a", "revision": 1, "reward": 1.0}
-        writer.add_session(Session(**cheated, status="completed", suspicions='{"git_history": 2}'))
+        writer.add_session(Session(**cheated, status="completed", suspicions={"git_history": 2}))
     assert [group.group_id for group in recorded_groups([run], RewardRules())] == ["b"]
     rules = RewardRules(Outcomes(timeout="exclude"), 0.5)
     [group] = recorded_groups([run], rules)

@@ -113,7 +113,7 @@ def test_a_group_has_a_signal_when_its_rewards_differ(rewards, signal):
 
 def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
     sessions = ended(group_of(0), 0, 1) + ended(group_of(0), 2, status="timeout", reward=0.0)
-    sessions[0].suspicions = '{"git_history": 1}'
+    sessions[0].suspicions = {"git_history": 1}
     assert has_signal(sessions, RewardRules())
     assert not has_signal(sessions, RewardRules(Outcomes(timeout="exclude")))
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1)))

@@ -18,6 +18,10 @@ def read(path: str, strategy: Strategy = "prefix_merging") -> rolltap.TraceBatch
         assert_type(calls[0].parsed_messages, list[dict[str, Any]])
         assert_type(calls[0].parsed_reply, dict[str, Any] | None)
         assert_type(rolltap.build_traces(calls, strategy), tuple[list[rolltap.Trace], rolltap.Ledger])
+    for session in run.sessions():
+        assert_type(session.parts, dict[str, float])
+        assert_type(session.evidence, dict[str, Any])
+        assert_type(session.suspicions, dict[str, int])
     assert_type(run.traces(), RunTraces)
     for trace in run.traces(strategy, roles=["agent"], max_tokens=4096):
         assert_type(trace, rolltap.Trace)
@@ -34,7 +38,7 @@ def read(path: str, strategy: Strategy = "prefix_merging") -> rolltap.TraceBatch
 
 
 def record(engine: str) -> rolltap.Run:
-    task = rolltap.Task(id="t", instruction="Do it.", evaluate=["true"])
+    task = rolltap.Task(id="t", instruction="Do it.", evaluate=["true"], workspace="start")
     try:
         run = rolltap.rollout([task], harness="codex", engine=engine, model="m", out="runs/a", sessions=8)
     except EngineError as error:

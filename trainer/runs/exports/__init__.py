@@ -19,7 +19,9 @@ ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
 def exporter(target: ExportFormat) -> Callable[[Path, Path, Advance], int]:
     """Return the function that writes a run to a folder and counts records. Raises `InputError` for other names."""
     if target not in get_args(ExportFormat):
-        raise InputError(f"unknown format {target!r}: choose {', '.join(get_args(ExportFormat))}")
+        raise InputError(
+            f"unknown format {target!r}: choose {', '.join(get_args(ExportFormat))}; push_to_hub for the Hub"
+        )
     # on first use: datasets takes a second to import
     export: Callable[[Path, Path, Advance], int] = import_module(f"{__name__}.{target}").export
     return export

@@ -35,11 +35,11 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, public_model
-from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
-from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.runs.exports.sessions import each_session, public_session
 from rolltap.trainer.traces.conversations import CallConversation, Message, for_template, rebuild_conversations
 from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import Parents, find_ends, split_lines
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
     """Return the trajectory of a session; None when it has no calls. `model` is the name of the model that answered."""
     if not recorded.calls:
         return None
-    conversations, left_out = rebuild_conversations(recorded.calls), judge_calls(recorded.calls)[1]
+    conversations, left_out = rebuild_conversations(recorded.calls), judge_session(recorded)[1]
     index = {call.call_id: i for i, call in enumerate(recorded.calls)}
     parents = [index[each.parent.call.call_id] if each.parent else None for each in conversations]
     lines = split_lines(parents, _ends(recorded.calls, parents))
@@ -79,7 +79,7 @@ def trajectory(recorded: RecordedSession, model: str | None = None) -> dict[str,
         main.refer_to(line)
     version = (recorded.session.harness_version if recorded.session else "") or UNKNOWN
     agent = {"name": recorded.session.harness if recorded.session else UNKNOWN, "version": version, "model_name": model}
-    row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+    row = asdict(public_session(recorded.session)) if recorded.session else {}
     row.pop("session_id", None)
     document = {**main.document(recorded.session_id, agent), "session_id": recorded.session_id, "extra": _known(row)}
     embedded = [{**line.document(line.last.call_id, agent), "extra": {"role": line.last.role}} for line in others]

@@ -3,9 +3,11 @@
 `dataset_card.md` is the template.
 """
 
+import hashlib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
@@ -13,19 +15,32 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.trainer.names import public_model
 from rolltap.trainer.traces.sessions import Totals, TraceOptions
 
+Written = Mapping[str, tuple[int, str]]
+"""Config -> number of its rows, and their digest, with which the names of its files end."""
 HERE = "path/to/this/folder"
 """Placeholder in a card for the folder's path, which is not known when the card is written."""
 
 
+def file_digest(file: str | Path) -> str:
+    """Return a digest of a file's content, for the names of the data files that a card lists.
+
+    `load_dataset` takes two folders for one dataset when they have the same base name and the same card, and gives the
+    rows that it loaded first.
+    """
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
 def dataset_card(
-    run: Path, options: TraceOptions, totals: Totals, *, rows: Mapping[str, int] | None = None, where: str = HERE
+    run: Path, options: TraceOptions, totals: Totals, *, written: Written = MappingProxyType({}), where: str = HERE
 ) -> DatasetCard:
     """Return the card of traces that `load_from_disk(where)` opens.
 
-    With `rows`, config -> number of rows, it is that of Parquet which `load_dataset(where, config)` opens. The shards
-    of a config with rows are in the folder of its name.
+    With `written` it is that of Parquet which `load_dataset(where, config)` opens. The shards of a config with rows are
+    in the folder of its name.
     """
-    configs = [{"config_name": name, "data_files": f"{name}/*.parquet"} for name, n in (rows or {}).items() if n]
+    files = {name: f"{name}/*-{digest}.parquet" for name, (rows, digest) in written.items() if rows}
+    configs = [{"config_name": name, "data_files": pattern} for name, pattern in files.items()]
     tags = ["rolltap", "agent", "rollouts", "reinforcement-learning", "trl"]
     data = DatasetCardData(pretty_name=run.resolve().name, tags=tags)
     if configs:
@@ -35,7 +50,7 @@ def dataset_card(
         template_path=str(Path(__file__).with_name("dataset_card.md")),
         version=version("rolltap"),
         facts=_facts(run, options, totals),
-        rows=rows,
+        rows={name: rows for name, (rows, _) in written.items()},
         where=where,
     )
     return card

@@ -9,7 +9,7 @@ message before a branch point is in the lines of all leaves below it. `call_ids`
 - `tools` is JSON text, which `SFTTrainer` parses: tool schemas have no common Arrow type. It is `null` without tools.
 - `context` are the indices in `messages` of assistant messages that no call of the line sampled: a program wrote them,
   or repeated them from another conversation. Trainers of whole chats train on them too: mask them, or drop the line.
-- `left_out` is why the ledger leaves the leaf's call out of training; empty when it is trained.
+- `left_out` is why the ledger leaves the leaf's call out of training, a missing reward too; empty when it is trained.
 
 The folder's card declares the column types, so `datasets.load_dataset(folder)` does not infer them from the first
 lines. Sessions without a completed call have no line. Incomplete conversations have none either; a warning counts
@@ -25,15 +25,16 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
+from rolltap.trainer.runs.exports.card import file_digest
 from rolltap.trainer.runs.exports.sessions import each_session
-from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.conversations import CallConversation, for_template, rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 logger = logging.getLogger(__name__)
 
-FILE = "messages.jsonl"
+_UNFINISHED = "messages"
 _LISTS = {"messages": "json", "context": "int64", "call_ids": "string"}
 _VALUES = {
     **dict.fromkeys(("tools", "session_id", "task_id", "group_id", "harness"), "string"),
@@ -45,25 +46,27 @@ _VALUES = {
 
 def export(run: Path, out: Path, advance: Advance) -> int:
     """Write the lines and the card. Return the number of lines."""
-    _card().save(out / "README.md")
     lines = incomplete = 0
-    with (out / FILE).open("w", encoding="utf-8") as file:
+    with (out / _UNFINISHED).open("w", encoding="utf-8") as file:
         for recorded in each_session(run, advance):
             conversations, faults = session_conversations(recorded)
             for conversation in conversations:
                 file.write(json_text(conversation) + "\n")
             lines += len(conversations)
             incomplete += len(faults)
+    name = f"messages-{file_digest(out / _UNFINISHED)}.jsonl"
+    (out / _UNFINISHED).rename(out / name)
+    _card(name).save(out / "README.md")
     if incomplete:
         logger.warning("%s: %d conversations are left out: the run does not hold all their messages", run, incomplete)
     return lines
 
 
-def _card() -> DatasetCard:
-    """Return a card with the column types, which `load_dataset` would otherwise infer from the first lines."""
+def _card(file: str) -> DatasetCard:
+    """Return a card with the column types of the file, which `load_dataset` would infer from its first lines."""
     features = [{"name": name, "list": kind} for name, kind in _LISTS.items()]
     features += [{"name": name, "dtype": kind} for name, kind in _VALUES.items()]
-    configs = [{"config_name": "default", "data_files": FILE}]
+    configs = [{"config_name": "default", "data_files": file}]
     data = DatasetCardData(configs=configs, dataset_info={"features": features})
     about = "Conversations of agents, recorded with rolltap. One line is one conversation."
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{about}\n")
@@ -73,7 +76,7 @@ def session_conversations(recorded: RecordedSession) -> tuple[list[dict[str, Any
     """Return the lines of a session; and for leaves without a line, call id -> why the conversation is incomplete."""
     calls = [call for call in recorded.calls if call.status == "completed"]
     parents, _ = link_calls(calls)
-    reasons = judge_calls(recorded.calls)[1]
+    reasons = judge_session(recorded)[1]
     left_out = {call.call_id: reason for call, reason in zip(recorded.calls, reasons, strict=True)}
     # of all calls: the recorded parent of a completed call may be one that is not completed
     conversations = {each.call.call_id: each for each in rebuild_conversations(recorded.calls)}

@@ -5,7 +5,7 @@ sampled tokens, their log-probabilities, and a mask over prompt and completion. 
 of a run:
 
 - A call that is trained has mask 1 on its completion. A call that is left out has mask 0 everywhere, and the reason as
-  `metadata.left_out`. `metadata.role` is the call's role.
+  `metadata.left_out`: that of the call, or that of a session without a reward. `metadata.role` is the call's role.
 - Left-out calls come first, then the branches of the call tree one after the other, those that end with an agent's call
   last: TRL joins a turn to the turn before it when its prompt continues that turn's tokens, and takes the last turn's
   messages as the rollout's. `metadata.index` is the call's position by start time.
@@ -16,7 +16,7 @@ of a run:
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from typing import Any
 from rolltap.addons.store.records import Call, json_text
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name
-from rolltap.trainer.runs.exports.sessions import each_session, parsed_session, public_session
-from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.runs.exports.sessions import each_session, public_session
 from rolltap.trainer.traces.conversations import CallConversation, on_the_wire, rebuild_conversations
+from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import judge_session
 from rolltap.trainer.traces.tree import find_ends, split_lines
 
 SCHEMA_VERSION = 1
@@ -43,7 +44,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     sessions = 0
     with (out / INDEX_FILE).open("w", encoding="utf-8") as index:
         for recorded in each_session(run, advance):
-            turns, refused = training_turns(recorded.calls)
+            turns, refused = training_turns(recorded)
             file = f"{TRACES_FOLDER}/{file_name(recorded.session_id)}.json"
             with (out / file).open("w", encoding="utf-8") as trace:
                 # written turn by turn: each has its full prompt, so all of them take O(T^2) memory
@@ -51,7 +52,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
                 for n, turn in enumerate(turns):
                     trace.write((", " if n else "") + json_text(turn))
                 trace.write("]}\n")
-            row = parsed_session(public_session(recorded.session)) if recorded.session else {}
+            row = asdict(public_session(recorded.session)) if recorded.session else {}
             line = {
                 "session_id": recorded.session_id,
                 "file": file,
@@ -64,13 +65,14 @@ def export(run: Path, out: Path, advance: Advance) -> int:
     return sessions
 
 
-def training_turns(calls: Sequence[Call]) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
+def training_turns(recorded: RecordedSession) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
     """Return the `TrainingTurn`s of a session's calls in their order, and the calls that cannot be a turn.
 
-    `calls` are in the order in which they started. A call that cannot be one has `call_id`, `left_out`, `why` in words,
+    A call that cannot be one has `call_id`, `left_out`, `why` in words,
     and the number of its sampled `tokens`.
     """
-    parents, left_out = judge_calls(calls)
+    calls = recorded.calls
+    parents, left_out = judge_session(recorded)
     faults = [find_fault(call) for call in calls]
     context = [i for i, reason in enumerate(left_out) if reason is not None and faults[i] is None]
     trained = [i for i, reason in enumerate(left_out) if reason is None and faults[i] is None]

@@ -18,7 +18,7 @@ from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHE
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.console import Advance
-from rolltap.trainer.runs.exports.card import HERE, dataset_card
+from rolltap.trainer.runs.exports.card import HERE, dataset_card, file_digest
 from rolltap.trainer.runs.exports.sessions import engine_addresses, public_session, without_addresses
 from rolltap.trainer.traces.build import Trace
 from rolltap.trainer.traces.reader import count_sessions
@@ -79,9 +79,9 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
             totals.add(traced)
             advance("sessions", totals.sessions, total)
         spools["events"].add(without_addresses(row, engines) for row in read_rows(run, "events"))
-        rows = {config: _write(spool, out / config) for config, spool in spools.items()}
-    dataset_card(run, options, totals, rows=rows, where=where).save(out / "README.md")
-    return sum(rows.values())
+        written = {config: _write(spool, out / config) for config, spool in spools.items()}
+    dataset_card(run, options, totals, written=written, where=where).save(out / "README.md")
+    return sum(rows for rows, _ in written.values())
 
 
 def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options: TraceOptions) -> Totals:
@@ -142,12 +142,16 @@ def _features(schema: pa.Schema) -> Features:
     return Features.from_arrow_schema(pa.schema([column for column in schema if column.name not in _INTERNAL]))
 
 
-def _write(spool: Spool, folder: Path) -> int:
-    """Write rows as Parquet. Without rows, no folder is made: `load_dataset` refuses a split without rows."""
+def _write(spool: Spool, folder: Path) -> tuple[int, str]:
+    """Write rows as Parquet. Return their number, and their digest, with which the names of the files end.
+
+    Without rows, no folder is made: `load_dataset` refuses a split without rows.
+    """
     dataset, shards = spool.dataset()
+    digest = file_digest(dataset.cache_files[0]["filename"])
     if len(dataset):
         folder.mkdir()
         for number in range(shards):
             shard = dataset.shard(shards, number, contiguous=True)
-            shard.to_parquet(folder / f"train-{number:05}-of-{shards:05}.parquet")
-    return len(dataset)
+            shard.to_parquet(folder / f"train-{number:05}-of-{shards:05}-{digest}.parquet")
+    return len(dataset), digest

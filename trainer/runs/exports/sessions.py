@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,10 @@ def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
         advance("sessions", done, total)
 
 
-def parsed_session(session: Session) -> dict[str, Any]:
-    """Return the row of a session, the columns that hold JSON parsed."""
-    row = session.to_row()
-    return row | {name: json.loads(row[name]) for name in ("parts", "evidence", "suspicions")}
-
-
 def public_session(session: Session) -> Session:
     """Return the session with the absolute paths in its error and its evidence cut to their last part."""
-    evidence = json_text(json.loads(session.evidence))
-    error = session.error and without_paths(session.error)
-    return Session(**{**session.to_row(), "error": error, "evidence": without_paths(evidence)})
+    evidence = json.loads(without_paths(json_text(session.evidence)))
+    return replace(session, error=session.error and without_paths(session.error), evidence=evidence)
 
 
 def without_paths(text: str) -> str:

@@ -4,7 +4,7 @@ import difflib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.names import some
-from rolltap.trainer.runs.exports.sessions import parsed_session
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
 from rolltap.trainer.traces.build import judge_calls
@@ -67,22 +66,20 @@ class SessionView(JupyterMixin):
     session_id: str
     session: Session | None
     """The session's row; None when only calls were recorded."""
-    calls: list[CallNode]
+    calls: list[CallNode] = field(repr=False)
     ledger: Ledger
     policy_versions: list[str]
     """All weights that sampled tokens of its calls, in the order of their first use."""
     suspicions: dict[str, int]
     """Rule -> how often the session matched it: of its row; of its calls so far while it has none."""
-    revisions: list[Session]
+    revisions: list[Session] = field(repr=False)
     """All rows of the session, the one that counts last."""
     diff: str | None
     """File with the agent's changes, relative to the run folder; None when there is none."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the view as JSON values, the columns that hold JSON parsed."""
-        session = self.session and parsed_session(self.session)
-        revisions = [parsed_session(row) for row in self.revisions]
-        values: dict[str, Any] = json.loads(json_text(asdict(self) | {"session": session, "revisions": revisions}))
+        """Return the view as JSON values."""
+        values: dict[str, Any] = json.loads(json_text(asdict(self)))
         return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -120,7 +117,7 @@ class CallView(JupyterMixin):
     """One call, its parsed messages, and why it is not trained or not continued."""
 
     call: Call
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = field(repr=False)
     """New messages of the call."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""

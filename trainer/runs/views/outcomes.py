@@ -3,7 +3,7 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import fmean
 from typing import Any, get_args
 
@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.store.records import Session, SessionStatus
-from rolltap.trainer.runs.exports.sessions import parsed_session
 from rolltap.trainer.runs.suspicions.rules import RULES
 from rolltap.trainer.traces.sessions import session_reward
 
 _COMPARED = ("harness", "harness_version", "program_digest", "task_digest", "runtime", "image_digest")
 """Fields that are the same in all sessions of a group whose rewards can be compared."""
 _MOST_NAMED = 3
+_MOST_ROWS = 50
 _MOST = 10
 """Most entries of a list in the evidence that are printed."""
 _FACTS = ("task_id", "group_id", "preset_digest", *_COMPARED[1:])
@@ -37,8 +37,18 @@ class OutcomeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskRow:
+    """Sessions of one task, in all its groups. The mean is over those with a reward."""
+
+    task_id: str
+    sessions: int
+    rewarded: int
+    mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part of the rewards: the number of sessions that have it, and its mean over them."""
+    """A part of the rewards: the number of sessions with a reward that have it, and its mean over them."""
 
     name: str
     sessions: int
@@ -78,21 +88,32 @@ class MixedGroup:
 
 def outcome_rows(sessions: Sequence[Session]) -> list[OutcomeRow]:
     """Return a row for each status that occurs, in the order of `SessionStatus`."""
-    rows = []
-    for status in get_args(SessionStatus):
-        of_status = [session for session in sessions if session.status == status]
-        rewards = [reward for reward in map(session_reward, of_status) if reward is not None]
-        if of_status:
-            rows.append(OutcomeRow(status, len(of_status), len(rewards), fmean(rewards) if rewards else None))
-    return rows
+    means = _means((session.status, session) for session in sessions)
+    return [OutcomeRow(status, *means[status]) for status in get_args(SessionStatus) if status in means]
+
+
+def task_rows(sessions: Iterable[Session]) -> list[TaskRow]:
+    """Return a row for each task, by its id."""
+    means = _means((session.task_id, session) for session in sessions if session.task_id)
+    return [TaskRow(task_id, *means[task_id]) for task_id in sorted(means)]
+
+
+def _means(named: Iterable[tuple[str, Session]]) -> dict[str, tuple[int, int, float | None]]:
+    """Return for each name the number of its sessions, of those with a reward, and the mean of the rewards."""
+    rewards: defaultdict[str, list[float | None]] = defaultdict(list)
+    for name, session in named:
+        rewards[name].append(session_reward(session))
+    known = {name: [reward for reward in given if reward is not None] for name, given in rewards.items()}
+    return {name: (len(rewards[name]), len(given), fmean(given) if given else None) for name, given in known.items()}
 
 
 def part_rows(sessions: Iterable[Session]) -> list[PartRow]:
     """Return a row for each part of the rewards, by name."""
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for session in sessions:
-        for name, value in json.loads(session.parts).items():
-            parts[name].append(value)
+        if session_reward(session) is not None:  # several judges leave the parts of those that could judge
+            for name, value in session.parts.items():
+                parts[name].append(value)
     return [PartRow(name, len(values), fmean(values)) for name, values in sorted(parts.items())]
 
 
@@ -138,16 +159,18 @@ def mixed_groups(sessions: Iterable[Session]) -> list[MixedGroup]:
 
 def outcome_tables(
     outcomes: Sequence[OutcomeRow],
+    tasks: Sequence[TaskRow],
     parts: Sequence[PartRow],
     suspicions: Sequence[SuspicionRow],
     provenance: Sequence[ProvenanceRow],
     mixed: Sequence[MixedGroup],
 ) -> Iterator[Table]:
     """Yield the tables of a run that have rows."""
-    if outcomes:
-        columns = ("outcome", "sessions", "with a reward", "mean reward")
-        rows = [(row.status, row.sessions, row.rewarded, number(row.mean_reward, "")) for row in outcomes]
-        yield make_table("outcomes", columns, rows)
+    for what, rows in (("outcome", outcomes), ("task", tasks)):
+        if rows:
+            cells = [(*astuple(row)[:3], number(row.mean_reward, "")) for row in rows[:_MOST_ROWS]]
+            cut = f": the first {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else ""
+            yield make_table(f"{what}s{cut}", (what, "sessions", "with a reward", "mean reward"), cells)
     if parts:
         means = [(row.name, row.sessions, f"{row.mean:.3f}") for row in parts]
         yield make_table("parts of the rewards", ("part", "sessions", "mean"), means)
@@ -168,7 +191,7 @@ def fact_tables(
 ) -> Iterator[Table]:
     """Yield the tables of a session that have rows. `diff` is the file with the agent's changes, if there is one."""
     if session is not None:
-        row = parsed_session(session)
+        row = asdict(session)
         facts = [(name, row[name]) for name in _FACTS if row[name]]
         facts += [(f"part {name}", f"{value:g}") for name, value in row["parts"].items()]
         if facts:

@@ -6,7 +6,7 @@
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +30,7 @@ from rolltap.trainer.runs.views.outcomes import (
     PartRow,
     ProvenanceRow,
     SuspicionRow,
+    TaskRow,
     make_table,
     mixed_groups,
     number,
@@ -38,6 +39,7 @@ from rolltap.trainer.runs.views.outcomes import (
     part_rows,
     provenance_rows,
     suspicion_rows,
+    task_rows,
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts
 from rolltap.trainer.traces.reader import load_sessions
@@ -177,7 +179,7 @@ class Summary(JupyterMixin):
     sessions: dict[str, int]
     calls: dict[str, int]
     kinds: dict[str, int]
-    rendered: dict[str, int]
+    rendered: dict[str, int] = field(repr=False)
     roles: dict[str, int]
     violations: dict[str, int]
     refused: dict[str, int]
@@ -192,13 +194,14 @@ class Summary(JupyterMixin):
     interrupted: int
     ledger: Ledger
     steps: list[VersionRewards]
-    cache: list[CacheRow]
+    cache: list[CacheRow] = field(repr=False)
     outcomes: list[OutcomeRow]
-    parts: list[PartRow]
-    suspicions: list[SuspicionRow]
-    provenance: list[ProvenanceRow]
-    mixed: list[MixedGroup]
-    session_rows: list[SessionRow]
+    tasks: list[TaskRow] = field(repr=False)
+    parts: list[PartRow] = field(repr=False)
+    suspicions: list[SuspicionRow] = field(repr=False)
+    provenance: list[ProvenanceRow] = field(repr=False)
+    mixed: list[MixedGroup] = field(repr=False)
+    session_rows: list[SessionRow] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
@@ -212,7 +215,7 @@ class Summary(JupyterMixin):
         if self.session_rows:
             yield session_table(self.session_rows)
         yield _count_table(self)
-        yield from outcome_tables(self.outcomes, self.parts, self.suspicions, self.provenance, self.mixed)
+        yield from outcome_tables(self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed)
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
@@ -266,6 +269,7 @@ def summarize(run: Path) -> Summary:
         steps=reward_steps(sessions),
         cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
         outcomes=outcome_rows(sessions),
+        tasks=task_rows(sessions),
         parts=part_rows(sessions),
         suspicions=suspicion_rows(row.suspicions for _, row in rows),
         provenance=provenance_rows(sessions),

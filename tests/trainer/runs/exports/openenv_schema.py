@@ -19,7 +19,7 @@ TURN_FIELDS = {
 
 def training_trace(recorded):
     """Return the trace of a session as it is written to the files."""
-    turns, refused = training_turns(recorded.calls)
+    turns, refused = training_turns(recorded)
     trace = {"schema_version": SCHEMA_VERSION, "turns": list(turns)}
     assert len(trace["turns"]) == len(recorded.calls) - len(refused)
     return trace

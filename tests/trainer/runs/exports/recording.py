@@ -103,6 +103,13 @@ def side_question(recording):
 
 
 @case
+def unrewarded(recording):
+    recording.ask(user("Go."))
+    recording.ask(user("Title?"), tools=(), role="auxiliary")
+    recording.session.reward = None
+
+
+@case
 def subagent(recording):
     """A session with a sub-agent of two turns between those of the agent."""
     first = recording.ask(SYSTEM, user("Go."), reply=says("", calls={1: '{"task": "look"}'}))

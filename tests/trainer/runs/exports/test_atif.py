@@ -101,8 +101,8 @@ class TestTrajectory:
 
     def test_versions_parts_and_evidence_are_in_it_and_no_path_of_this_machine(self):
         made = recording.turns_with_tools()
-        made.session.harness_version, made.session.parts = "1.2.3", '{"speed": 0.5}'
-        made.session.evidence = '{"changed": ["src/a.py"], "log": "/home/me/runs/s.log"}'
+        made.session.harness_version, made.session.parts = "1.2.3", {"speed": 0.5}
+        made.session.evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/s.log"}
         made.session.error = "stopped: the output is in /home/me/runs/s.log"
         document = written(made)
         assert document["agent"]["version"] == "1.2.3"
@@ -125,6 +125,7 @@ class TestTrajectory:
         assert "metrics" not in summary["steps"][2]
         lost = embedded(written(recording.superseded_retry()))["c1"]
         assert lost["steps"][-1]["extra"]["left_out"] == "superseded"
+        assert written(recording.unrewarded())["steps"][-1]["extra"]["left_out"] == "no_reward"
 
     def test_what_a_step_has_no_place_for_is_in_its_extra(self):
         aborted, orphan = (written(case())["steps"] for case in (recording.aborted, recording.missing_ancestor))

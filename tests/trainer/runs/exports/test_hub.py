@@ -64,7 +64,8 @@ def test_a_private_repository_gets_the_card_and_the_parquet_of_every_config_and_
     assert list((tmp_path / "tmp").iterdir()) == []
     assert hub.visible == {"org/rollouts": True}
     files = hub.files["org/rollouts"]
-    parquet = [f"{config}/train-00000-of-00001.parquet" for config in ("calls", "events", "sessions", "traces")]
+    parquet = sorted(path for path in files if path.endswith(".parquet"))
+    assert [path.split("/")[0] for path in parquet] == ["calls", "events", "sessions", "traces"]
     assert sorted(files) == [".gitattributes", "README.md", *parquet]
     assert 'load_dataset("org/rollouts", "traces", split="train")' in files["README.md"].decode()
     for path, contents in files.items():

@@ -4,7 +4,6 @@ import logging
 import pytest
 from datasets import Features, Json, List, Value, load_dataset
 
-from rolltap.trainer.runs.exports import messages
 from rolltap.trainer.runs.exports.messages import export, session_conversations
 from tests.trainer.runs.exports import recording
 from tests.trainer.runs.exports.recording import SYSTEM, Recording, says, user, write
@@ -15,9 +14,8 @@ def lines(made):
 
 
 @pytest.fixture
-def load(tmp_path, monkeypatch):
+def load(tmp_path):
     """Return a function that exports recordings and loads the result."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
     def load(*recordings):
         run = write(tmp_path / "run", *recordings)
@@ -61,6 +59,7 @@ class TestSessionConversations:
             (recording.superseded_by_an_aborted_line, {"c1": "superseded", "c2": ""}),
             (recording.aborted, {"c0": ""}),
             (recording.without_logprobs, {"c0": "missing_logprobs"}),
+            (recording.unrewarded, {"c0": "no_reward", "c1": "auxiliary"}),
         ],
     )
     def test_there_is_a_line_for_each_leaf(self, case, leaves):
@@ -116,7 +115,7 @@ class TestExport:
         made[0].ask(user("Hello"), tools=())
         made[2].ask(user("Go."), reply=says("", calls={1: '{"command": ls'}))
         expected = list(load(*made))
-        assert list(load_dataset("json", data_files=str(tmp_path / "out" / messages.FILE), split="train")) == expected
+        assert list(load_dataset("json", data_files=str(tmp_path / "out" / "*.jsonl"), split="train")) == expected
 
     def test_conversations_that_are_left_out_are_counted(self, tmp_path, caplog):
         run = write(tmp_path / "run", recording.missing_ancestor())

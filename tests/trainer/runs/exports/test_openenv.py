@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.trainer.runs.exports.openenv import export
-from rolltap.trainer.traces.build import build_traces
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from tests.trainer.runs.exports import recording
 from tests.trainer.runs.exports.openenv_schema import check_trace, training_trace
 from tests.trainer.runs.exports.recording import CASES, Recording, says, tool, user, write
@@ -20,7 +20,7 @@ class TestTrainingTrace:
         recorded = case().recorded()
         trace = json.loads(json.dumps(training_trace(recorded), allow_nan=False))
         check_trace(trace)
-        _, ledger = build_traces(recorded.calls, "per_request")
+        ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
         assert sum(map(sum, sampled(trace).values())) == ledger.trained
 
     def test_a_turn_has_the_calls_tokens_and_conversation(self):
@@ -40,6 +40,7 @@ class TestTrainingTrace:
             (recording.side_question, {"c1": "auxiliary"}),
             (recording.superseded_retry, {"c1": "superseded"}),
             (recording.aborted, {"c1": "aborted"}),
+            (recording.unrewarded, {"c0": "no_reward", "c1": "auxiliary"}),
             (recording.turns_with_tools, {}),
         ],
     )
@@ -127,15 +128,24 @@ def test_the_rows_that_trl_makes_are_the_traces_of_prefix_merging(case, monkeypa
     trace = training_trace(recorded)
     names = ("prompt_token_ids", "completion_token_ids", "per_token_logps")
     turns = [TurnRecord(*(turn[name] for name in names), sampled(trace)[turn["node_id"]]) for turn in trace["turns"]]
-    traces, _ = build_traces(recorded.calls, "prefix_merging")
     ours = []
-    for trace in traces:
+    for trace in trace_session(recorded, TraceOptions()).rewarded().traces:
         before = len(trace.prompt_ids)
         masks = [0] * before + trace.completion_mask, [0.0] * before + trace.logprobs
         ours.append((trace.prompt_ids + trace.completion_ids, *masks))
     rows = _chain_to_sequences(turns, "rollout", 0)[0]
     theirs = [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows]
     assert sorted(theirs) == sorted(ours)
+
+
+@pytest.mark.parametrize(("threshold", "trained"), [(0, 4), (1024, 3)])
+def test_above_a_threshold_of_zero_trl_masks_the_end_of_a_rewritten_reply(threshold, trained, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_to_sequences
+
+    rewritten = [TurnRecord([1], [2, 3], [-1.0, -1.0]), TurnRecord([1, 2, 9, 4], [5, 6], [-1.0, -1.0])]
+    rows = _chain_to_sequences(rewritten, "rollout", threshold)[0]
+    assert sum(sum(row.completion_mask) for row in rows) == trained
 
 
 def test_trls_worker_reads_the_trace_by_openenvs_own_models(monkeypatch):

@@ -122,9 +122,9 @@ class TestParquet:
         evidence = {"changed": ["src/a.py"], "log": "/home/me/runs/logs/v.judge.log", "tests": {"t.py::a": "x"}}
         judged = {
             "error": "http://gpu-7.internal:8000 (its output is in /home/me/runs/logs/v.log)",
-            "evidence": json.dumps(evidence),
-            "parts": '{"speed": 0.5}',
-            "suspicions": '{"git_history": 1}',
+            "evidence": evidence,
+            "parts": {"speed": 0.5},
+            "suspicions": {"git_history": 1},
             "harness_version": "1.2.3",
             "runtime": "sandbox",
         }
@@ -234,6 +234,8 @@ class TestCard:
         exec(load.replace("path/to/this/folder", str(saved)) + sft, names)
         rows = {str(row["input_ids"]): row["assistant_masks"] for row in names["sft"]}
         assert rows["[1, 2, 3, 4, 5, 6, 7]"] == [0, 0, 1, 1, 0, 1, 1]
+        # what the card counts as to train, and nothing of sessions without a reward
+        assert facts(saved / "README.md")["sampled tokens"].startswith(f"14: {sum(map(sum, rows.values()))} to train")
 
     def test_a_bar_in_a_name_does_not_break_the_table_and_a_model_of_the_hub_keeps_its_name(self, tmp_path):
         for model, cell in (("a|b", "a\\|b"), ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B")):
@@ -260,7 +262,8 @@ class TestSpool:
         assert len(list((tmp_path / "saved").glob("data-*.arrow"))) > 1
         load = exported(tmp_path, run)
         files = sorted(path.name for path in (tmp_path / "out" / "traces").iterdir())
-        assert files == [f"train-{number:05}-of-{len(files):05}.parquet" for number in range(len(files))]
+        names = [f"train-{number:05}-of-{len(files):05}-" for number in range(len(files))]
+        assert [file.removesuffix(".parquet")[:-16] for file in files] == names
         assert len(files) > 1
         assert load("traces") == list(load_from_disk(tmp_path / "saved"))
 
@@ -271,6 +274,7 @@ def test_the_users_cache_stays_empty_and_no_progress_bar_is_shown(run, tmp_path,
     home.mkdir()
     program = os.path.join(os.path.dirname(sys.executable), "rolltap")
     environment = {**os.environ, "HOME": str(home), "HF_HOME": str(home / "hf")}
+    del environment["HF_DATASETS_CACHE"]
     command = [program, *arguments, run, "--out", tmp_path / "out"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert [path for path in home.rglob("*") if path.is_file()] == []

@@ -9,7 +9,16 @@ from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.views.inspect import view_session
-from rolltap.trainer.runs.views.outcomes import MixedGroup, OutcomeRow, PartRow, mixed_groups, outcome_rows, part_rows
+from rolltap.trainer.runs.views.outcomes import (
+    MixedGroup,
+    OutcomeRow,
+    PartRow,
+    TaskRow,
+    mixed_groups,
+    outcome_rows,
+    part_rows,
+    task_rows,
+)
 from rolltap.trainer.runs.views.report import summarize
 from tests.factories import START, make_session
 from tests.trainer.runs.recorded_runs import shell
@@ -33,10 +42,10 @@ def growing(tmp_path):
     """Write a run that is open: `judged` has two rows, `late` one, `running` none yet."""
     write_metadata(tmp_path, {})
     writer = RunWriter(tmp_path)
-    judged = {"harness": "codex", "runtime": "sandbox", "evidence": json.dumps(EVIDENCE)}
-    judged["suspicions"] = json.dumps({"odd_files": 1, "forged_report": 1})
+    judged = {"harness": "codex", "runtime": "sandbox", "evidence": EVIDENCE}
+    judged["suspicions"] = {"odd_files": 1, "forged_report": 1}
     writer.add_session(session("judged", reward=0.0, harness_version="1.0", **judged))
-    parts = json.dumps({"speed": 0.5})
+    parts = {"speed": 0.5}
     writer.add_session(session("judged", reward=0.5, revision=1, parts=parts, harness_version="1.0", **judged))
     late = {"harness": "codex", "runtime": "sandbox", "harness_version": "1.1"}
     writer.add_session(session("late", "timeout", 0.25, **late))
@@ -102,6 +111,14 @@ def test_the_mean_of_an_outcome_is_over_its_rewards_and_infrastructure_has_none(
     sessions = [session("a", "failed", None), session("b", "failed", 0.5), session("c", "infrastructure", 1.0)]
     assert outcome_rows(sessions) == [OutcomeRow("failed", 2, 1, 0.5), OutcomeRow("infrastructure", 1, 0, None)]
     assert part_rows(sessions) == []
+
+
+def test_means_of_tasks_and_parts_are_over_the_sessions_with_a_reward():
+    parts = {"parts": {"speed": 1.0}}
+    sessions = [session("a", task_id="b", **parts), session("b", "failed", 0.0, task_id="b"), session("c")]
+    sessions += [session(status, status, 1.0, task_id="a", **parts) for status in ("unjudged", "cancelled")]
+    assert task_rows(sessions) == [TaskRow("a", 2, 0, None), TaskRow("b", 2, 2, 0.5)]
+    assert part_rows(sessions) == [PartRow("speed", 1, 1.0)]
 
 
 def test_a_group_mixes_what_is_known_to_differ_among_its_rewarded_sessions():
