@@ -84,7 +84,9 @@ def load_sessions(run: Path) -> dict[str, Session]:
             sessions[session.session_id] = session
             changed.discard(session.session_id)
             if row[DIGEST] != row_digest(row, SESSION_SCHEMA):
-                broken = {name: {} for name in SESSION_JSON if not isinstance(getattr(session, name), dict)}
+                broken: dict[str, Any] = {
+                    name: {} for name in SESSION_JSON if not isinstance(getattr(session, name), dict)
+                }
                 sessions[session.session_id] = replace(session, reward=None, error=CHANGED, **broken)
                 changed.add(session.session_id)
     if changed:

@@ -70,7 +70,7 @@ class TestRun:
     @pytest.mark.parametrize(
         ("mistake", "message"),
         [
-            (lambda run, _: run.export("hub", "out"), "unknown format 'hub': choose .*the Hub: push_to_hub"),
+            (lambda run, _: run.export("hub", "out"), "unknown format 'hub': choose .*; push_to_hub for the Hub"),
             (lambda run, full: run.export("messages", full), "exists and is not an empty folder: choose a new one"),
             (lambda run, full: run.traces().save(full), "exists and is not an empty folder: choose a new one"),
             (lambda run, _: run.filter("out", min_reward="1"), "min_reward is 1: give a finite number"),
