@@ -4,8 +4,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import NormalDist, mean
 
 import click
 from rich.console import Console
@@ -17,6 +19,9 @@ from rolltap.trainer.training.recipe import FINISHED
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parents[1] / "runs" / "quickstart"
+TASKS = HERE / "tasks.jsonl"
+EVALUATED = 32
+"""Sessions of the trained policy, after the training."""
 console = Console(stderr=True)
 
 
@@ -39,6 +44,37 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
+        console.print(f"{EVALUATED} sessions of the last policy, which the engine serves")
+        after = rolltap.rollout(
+            TASKS,
+            harness="mini-swe-agent",
+            engine=engine.url,
+            model=model,
+            out=run / "after",
+            sessions=EVALUATED,
+            concurrency=8,
+        )
+    console.print(learned(rolltap.open_run(run), after), style="bold green", soft_wrap=True, highlight=False)
+
+
+def learned(trained: rolltap.Run, after: rolltap.Run) -> str:
+    """Return a sentence on what a training has changed, by the sessions of its first policy and those `after` it."""
+    sessions = sorted(trained.sessions(), key=lambda session: session.started_at)
+    base = [session for session in sessions if session.policy_version == sessions[0].policy_version]
+    before, now = ([session.reward or 0.0 for session in some] for some in (base, after.sessions()))
+    return (
+        f"The model learned to count lines, by reward alone: the right command in {interval(now)} of {len(now)} "
+        f"sessions, and before in {interval(before)} of {len(before)}. It was trained on "
+        f"{trained.ledger().trained:,} sampled tokens of {len(sessions)} sessions."
+    )
+
+
+def interval(rewards: Sequence[float], confidence: float = 0.95) -> str:
+    """Return the mean of rewards of 0 and 1, and Wilson's interval of it."""
+    n, share, z = len(rewards), mean(rewards), NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
+    return f"{share:.0%} ({middle - half:.0%} to {middle + half:.0%})"
 
 
 def next_run(seed: int) -> Path:

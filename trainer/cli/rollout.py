@@ -180,7 +180,7 @@ def record_command(
             recorder.end(session)
             raise
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
-    if (ended := json.loads(session.evidence).get("exit_status")) is not None:
+    if (ended := session.evidence.get("exit_status")) is not None:
         reward += f" (exit status {ended} of the evaluator)"
     counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
