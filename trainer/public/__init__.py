@@ -116,7 +116,7 @@ def _load(name: str) -> Any:
         from rolltap.addons.errors import MissingPackageError
 
         extra = "train" if name in _TRAINER else "record"
-        message = f"rolltap.{name} needs packages that are not installed ({error}): pip install 'rolltap[{extra}]'"
+        message = f"rolltap.{name} needs packages that are not installed ({error}): pip install '.[{extra}]'"
         raise MissingPackageError(message) from error
 
 

@@ -128,6 +128,6 @@ def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":
     try:
         from rolltap.trainer.doctor import examine as module
     except ImportError as error:
-        message = f"rolltap doctor needs packages that are not installed ({error}): pip install 'rolltap[record]'"
+        message = f"rolltap doctor needs packages that are not installed ({error}): pip install '.[record]'"
         raise MissingPackageError(message) from error
     return module.examine(command, **how)

@@ -286,7 +286,7 @@ class Run:
         try:
             from rolltap.trainer.runs.views.report import plot_rewards
         except ImportError as error:
-            raise MissingPackageError(f"plots need matplotlib ({error}): pip install 'rolltap[train]'") from error
+            raise MissingPackageError(f"plots need matplotlib ({error}): pip install '.[train]'") from error
         plot_rewards(self.path, Path(path), title)
 
 

@@ -132,4 +132,4 @@ def _importing() -> Iterator[None]:
         # TRL and transformers raise RuntimeError, whose cause is the ImportError
         if not isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError):
             raise
-        raise MissingPackageError(f"the trainer is not installed ({error}): pip install 'rolltap[train]'") from error
+        raise MissingPackageError(f"the trainer is not installed ({error}): pip install '.[train]'") from error

@@ -161,7 +161,7 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
             "the runtime sandbox or container"
         )
     if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
-        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: pip install 'rolltap[swe]'")
+        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: pip install '.[swe]'")
     if task.build is not None:
         if not isinstance(runtime, ContainerRuntime) or not runtime.builds:
             file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))

@@ -143,7 +143,7 @@ def _program() -> str:
     beside = Path(sys.executable).with_name("mitmdump")
     program = str(beside) if beside.exists() else shutil.which("mitmdump")
     if program is None:
-        raise MissingPackageError("mitmdump is not installed: pip install 'rolltap[record]'")
+        raise MissingPackageError("mitmdump is not installed: pip install '.[record]'")
     return program
 
 

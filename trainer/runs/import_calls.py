@@ -293,7 +293,7 @@ def named_model(model: str) -> dict[str, Any]:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingPackageError(
-            f"the tokenizer needs transformers ({error}): pip install 'rolltap[record]'"
+            f"the tokenizer needs transformers ({error}): pip install '.[record]'"
         ) from error
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model

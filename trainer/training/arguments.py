@@ -117,7 +117,7 @@ def check_report_to(value: Any) -> None:
             )
         if name in _EXTRAS:
             if not _EXTRAS[name]():
-                raise InputError(f"grpo.report_to = {name!r}: it is not installed: pip install 'rolltap[{name}]'")
+                raise InputError(f"grpo.report_to = {name!r}: it is not installed: pip install '.[{name}]'")
         elif name not in integrations.get_available_reporting_integrations():
             raise InputError(
                 f"grpo.report_to = {name!r}: it is not installed or not configured; transformers' documentation of "

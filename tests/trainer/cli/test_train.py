@@ -69,7 +69,7 @@ def test_without_a_package_of_the_trainer_it_says_what_to_install(recipe, packag
     ended = subprocess.run(program, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "error: the trainer is not installed" in ended.stderr
-    assert "pip install 'rolltap[train]'" in ended.stderr
+    assert "pip install '.[train]'" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

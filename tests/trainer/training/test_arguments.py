@@ -265,7 +265,7 @@ MISSPELLED = ["tensorbord", ["tensorboard", "tensorbord"], ["none", "tensorboard
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        *((name, rf"grpo\.report_to = '{name}': .*pip install 'rolltap\[{name}\]'") for name in ("trackio", "wandb")),
+        *((name, rf"grpo\.report_to = '{name}': .*pip install '\.\[{name}\]'") for name in ("trackio", "wandb")),
         *((value, r"there is no reporter .*; choose from tensorboard, trackio, wandb") for value in MISSPELLED),
         *((value, r"grpo\.report_to = .*: give a name or a list of names") for value in NO_NAME),
     ],

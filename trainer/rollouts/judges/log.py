@@ -62,7 +62,7 @@ def _swebench() -> tuple[dict[str, Any], Any]:
         from swebench.types import TestSpec
     except ImportError as error:
         raise MissingPackageError(
-            f"the judge's 'log_parser' needs swebench ({error}): pip install 'rolltap[swe]'"
+            f"the judge's 'log_parser' needs swebench ({error}): pip install '.[swe]'"
         ) from error
     return PARSER_REGISTRY, TestSpec
 
