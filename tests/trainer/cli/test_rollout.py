@@ -264,7 +264,7 @@ POST = "import httpx; httpx.post('https://api.example.com/v9/messages', json={'m
         (
             [sys.executable, "-c", POST],
             ["0 model calls, requests that look like one and were not answered: 1. See"],
-            "POST api.example.com/v9/messages (refused)",
+            "POST api.example.com/v9/messages (refused: did you mean /v1/messages?)",
         ),
     ],
     ids=["no call", "distrust", "not answered"],
