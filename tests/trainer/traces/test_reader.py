@@ -115,9 +115,10 @@ class TestChangedRows:
 
     def test_a_changed_session_has_no_reward_and_says_why(self, run, caplog):
         add_rows(run, make_session("s", reward=0.0), make_session("t", reward=0.0))
-        change_rows(run, "sessions", lambda row: row["session_id"] == "s", reward=1.0)
+        change_rows(run, "sessions", lambda row: row["session_id"] == "s", reward=1.0, suspicions="{", parts=None)
         changed, other = load_sessions(run).values()
         assert (changed.reward, changed.error) == (None, "its row was changed after it was written")
+        assert (changed.suspicions, changed.parts) == ({}, {})
         assert (other.reward, other.error) == (0.0, None)
         assert "the rows of 1 sessions were changed after they were written (s, ...)" in caplog.text
 

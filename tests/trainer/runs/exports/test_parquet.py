@@ -141,7 +141,8 @@ class TestParquet:
         [row] = [row for row in load("sessions") if row["session_id"] == "v"]
         assert row["error"] == "http://ENGINE (its output is in …/v.log)"
         assert json.loads(row["evidence"]) == evidence | {"log": "…/v.judge.log"}
-        assert {name: row[name] for name in list(judged)[2:]} == dict(list(judged.items())[2:])
+        assert (json.loads(row["parts"]), json.loads(row["suspicions"])) == (judged["parts"], judged["suspicions"])
+        assert (row["harness_version"], row["runtime"]) == ("1.2.3", "sandbox")
         card = tmp_path / "out" / "README.md"
         assert facts(card)["with suspicions of cheating"] == "1 sessions"
         assert facts(card)["ran in"] == "sandbox (1)"
