@@ -94,7 +94,7 @@ def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
             capture_output=True,
             text=True,
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.returncode in (0, 3), ended.stdout + ended.stderr  # 3: without a model call
         return Played(tmp_path / "run", ended.stdout)
 
     return record

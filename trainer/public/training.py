@@ -107,10 +107,7 @@ def plan_training(
 
 
 def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Recipe:
-    """Return a recipe whose files are there, for a training into `out` or a plan, which needs no tasks yet.
-
-    It comes before the imports of the trainer, which take seconds.
-    """
+    """Return a recipe whose files are there, before the slow imports. A plan, without `out`, needs no tasks yet."""
     if out is not None and (out / FINISHED).exists():
         raise InputError(f"{out} holds a finished training: choose another folder")
     settings = load_recipe(Path(recipe))

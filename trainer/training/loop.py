@@ -91,10 +91,7 @@ def train(
 
 
 def join_processes(recipe: Recipe | None) -> Recipe:
-    """Join the other processes that the launcher started, if any, and return the main one's recipe.
-
-    Call it before anything can fail on the others alone.
-    """
+    """Join the launcher's other processes, if any, and return the main one's recipe. Call it before others can fail."""
     if processes_started() > 1 and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

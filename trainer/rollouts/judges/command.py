@@ -107,10 +107,7 @@ def modules() -> str:
 
 
 def require_evaluator(command: str) -> None:
-    """Raise `InputError` for a command that a shell cannot read, or whose first program is not on the PATH.
-
-    A program that is named by a path may be made by the session.
-    """
+    """Raise `InputError` for a command that no shell reads, or whose program is not there. A path may be made later."""
     read = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True)
     if read.returncode or not command.strip():
         raise InputError(f"the evaluator {command!r} is no command of a shell: {read.stderr.strip() or 'it is empty'}")
