@@ -1,8 +1,11 @@
 """`rolltap train`: the whole loop by a recipe, its training alone on recorded runs, or its plan.
 
 `rolltap serve`: starts the engine.
+
+`rolltap engine`: says what one serves, or resets it.
 """
 
+import json
 import shlex
 import sys
 from contextlib import suppress
@@ -14,7 +17,7 @@ from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError, RolltapError
-from rolltap.rollouts import examine_model
+from rolltap.rollouts import EngineAdmin, ending, engine_status, examine_model, reset_engine
 from rolltap.trainer.cli.options import (
     FILE,
     FOLDER,
@@ -62,7 +65,42 @@ def serve_command(
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:
                 console.print(f"warning: {problem}", style="yellow", markup=False)
-        sys.exit(server.wait())
+        status = server.wait()
+        console.print(ending(status), style="bold red", markup=False)
+        sys.exit(status if status >= 0 else 128 - status)
+
+
+@click.group("engine", epilog=examples("rolltap engine status http://127.0.0.1:8000"))
+def engine_group() -> None:
+    """Say what an engine serves, or bring its base model back."""
+
+
+@engine_group.command("status", epilog=examples("rolltap engine status http://127.0.0.1:8000"))
+@click.argument("url")
+@engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+@json_option
+def status_command(url: str, as_json: bool) -> None:
+    """Say what the engine at URL serves: model, weights, adapters, and the training that owns it.
+
+    Exit status 1: it does not answer, or is not healthy.
+    """
+    found = engine_status(EngineAdmin(url))
+    click.echo(json.dumps(found._asdict()) if as_json else str(found))
+    sys.exit(0 if found.healthy else 1)
+
+
+@engine_group.command("reset", epilog=examples("rolltap engine reset http://127.0.0.1:8000"))
+@click.argument("url")
+@engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+@click.option("--steal", is_flag=True, help="Take the engine from a training that was killed, or then fails.")
+def reset_command(url: str, steal: bool) -> None:
+    """Let the engine at URL serve its base model again.
+
+    Adapters of trainings are unloaded. An engine that is paused, or has other weights, loads those of its own model.
+    An engine that belongs to a training is refused.
+    """
+    reset_engine(EngineAdmin(url), steal=steal)
+    click.echo(str(engine_status(EngineAdmin(url))))
 
 
 @click.command(

@@ -31,7 +31,7 @@ async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder,
     steps = []
     stage = stage_of(recorder, tmp_path, ONE_CALL)
     sessions = await run([group_of(tmp_path, 0, 1)], stage, lambda what, done, total: steps.append((done, total)))
-    assert steps == [(1, 2), (2, 2)]
+    assert sorted({*steps}) == [(0, 2), (1, 2), (2, 2)]
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
     assert {(session.status, session.reward) for session in sessions} == {("completed", 1.0)}
