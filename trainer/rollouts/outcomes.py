@@ -155,8 +155,8 @@ class Tally:
         counts = [(number, str(status)) for status, number in self.statuses.most_common()]
         counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
         counts += [(self.refusals, "events of refused requests")]
-        rewarded = self.done - self.unrewarded
-        counts += [(f"{self.rewards / rewarded:.3g}", "mean reward")] if rewarded else []
         counts += [(number, phase) for phase, number in Counter(self.phases.values()).items()]
         told = ", ".join(f"{number} {what}" for number, what in counts if number)
-        return f"{self.done} of {self.total} sessions: {told}"
+        rewarded = self.done - self.unrewarded
+        mean = f"; mean reward {self.rewards / rewarded:.3g}" if rewarded else ""
+        return f"{self.done} of {self.total} sessions: {told}{mean}"

@@ -218,7 +218,7 @@ def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, sys.executable)
-    (line,) = ended.stderr.splitlines()
+    _, line = ended.stderr.splitlines()
     inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
     assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
     assert run_rolltap(*inspect.split()[1:]).returncode == 0

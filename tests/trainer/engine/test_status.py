@@ -1,4 +1,4 @@
-"""What an engine serves, said in one line, and the way back to its base weights."""
+"""The status of an engine in one line, and its way back to its base weights."""
 
 import pytest
 
