@@ -70,37 +70,29 @@ def serve_command(
         sys.exit(status if status >= 0 else 128 - status)
 
 
-@click.group("engine", epilog=examples("rolltap engine status http://127.0.0.1:8000"))
-def engine_group() -> None:
-    """Say what an engine serves, or bring its base model back."""
-
-
-@engine_group.command("status", epilog=examples("rolltap engine status http://127.0.0.1:8000"))
+@click.command(
+    "engine",
+    epilog=examples(
+        "rolltap engine status http://127.0.0.1:8000",
+        "rolltap engine reset http://127.0.0.1:8000",
+    ),
+)
+@click.argument("action", type=click.Choice(["status", "reset"]))
 @click.argument("url")
 @engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+@click.option("--steal", is_flag=True, help="Reset an engine of a training that was killed; one that runs then fails.")
 @json_option
-def status_command(url: str, as_json: bool) -> None:
+def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     """Say what the engine at URL serves: model, weights, adapters, and the training that owns it.
 
-    Exit status 1: it does not answer, or is not healthy.
+    A reset first unloads the adapters of trainings. An engine that is paused, or has other weights, loads those of its
+    own model. Exit status 1: the engine does not answer, refuses, is not healthy, or belongs to a training.
     """
+    if action == "reset":
+        reset_engine(EngineAdmin(url), steal=steal)
     found = engine_status(EngineAdmin(url))
     click.echo(json.dumps(found._asdict()) if as_json else str(found))
     sys.exit(0 if found.healthy else 1)
-
-
-@engine_group.command("reset", epilog=examples("rolltap engine reset http://127.0.0.1:8000"))
-@click.argument("url")
-@engine_key_option("File with the engine's key, as `rolltap serve` names it.")
-@click.option("--steal", is_flag=True, help="Take the engine from a training that was killed, or then fails.")
-def reset_command(url: str, steal: bool) -> None:
-    """Let the engine at URL serve its base model again.
-
-    Adapters of trainings are unloaded. An engine that is paused, or has other weights, loads those of its own model.
-    An engine that belongs to a training is refused.
-    """
-    reset_engine(EngineAdmin(url), steal=steal)
-    click.echo(str(engine_status(EngineAdmin(url))))
 
 
 @click.command(

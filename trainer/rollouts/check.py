@@ -29,9 +29,9 @@ _ARGUMENT_BYTES = 131_072
 def check_engines(engine: str, run: Path, say: Callable[[str], None]) -> str:
     """Tell `say` what every engine serves, and return the version of the weights.
 
-    `engine` is a URL, or several separated by commas. Weights that are not the policy of `run`, that an engine does not
-    name, and different ones are warnings. So is a model of another name, for the recorder: it compares the tokenizers.
-    Raises `EngineError` when an engine does not answer or has no window.
+    `engine` is a URL, or several separated by commas. Weights that are not the policy of `run`, and different ones, are
+    warnings. A model of another name is one of the recorder, which compares the tokenizers. Raises `EngineError` when
+    an engine does not answer or has no window.
     """
     found = [engine_status(EngineAdmin(url.strip())) for url in engine.split(",")]
     policy = PolicyFile(run).read()

@@ -70,6 +70,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert "of 1 tasks 1 were not tried with cheats" in ended.stderr
+    assert f"the engine at {options[3]} serves {options[5]}: its base weights\n" in ended.stderr
     assert summary["sessions"] == {"failed": 3}
     assert summary["calls"] == {"completed": 3}
     assert summary["steps"][0]["mean_reward"] == 0.5
