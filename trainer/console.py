@@ -1,29 +1,100 @@
 """Output of commands: progress of long work, and which process of a launcher prints. Needs no torch."""
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from threading import Event, Thread
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Advance = Callable[[str, int, int], None]
 """Progress callback. Arguments: a description with the unit, the amount done, the total amount."""
+ASK_SECONDS = 5.0
+"""Seconds between two questions whether the engines answer."""
+SAY_SECONDS = 30.0
+"""Longest time without a line."""
 
 
 @contextmanager
 def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
-    """Show a progress bar on `console` (default: stderr) until the block ends.
-
-    It is shown on a terminal, and in a notebook that has ipywidgets, which rich needs there.
-    """
+    """Show a progress bar on `console` (default: stderr) until the block ends, if `can_show_bar`."""
     console = console or Console(stderr=True)
-    visible = console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
     columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True, disable=not (show and visible)) as progress:
+    disable = not (show and can_show_bar(console))
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         bar = progress.add_task("", total=None)
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+
+
+def can_show_bar(console: Console) -> bool:
+    """Return True for a terminal, and for a notebook that has ipywidgets, which rich needs there."""
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+
+
+class Watch:
+    """Tells of the progress of work and of its engines. `bar` always shows it, and `say` gets it as a line when more is
+    done, when an engine ceases to answer or answers again, and after `SAY_SECONDS`.
+
+    `ask` returns the URLs of the engines that do not answer. Times are in seconds; `now` is the start.
+    """
+
+    def __init__(
+        self, ask: Callable[[], Collection[str]], bar: Advance, say: Callable[[str], None], now: float
+    ) -> None:
+        self._ask, self._bar, self._say = ask, bar, say
+        self._progress, self._engines = ("", 0, 0), ""
+        self._answered: dict[str, float] = {}
+        self._said: tuple[int, Collection[str]] = (0, [])
+        self._asked_at = self._said_at = now
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Take the progress of the work."""
+        self._progress = (what, done, total)
+        self._show()
+
+    def tick(self, now: float) -> None:
+        """Ask the engines, and say what there is to say."""
+        silent = self._ask()
+        words = [f"the engine at {url} answers again" for url in self._answered if url not in silent]
+        self._answered = {url: self._answered.get(url, self._asked_at) for url in silent}
+        words += [f"the engine at {url} has not answered for {now - at:.0f} s" for url, at in self._answered.items()]
+        self._engines, self._asked_at = "; ".join(words), now
+        line, state = self._show(), (self._progress[1], silent)
+        if line and (state != self._said or now - self._said_at >= SAY_SECONDS):
+            self._said, self._said_at = state, now
+            self._say(line)
+
+    def _show(self) -> str:
+        what, done, total = self._progress
+        line = "; ".join(filter(None, [what, self._engines]))
+        self._bar(line, done, total)
+        return line
+
+
+@contextmanager
+def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool = True) -> Iterator[Advance]:
+    """Show until the block ends what a `Watch` tells: in a progress bar, or as lines without `bar` or a terminal."""
+    ended, lines = Event(), not (bar and can_show_bar(console))
+
+    def say(line: str) -> None:
+        if lines and not ended.is_set():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    with progress_bar(console, show=bar) as show:
+        watch = Watch(ask, show, say, time.monotonic())
+
+        def run() -> None:
+            while not ended.wait(ASK_SECONDS):
+                watch.tick(time.monotonic())
+
+        Thread(target=run, daemon=True).start()  # nobody waits for its end: a dead engine may take seconds
+        try:
+            yield watch.advance
+        finally:
+            ended.set()
 
 
 def processes_started() -> int:

@@ -27,7 +27,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.rollouts import end_program, end_recorded, require_evaluator, set_provenance
+from rolltap.rollouts import Engines, check_engines, end_program, end_recorded, require_evaluator, set_provenance
 from rolltap.trainer.cli.options import (
     RUN,
     engine_option,
@@ -38,6 +38,7 @@ from rolltap.trainer.cli.options import (
     recorder_options,
     rollout_options,
 )
+from rolltap.trainer.console import watched
 from rolltap.types import Budget
 
 
@@ -169,7 +170,12 @@ def record_command(
     )
     if preset is not None:
         set_provenance(session, harness)
-    with rolltap.Recorder(out, engine=engine, model=model, options=settings) as recorder:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    recorder, served = rolltap.Recorder(out, engine=engine, model=model, options=settings), list[str]()
+    check_engines(engine, out, served.append)
+    with recorder, watched(Engines(engine).silent, console, bar=False):
+        listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
+        console.print("; ".join([listens, *served]), markup=False)
         try:
             session.exit_status = _run(command, {**environment, **own, **recorder.environment(session_id)})
             session.status = "completed" if session.exit_status == 0 else "failed"
@@ -184,7 +190,6 @@ def record_command(
         reward += f" (exit status {ended} of the evaluator)"
     counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(
         f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
         f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}",

@@ -21,6 +21,7 @@ import click
 from rich.console import Console
 
 import rolltap
+from rolltap.rollouts import Engines, engine_status
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, engine_option, examples, json_option, print_result
 from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
 
@@ -57,7 +58,10 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those
     of the model that the engine was started with, unless run.json names the same one.
     """
-    report = rolltap.open_run(run).check(engine, sample=sample, seed=seed, threshold=threshold)
+    opened = rolltap.open_run(run)
+    for status in Engines(engine).each(engine_status):
+        click.echo(str(status), err=True)
+    report = opened.check(engine, sample=sample, seed=seed, threshold=threshold)
     print_result(report, as_json)
     sys.exit(0 if report.within else 1)
 

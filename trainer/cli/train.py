@@ -1,8 +1,11 @@
 """`rolltap train`: the whole loop by a recipe, its training alone on recorded runs, or its plan.
 
 `rolltap serve`: starts the engine.
+
+`rolltap engine`: says what one serves, or resets it.
 """
 
+import json
 import shlex
 import sys
 from contextlib import suppress
@@ -14,7 +17,7 @@ from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError, RolltapError
-from rolltap.rollouts import examine_model
+from rolltap.rollouts import EngineAdmin, ending, engine_status, examine_model, reset_engine
 from rolltap.trainer.cli.options import (
     FILE,
     OUT,
@@ -62,7 +65,34 @@ def serve_command(
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:
                 console.print(f"warning: {problem}", style="yellow", markup=False)
-        sys.exit(server.wait())
+        status = server.wait()
+        console.print(ending(status), style="bold red", markup=False)
+        sys.exit(status if status >= 0 else 128 - status)
+
+
+@click.command(
+    "engine",
+    epilog=examples(
+        "rolltap engine status http://127.0.0.1:8000",
+        "rolltap engine reset http://127.0.0.1:8000",
+    ),
+)
+@click.argument("action", type=click.Choice(["status", "reset"]))
+@click.argument("url")
+@engine_key_option("File with the engine's key, as `rolltap serve` names it.")
+@click.option("--steal", is_flag=True, help="Reset an engine of a training that was killed; one that runs then fails.")
+@json_option
+def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
+    """Say what the engine at URL serves: model, weights, adapters, and the training that owns it.
+
+    A reset first unloads the adapters of trainings. An engine that is paused, or has other weights, loads those of its
+    own model. Exit status 1: the engine does not answer, refuses, is not healthy, or belongs to a training.
+    """
+    if action == "reset":
+        reset_engine(EngineAdmin(url), steal=steal)
+    found = engine_status(EngineAdmin(url))
+    click.echo(json.dumps(found._asdict()) if as_json else str(found))
+    sys.exit(0 if found.healthy else 1)
 
 
 @click.command(

@@ -227,6 +227,7 @@ class EngineAdmin:
             raise EngineError(f"{request}: the engine did not answer in time ({error!r}); see its log") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             advice = "start it with `rolltap serve`, or give its URL (--engine, engine=)"
+            advice = "it speaks no TLS: give its URL with http://" if "WRONG_VERSION_NUMBER" in str(error) else advice
             raise EngineError(f"{request}: no engine answers ({error!r}); {advice}") from error
         if refused := key_refused(self.url, response.status_code, self._key):
             raise EngineError(f"{request}: {refused}")

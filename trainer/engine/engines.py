@@ -50,6 +50,11 @@ class Engines:
         """Return the models that each engine serves, in the order of the URLs."""
         return self.each(EngineAdmin.models)
 
+    def silent(self) -> list[str]:
+        """Return the URLs of the engines that do not answer their health check, asked twice."""
+        found = self.each(lambda engine: engine.healthy() or engine.healthy())
+        return [engine.url for engine, healthy in zip(self.admins, found, strict=True) if not healthy]
+
     def runs_on_cpu(self) -> bool:
         """Return True when an engine runs on CPU."""
         return any(self.each(EngineAdmin.runs_on_cpu))
@@ -299,7 +304,7 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
         version = engine.weight_version()
         names: dict[str, str | None] = {}
         parsed = Version.parse(version)
-        if version == weights.LOADED or (parsed is not None and parsed.step == 0):  # adapters are trained on these
+        if weights.is_base(version):  # adapters are trained on these
             names |= _adapters(there)
             if policy.model in there.adapters:
                 names[policy.version] = policy.model

@@ -222,7 +222,7 @@ class EngineServer:
         self._cleanup.close()
 
     def wait(self) -> int:
-        """Wait until the server exits. Return its exit status."""
+        """Wait until the server exits. Return its exit status, negative for a signal."""
         return self._process.wait()
 
     def stop(self) -> None:
@@ -241,7 +241,7 @@ class EngineServer:
             if self._process.poll() is not None:
                 here = Path(self._model).exists() or "://" in str(self._model)
                 why = "" if here else f": {self._model} is no folder here, is it a name on the Hugging Face Hub?"
-                raise EngineError(f"vLLM ended with status {self._process.returncode}{why}{self._tail()}")
+                raise EngineError(f"{ending(self._process.returncode)}{why}{self._tail()}")
             if time.monotonic() > deadline:
                 raise EngineError(f"vLLM did not answer at {self.url} in {START_SECONDS:g} s{self._tail()}")
             time.sleep(_POLL_SECONDS)
@@ -251,6 +251,14 @@ class EngineServer:
             return ""
         lines = self._log.read_text(errors="replace").splitlines()[-15:]
         return f"; the end of {self._log}:\n" + "\n".join(lines)
+
+
+def ending(status: int) -> str:
+    """Return how vLLM ended, in words. `status` is negative for a signal, as of `subprocess`."""
+    if status >= 0:
+        return f"vLLM ended with status {status}"
+    memory = ": often the machine's memory was used up" if status == -signal.SIGKILL else ""
+    return f"vLLM was ended by signal {-status} ({signal.strsignal(-status)}){memory}"
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -97,6 +97,14 @@ def note_base(engine: EngineAdmin, owner: Owner, model: Path) -> None:
 
 LOADED = "default"
 """The version that vLLM reports for the weights that it loaded when it started."""
+
+
+def is_base(version: str) -> bool:
+    """Return True for a version of base weights, those that the engine started with or a training loaded again."""
+    parsed = Version.parse(version)
+    return version == LOADED or (parsed is not None and parsed.step == 0)
+
+
 _DESCRIPTIVE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config.json that do not change which weights fit."""
 

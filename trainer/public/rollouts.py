@@ -9,6 +9,11 @@ from rolltap.addons.errors import MissingPackageError
 from rolltap.runs import Run, open_run
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.model import diagnose as examine_model
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.serve import ending
+from rolltap.trainer.engine.status import engine_status, reset_engine
+from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import require_evaluator
@@ -28,7 +33,8 @@ T = TypeVar("T")
 
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
-__all__ += ["end_program", "require_evaluator", "set_provenance"]
+__all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
+__all__ += ["reset_engine", "set_provenance"]
 
 
 async def rollout_async(

@@ -4,13 +4,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.weights import same_folder
+from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
 from rolltap.trainer.rollouts.runtimes.build import image_of
@@ -25,30 +26,25 @@ _ARGUMENT_BYTES = 131_072
 """Size of one argument of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
 
 
-def check_engines(engine: str, model: str) -> str:
-    """Ask every engine for its model, its context window and its weights, and return the version of the weights.
+def check_engines(engine: str, run: Path, say: Callable[[str], None]) -> str:
+    """Tell `say` what every engine serves, and return the version of the weights.
 
-    `engine` is a URL, or several separated by commas. A model of another name than `model` is a warning only: the
-    recorder compares the tokenizers, and refuses the calls of an engine with another one. So are weights that an engine
-    does not name, and different ones. Raises `EngineError` when an engine does not answer or has no window.
+    `engine` is a URL, or several separated by commas. Weights that are not the policy of `run`, and different ones, are
+    warnings. A model of another name is one of the recorder, which compares the tokenizers. Raises `EngineError` when
+    an engine does not answer or has no window.
     """
-    versions: dict[str, str] = {}
-    for url in engine.split(","):
-        admin = EngineAdmin(url.strip())
-        models = admin.models()
-        if models.max_model_len < 1:
-            raise EngineError(f"the engine at {admin.url} has a context window of {models.max_model_len} tokens")
-        if not any(same_folder(name, model) for name in (models.root, models.base)):
-            logger.warning("the engine at %s serves %s, and the recorder's model is %s", admin.url, models.root, model)
-        try:
-            versions[admin.url] = admin.weight_version()
-        except EngineError as error:
-            versions[admin.url] = "unknown"
-            logger.warning("the engine at %s does not tell which weights it serves: %s", admin.url, error)
-    if len(set(versions.values())) > 1:
-        served = ", ".join(f"{url}: {version}" for url, version in versions.items())
+    found = [engine_status(EngineAdmin(url.strip())) for url in engine.split(",")]
+    policy = PolicyFile(run).read()
+    for status in found:
+        say(str(status))
+        if status.max_model_len < 1:
+            raise EngineError(f"the engine at {status.url} has a context window of {status.max_model_len} tokens")
+        if warning := status.mismatch(policy):
+            logger.warning("%s", warning)
+    if len({(status.model, status.version) for status in found}) > 1:
+        served = "; ".join(f"{status.url}: {status.version or 'unknown'} of {status.model}" for status in found)
         logger.warning("the engines serve different weights (%s): their sessions are in one group", served)
-    return ",".join(sorted(set(versions.values())))
+    return ",".join(sorted({status.version or "unknown" for status in found}))
 
 
 def kept_check(digest: str) -> Path:

@@ -119,6 +119,10 @@ class Tally:
     retried: int = 0
     unrewarded: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
+    rewards: float = 0.0
+    """Sum of the rewards so far."""
+    phases: dict[str, str] = field(default_factory=dict)
+    """Session that runs -> what it does."""
     _failures: dict[str, str] = field(default_factory=dict)
     """Place -> task of the sessions that ended last and say nothing of the policy."""
 
@@ -144,11 +148,15 @@ class Tally:
         self.done += 1
         self.statuses[session.status] += 1
         self.unrewarded += session.reward is None or session.status in UNREWARDED
+        self.rewards += session.reward or 0.0
 
     def line(self) -> str:
-        """Return the counts as one line."""
+        """Return the counts, the mean of the rewards, and what is waited for, as one line."""
         counts = [(number, str(status)) for status, number in self.statuses.most_common()]
         counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
         counts += [(self.refusals, "events of refused requests")]
+        counts += [(number, phase) for phase, number in Counter(self.phases.values()).items()]
         told = ", ".join(f"{number} {what}" for number, what in counts if number)
-        return f"{self.done} of {self.total} sessions: {told}"
+        rewarded = self.done - self.unrewarded
+        mean = f"; mean reward {self.rewards / rewarded:.3g}" if rewarded else ""
+        return f"{self.done} of {self.total} sessions: {told}{mean}"

@@ -50,8 +50,14 @@ async def run_groups(
             if tally.failures_in_a_row >= config.give_up_after:
                 return False  # another session gives up, and the task is about to be cancelled
             recorder.check()
-            session, facts = await run_session(stage, group, session_id, policy_version=policy_version)
+
+            def tell(phase: str) -> None:
+                tally.phases[session_id] = phase
+                advance(tally.line(), tally.done, tally.total)
+
+            session, facts = await run_session(stage, group, session_id, policy_version=policy_version, tell=tell)
             sessions.append(session)
+            del tally.phases[session_id]
             if facts.unreadable is not None:
                 raise UnreadableModelError(facts.unreadable)
             again = session.status == "infrastructure" and not facts.permanent and not last

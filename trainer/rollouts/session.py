@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -94,11 +94,11 @@ class Stage:
 
 
 async def run_session(
-    stage: Stage, group: Group, session_id: str, *, policy_version: str | None
+    stage: Stage, group: Group, session_id: str, *, policy_version: str | None, tell: Callable[[str], None]
 ) -> tuple[Session, Facts]:
     """Run a session of a group and record it. Return its row, and its facts, which are empty when they are not known.
 
-    `policy_version` is that of a session without a sampled token, as in `Recorder.end`.
+    `policy_version` is that of a session without a sampled token, as in `Recorder.end`. `tell` gets each phase of it.
 
     Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
     or written. The session has its row then, if it can be written.
@@ -117,10 +117,11 @@ async def run_session(
         runtime=stage.runtime.name,
     )
     facts = Facts()
+    tell("preparing")
     try:
         (await stage.provenances.of(task.image)).set_in(session)
         await run_to_end(recorder.begin, session, group.key)
-        facts = await _play(stage, session, task)
+        facts = await _play(stage, session, task, tell)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
         facts = Facts(permanent=isinstance(error, InputError))
@@ -178,7 +179,7 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
     return facts
 
 
-async def _play(stage: Stage, session: Session, task: Task) -> Facts:
+async def _play(stage: Stage, session: Session, task: Task, tell: Callable[[str], None]) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
     recorder, runtime = stage.recorder, stage.runtime
     timeout = task.timeout or stage.config.timeout
@@ -204,12 +205,14 @@ async def _play(stage: Stage, session: Session, task: Task) -> Facts:
         async with runtime.box(spec) as box:
             env = _environment(stage, session.session_id, task, box)
             log = logs / f"{session.session_id}.log"
+            tell("running")
             command = stage.harness.command_for(task.instruction)
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
             except OSError as error:
                 raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
             session.exit_status = ended.status
+            tell("judging")
             await box.settle()
             await run_to_end(recorder.stop_calls, session.session_id)
             facts = await asyncio.to_thread(recorder.facts, session.session_id)

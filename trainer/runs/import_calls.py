@@ -292,9 +292,7 @@ def named_model(model: str) -> dict[str, Any]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingPackageError(
-            f"the tokenizer needs transformers ({error}): pip install '.[record]'"
-        ) from error
+        raise MissingPackageError(f"the tokenizer needs transformers ({error}): pip install '.[record]'") from error
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):

@@ -26,7 +26,7 @@ from rolltap.addons.errors import EngineError, InputError, RecorderError, Rollta
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.console import processes_started, progress_bar
+from rolltap.trainer.console import processes_started, watched
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.names import Version
@@ -154,7 +154,7 @@ class OnlineTraces:
         self._cleanup.__exit__(kind, value, traceback)
 
     def _roll_out(self, groups: Sequence[Group], version: str) -> list[Session]:
-        with progress_bar(self._console) as advance:
+        with watched(self._engines.silent, self._console) as advance:
             return run_blocking(self._worker.run(groups, policy_version=version, advance=advance))
 
     def take(self, tasks: Iterable[Task], attempt: Attempt, serving: Serving, run_sessions: RunSessions) -> None:

@@ -13,17 +13,19 @@ import pytest
 from click.testing import CliRunner
 
 import rolltap
+from rolltap.addons.errors import EngineError
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter, read_rows
 from rolltap.trainer.cli.main import rolltap as command
+from rolltap.trainer.console import Watch
 from rolltap.trainer.rollouts.facts import DISTRUST
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.boxes import copy_programs, imported, require_podman
-from tests.scripted_engine import Say
+from tests.scripted_engine import Answer, Say
 from tests.trainer.cli.program import ASK, HELLO, ROLLTAP, run_rolltap
 from tests.trainer.outgoing import METADATA, make_call
 from tests.trainer.tasks.test_harbor import write_task
@@ -61,6 +63,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
     assert "of 1 tasks 1 were not tried with cheats" in ended.stderr
+    assert f"the engine at {options[3]} serves {options[5]}: its base weights\n" in ended.stderr
     assert summary["sessions"] == {"failed": 3}
     assert summary["calls"] == {"completed": 3}
     assert summary["steps"][0]["mean_reward"] == 0.5
@@ -209,7 +212,7 @@ def test_record_runs_a_command_and_ends_with_its_status(options, tmp_path):
     assert (ended.returncode, ended.stdout) == (3, "0.5\n")
     (session,) = load_sessions(tmp_path / "run").values()
     assert (session.status, session.exit_status, session.harness) == ("failed", 3, Path(sys.executable).name)
-    (line,) = ended.stderr.splitlines()
+    _, line = ended.stderr.splitlines()
     inspect = f"rolltap inspect {tmp_path / 'run'} {session.session_id}"
     assert line == f"session {session.session_id}: failed, no reward, 1 model call. See: {inspect}"
     assert run_rolltap(*inspect.split()[1:]).returncode == 0
@@ -276,6 +279,67 @@ def test_record_says_why_no_model_call_was_recorded(options, command, words, end
     assert [each for each in words if each not in said] == []
     assert said.rstrip("\n").endswith(end)
     assert ("did the program use the proxy" in said) == (not end)
+
+
+def test_record_says_where_it_listens_and_what_is_served(options, scripted_engine):
+    scripted_engine.weight_version = "1a2b3c4d.3.0"
+    warning, line, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
+    assert re.fullmatch(rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}; the engine .*", line)
+    served = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights 1a2b3c4d.3.0 (step 3 of"
+    assert served in line
+    assert "not by the base weights" in warning
+
+
+def record_in(folder, *arguments):
+    """Run `rolltap record` in this process, and return the result."""
+    return CliRunner().invoke(command, ["record", "--out", str(folder / "run"), *map(str, arguments), "--", "true"])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (
+            "port",
+            r"GET http://127\.0\.0\.1:9/v1/models: no engine answers .*start it with `rolltap serve`, or give its",
+        ),
+        ("https", r"GET https://\S+: no engine answers .*; it speaks no TLS: give its URL with http://"),
+        ("no key", r"the engine at \S+ requires a key \(401\): set ROLLTAP_ENGINE_KEY_FILE"),
+        ("wrong key", r"the engine at \S+ does not accept the key \(401\): set ROLLTAP_ENGINE_KEY_FILE"),
+        ("another server", r"404 .*is it vLLM\? start it with `rolltap serve`"),
+    ],
+)
+def test_a_mistake_with_the_engine_is_one_line_before_anything_is_started(
+    scripted_engine, tmp_path, monkeypatch, mistake, says
+):
+    monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+    urls = {"port": "http://127.0.0.1:9", "https": scripted_engine.url.replace("http", "https")}
+    url = urls.get(mistake, scripted_engine.url) + "/elsewhere" * (mistake == "another server")
+    scripted_engine.key = "k" * 40 if "key" in mistake else None
+    (tmp_path / "key").write_text("another")
+    if mistake == "wrong key":
+        monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "key"))
+    ended = record_in(tmp_path, "--engine", url, "--model", "m")
+    assert isinstance(ended.exception, EngineError)
+    assert re.search(says, str(ended.exception))
+    assert "\n" not in str(ended.exception)
+    assert (ended.output, (tmp_path / "run").exists()) == ("", False)
+
+
+def test_an_engine_that_ceases_to_answer_is_told_while_the_program_runs(
+    options, scripted_engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("rolltap.trainer.console.ASK_SECONDS", 0.0)
+    tick = Watch.tick
+
+    def then_end(watch, now):
+        tick(watch, now)
+        (tmp_path / "said").touch()
+
+    monkeypatch.setattr(Watch, "tick", then_end)
+    scripted_engine.answers["/health"] = Answer(503, "")
+    wait = f"until [ -e {tmp_path}/said ]; do sleep 0.01; done"
+    ended = CliRunner().invoke(command, ["record", *map(str, options), "--", "sh", "-c", wait])
+    assert f"\nthe engine at {scripted_engine.url} has not answered for 0 s\n" in ended.stderr
 
 
 def test_a_model_of_another_name_at_the_engine_is_a_warning_on_stderr(options, scripted_engine):

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.status import engine_status
 from tests.trainer.cli.program import ROLLTAP, run_rolltap
+from tests.trainer.engine.acting import acting
 from tests.trainer.engine.answering import AS_VLLM
 from tests.trainer.engine.test_serve import fake_vllm, free_port
 from tests.trainer.training.stand_ins import FolderEngine
@@ -152,6 +154,51 @@ def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monk
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
     assert not Path(key_file).exists()
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("exit 7", 7, "vLLM ended with status 7"),
+        ("kill -9 $$", 137, "vLLM was ended by signal 9 (Killed): often the machine's memory was used up"),
+        ("kill -11 $$", 139, "vLLM was ended by signal 11 (Segmentation fault)"),
+    ],
+)
+def test_serve_ends_as_vllm_does_and_says_how(tmp_path, monkeypatch, end, status, said):
+    monkeypatch.delenv("ROLLTAP_ENGINE_KEY_FILE", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    port, killed = free_port(), tmp_path / "killed"
+    script = f"""{AS_VLLM.removeprefix("exec ")} & until [ -e {killed} ]; do sleep 0.01; done; kill $!; {end}"""
+    command = [ROLLTAP, "serve", "a-model", "--vllm", fake_vllm(tmp_path, script), "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        process.stderr.readline(), process.stderr.readline()
+        killed.touch()
+        assert process.stderr.read().splitlines()[-1] == said
+    assert process.returncode == status
+
+
+class TestEngine:
+    @pytest.fixture
+    def engine(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        with acting(tmp_path) as engine:
+            engine.version, engine.adapters["policy-1a2b3c4d.3.0"] = "1a2b3c4d.3.0", "/1"
+            yield engine
+
+    def test_its_status_is_a_line_or_json_and_1_when_it_is_not_healthy(self, engine):
+        said = CliRunner().invoke(main.rolltap, ["engine", "status", engine.url])
+        assert (said.exit_code, said.output) == (0, f"{engine_status(EngineAdmin(engine.url))}\n")
+        engine.answers["/health"] = (503, "")
+        said = CliRunner().invoke(main.rolltap, ["engine", "status", engine.url, "--json"])
+        assert said.exit_code == 1
+        found = {"healthy": False, "version": "1a2b3c4d.3.0", "adapters": ["policy-1a2b3c4d.3.0"], "owner": None}
+        assert json.loads(said.output).items() >= found.items()
+
+    def test_a_reset_says_what_is_served_after_it(self, engine):
+        said = CliRunner().invoke(main.rolltap, ["engine", "reset", engine.url])
+        assert said.exit_code == 0, said.output
+        assert said.output.startswith(f"the engine at {engine.url} serves {engine.root}: its base weights; last owned")
+        assert not engine.adapters
 
 
 def test_the_key_file_is_given_as_an_option(scripted_engine, tokenizer_folder, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
 from rolltap.trainer.rollouts.harness import Harness
@@ -15,23 +16,41 @@ from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 
 
-def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine):
+def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine, tmp_path):
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
-        check_engines(f"{scripted_engine.url}, http://127.0.0.1:9", scripted_engine.root)
+        check_engines(f"{scripted_engine.url}, http://127.0.0.1:9", tmp_path, print)
     scripted_engine.max_model_len = 0
     with pytest.raises(EngineError, match="has a context window of 0 tokens"):
-        check_engines(scripted_engine.url, scripted_engine.root)
+        check_engines(scripted_engine.url, tmp_path, print)
 
 
-def test_another_model_weights_without_a_name_and_different_weights_are_named(scripted_engine, tokenizer, caplog):
-    scripted_engine.weight_version = "1a2b3c4d.3.0"
-    assert check_engines(scripted_engine.url, scripted_engine.root) == "1a2b3c4d.3.0"
+def test_what_engines_serve_is_said_and_other_weights_than_the_runs_policy_are_a_warning(
+    scripted_engine, tmp_path, caplog
+):
+    said = []
+    assert check_engines(scripted_engine.url, tmp_path, said.append) == "default"
     assert not caplog.messages
-    scripted_engine.weight_version = None
-    with ScriptedEngine(tokenizer) as other:
-        assert check_engines(f"{scripted_engine.url},{other.url}", "org/model") == "default,unknown"
-    named = ("the recorder's model is org/model", "does not tell which weights it serves", "serve different weights")
-    assert [sum(words in line for line in caplog.messages) for words in named] == [2, 1, 1]
+    scripted_engine.weight_version = "1a2b3c4d.3.0"
+    assert check_engines(scripted_engine.url, tmp_path, said.append) == "1a2b3c4d.3.0"
+    serves = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: "
+    published = "the weights 1a2b3c4d.3.0 (step 3 of the training 1a2b3c4d)"
+    assert said == [serves + "its base weights", serves + published]
+    assert f"samples by {published}, not by the base weights: `rolltap engine reset" in caplog.text
+    caplog.clear()
+    write_policy(tmp_path, None, "1a2b3c4d.3.0")
+    check_engines(scripted_engine.url, tmp_path, said.append)
+    assert not caplog.messages
+
+
+def test_engines_of_different_models_or_weights_are_named(scripted_engine, tokenizer, tmp_path, caplog):
+    for model, version in (("org/other", "default"), (None, None)):
+        caplog.clear()
+        with ScriptedEngine(tokenizer) as other:
+            other.root, other.weight_version = model or other.root, version
+            check_engines(f"{scripted_engine.url},{other.url}", tmp_path, print)
+            (warning,) = caplog.messages
+            assert warning.startswith("the engines serve different weights (")
+            assert f"{other.url}: {version or 'unknown'} of {other.root}" in warning
 
 
 class Plain:

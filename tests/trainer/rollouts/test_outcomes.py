@@ -78,9 +78,10 @@ def test_the_progress_line_has_every_count():
     add(tally, "infrastructure", again=True)
     add(tally, "failed", 0.0)
     add(tally, "unjudged")
+    tally.phases = {"e": "running"}
     assert tally.line() == (
         "4 of 5 sessions: 2 completed, 1 failed, 1 unjudged, 1 without a reward, 1 retried, "
-        "3 events of refused requests"
+        "3 events of refused requests, 1 running; mean reward 0.333"
     )
 
 

@@ -28,10 +28,17 @@ def group_of(folder, *places, task=TASK):
 
 
 async def test_every_session_is_recorded_with_its_reward_and_its_group(recorder, tmp_path):
-    steps = []
+    steps, said = [], []
+
+    def advance(what, done, total):
+        steps.append((done, total))
+        said.append(what)
+
     stage = stage_of(recorder, tmp_path, ONE_CALL)
-    sessions = await run([group_of(tmp_path, 0, 1)], stage, lambda what, done, total: steps.append((done, total)))
-    assert steps == [(1, 2), (2, 2)]
+    sessions = await run([group_of(tmp_path, 0, 1)], stage, advance)
+    assert sorted({*steps}) == [(0, 2), (1, 2), (2, 2)]
+    assert [phase for phase in ("preparing", "running", "judging") if phase not in " ".join(said)] == []
+    assert said[-1] == "2 of 2 sessions: 2 completed; mean reward 1"
     recorded = load_sessions(recorder.path)
     assert [recorded[session.session_id] for session in sessions] == sessions
     assert {(session.status, session.reward) for session in sessions} == {("completed", 1.0)}

@@ -3,8 +3,8 @@
 `/rolltap/owner` answers in JSON. `GET` returns the owner. `PUT` of `owner`, `about` and `steal` takes the engine: 409
 with the present owner when another one has it, unless `steal` is true. `DELETE` of `owner` gives the engine back: 409
 when another one has it. A `PUT` with `base` also notes the folder as which an owner has verified the engine's own
-model; the note stays when the engine is given back. The register is in memory, as the published weights are: both end
-with the engine. Each of vLLM's API server processes has its own: with data parallelism, start it with
+model; this note and `about` stay when the engine is given back. The register is in memory, as the published weights
+are: both end with the engine. Each of vLLM's API server processes has its own: with data parallelism, start it with
 `--api-server-count 1`.
 
 vLLM wraps later middleware around earlier one, so `rolltap_key.RequireKey` must come after this one.
@@ -59,7 +59,7 @@ class OneOwner:
             return 400
         if self._owner not in (None, owner) and not (method == "PUT" and steal):
             return 409
-        self._owner, self._about = (owner, about) if method == "PUT" else (None, None)
+        self._owner, self._about = (owner, about) if method == "PUT" else (None, self._about)
         self._base = base if method == "PUT" else self._base
         return 200
 

@@ -61,9 +61,7 @@ def _swebench() -> tuple[dict[str, Any], Any]:
         from swebench.harness.log_parsers import PARSER_REGISTRY
         from swebench.types import TestSpec
     except ImportError as error:
-        raise MissingPackageError(
-            f"the judge's 'log_parser' needs swebench ({error}): pip install '.[swe]'"
-        ) from error
+        raise MissingPackageError(f"the judge's 'log_parser' needs swebench ({error}): pip install '.[swe]'") from error
     return PARSER_REGISTRY, TestSpec
 
 

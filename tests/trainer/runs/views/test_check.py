@@ -134,6 +134,11 @@ class TestWeights:
             engine.scores = dict.fromkeys(["model", f"policy-{ADAPTER}", "policy-1", "other"], self.SCORE)
             yield engine
 
+    def test_the_command_says_what_the_engine_serves(self, engine, tmp_path):
+        run = write(tmp_path / "run", [call()], engine.root)
+        ended = CliRunner().invoke(check_command, [str(run), "--engine", engine.url])
+        assert ended.stderr == f"the engine at {engine.url} serves {engine.root}: its base weights\n"
+
     def test_the_engine_s_own_weights_are_compared_where_its_model_is_the_recorded_one(self, engine, tmp_path):
         assert check(write(tmp_path / "run", [call()], engine.root), engine.url)[0] == 0
         add_engine(write(tmp_path / "other", [call()]), "http://e", {"model": str(engine.root)})

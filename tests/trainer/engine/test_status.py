@@ -1,0 +1,98 @@
+"""The status of an engine in one line, and its way back to its base weights."""
+
+import pytest
+
+from rolltap.addons.engine.policy import UNPUBLISHED, Policy
+from rolltap.addons.errors import EngineError
+from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.status import engine_status, reset_engine
+from tests.trainer.engine.acting import acting
+from tests.trainer.engine.answering import HEALTHY
+
+PUBLISHED = "1a2b3c4d.3.0"
+STEP = f"the weights {PUBLISHED} (step 3 of the training 1a2b3c4d)"
+ABOUT = "the training /runs/grpo on here"
+
+
+@pytest.fixture
+def engine(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with acting(tmp_path) as engine:
+        yield engine
+
+
+@pytest.fixture
+def admin(engine):
+    return EngineAdmin(engine.url)
+
+
+def trained(engine, admin, *, ended=True):
+    """Leave an engine as a training leaves it."""
+    admin.register("PUT", owner="1a2b3c4d", about=ABOUT)
+    engine.version, engine.weights, engine.paused = PUBLISHED, "published", not ended
+    engine.adapters |= {f"policy-{PUBLISHED}": "/1", "judge": "/2"}
+    if ended:
+        admin.register("DELETE", owner="1a2b3c4d")
+
+
+def test_one_line_says_the_model_the_weights_the_adapters_the_owner_and_the_state(engine, admin):
+    serves = f"the engine at {engine.url} serves {engine.root}: "
+    assert str(engine_status(admin)) == serves + "its base weights"
+    engine.version = "1a2b3c4d.0.0"
+    assert str(engine_status(admin)) == serves + "its base weights"
+    trained(engine, admin)
+    adapters = f"adapters: judge, policy-{PUBLISHED}"
+    assert str(engine_status(admin)) == f"{serves}{STEP}; {adapters}; last owned by {ABOUT}"
+    trained(engine, admin, ended=False)
+    engine.answers["/health"] = (503, "")
+    state = "it is paused: calls wait; it is not healthy"
+    assert str(engine_status(admin)) == f"{serves}{STEP}; {adapters}; owned by {ABOUT}; {state}"
+    assert engine_status(admin)._asdict().items() >= {"version": PUBLISHED, "owner": "1a2b3c4d"}.items()
+
+
+def test_a_vllm_without_development_routes_says_less(engine, admin):
+    engine.answers = HEALTHY | {"/v1/models": engine.answers["/v1/models"]}
+    assert str(engine_status(admin)).endswith(": weights that it does not name")
+    with pytest.raises(EngineError, match="start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"):
+        reset_engine(admin)
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "words"),
+    [
+        ("default", UNPUBLISHED, None),
+        ("1a2b3c4d.0.0", UNPUBLISHED, None),
+        (PUBLISHED, Policy(PUBLISHED), None),
+        (PUBLISHED, UNPUBLISHED, f"samples by {STEP}, not by the base weights: `rolltap engine reset http://127"),
+        ("default", Policy(PUBLISHED), f"samples by its base weights, not by the run's policy {PUBLISHED}"),
+        ("default", Policy("1", "there"), None),
+        ("default", Policy("1", "policy-1"), "lacks the adapter policy-1, which is the run's policy"),
+    ],
+)
+def test_another_policy_than_the_runs_is_told(engine, admin, version, policy, words):
+    engine.version = version
+    engine.adapters["there"] = "/1"
+    found = engine_status(admin).mismatch(policy)
+    assert (found is None) == (words is None)
+    assert words is None or words in found
+
+
+class TestReset:
+    def test_it_has_its_base_weights_and_no_adapter_of_a_training(self, engine, admin):
+        trained(engine, admin)
+        reset_engine(admin)
+        assert (engine.version, engine.weights, engine.paused) == ("default", engine.root.name, False)
+        assert [*engine.adapters] == ["judge"]
+        assert engine_status(admin).owner is None
+
+    def test_base_weights_are_not_loaded_again(self, engine, admin):
+        reset_engine(admin)
+        assert not {"/pause", "/collective_rpc"} & {*engine.paths}
+
+    def test_a_training_that_owns_it_is_named_and_only_asked_for_it_is_taken_from_it(self, engine, admin):
+        trained(engine, admin, ended=False)
+        with pytest.raises(EngineError, match=r"another training owns the engine at .*runs/grpo on here.*--steal"):
+            reset_engine(admin)
+        assert (engine.version, engine.paused) == (PUBLISHED, True)
+        reset_engine(admin, steal=True)
+        assert (engine.version, engine.paused) == ("default", False)

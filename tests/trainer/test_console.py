@@ -1,0 +1,87 @@
+"""Progress of work that takes hours, and of the engines that it needs."""
+
+from io import StringIO
+from threading import Event
+
+import pytest
+from rich.console import Console
+
+from rolltap.trainer import console
+from rolltap.trainer.console import SAY_SECONDS, Watch, watched
+
+URL = "http://e"
+
+
+@pytest.fixture
+def silent():
+    return []
+
+
+@pytest.fixture
+def shown():
+    return []
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def watch(silent, shown, said):
+    return Watch(lambda: [*silent], lambda *progress: shown.append(progress), said.append, 0.0)
+
+
+def test_a_line_comes_when_more_is_done_and_after_a_while_in_any_case(watch, said):
+    watch.tick(5)
+    assert said == []  # there is nothing to say
+    watch.advance("0 of 2 sessions: 2 preparing", 0, 2)
+    watch.tick(10)
+    watch.advance("0 of 2 sessions: 2 running", 0, 2)
+    watch.tick(SAY_SECONDS)
+    watch.tick(SAY_SECONDS + 5)
+    watch.advance("1 of 2 sessions: 1 running", 1, 2)
+    watch.tick(SAY_SECONDS + 10)
+    watch.tick(2 * SAY_SECONDS + 5)
+    watch.tick(2 * SAY_SECONDS + 10)
+    assert said == ["0 of 2 sessions: 2 running", *["1 of 2 sessions: 1 running"] * 2]
+
+
+def test_an_engine_that_ceases_to_answer_is_told_at_once_and_again_and_so_is_its_return(watch, silent, said):
+    watch.tick(5)
+    silent.append(URL)
+    for now in range(10, 50, 5):
+        watch.tick(now)
+    silent.clear()
+    watch.tick(50)
+    watch.tick(55 + SAY_SECONDS)
+    gone = f"the engine at {URL} has not answered for"
+    assert said == [f"{gone} 5 s", f"{gone} 35 s", f"the engine at {URL} answers again"]
+
+
+def test_the_bar_has_the_same_facts(watch, silent, shown):
+    silent.append(URL)
+    watch.advance("0 of 2 sessions", 0, 2)
+    watch.tick(5)
+    watch.advance("1 of 2 sessions", 1, 2)
+    gone = f"the engine at {URL} has not answered for 5 s"
+    assert shown == [("0 of 2 sessions", 0, 2), (f"0 of 2 sessions; {gone}", 0, 2), (f"1 of 2 sessions; {gone}", 1, 2)]
+
+
+@pytest.mark.parametrize(("terminal", "bar", "lines"), [(False, True, True), (True, True, False), (True, False, True)])
+def test_without_a_bar_there_are_lines(monkeypatch, terminal, bar, lines):
+    monkeypatch.setattr(console, "ASK_SECONDS", 0.0)
+    asked = Event()
+
+    def ask():
+        if written.getvalue() or shown.is_set():
+            asked.set()
+        return [URL]
+
+    written, shown = StringIO(), Event()
+    monkeypatch.setattr(console.Progress, "update", lambda *_, **how: shown.set())
+    with watched(ask, Console(file=written, force_terminal=terminal), bar=bar):
+        asked.wait()
+        while lines and not written.getvalue().endswith(" s\n"):
+            Event().wait(0.001)
+    assert (f"the engine at {URL} has not answered for 0 s\n" in written.getvalue()) == lines
