@@ -159,7 +159,10 @@ contents = hostile.mutated(ITEMS, hostile.values([*KINDS, "user", "assistant"], 
 
 
 def decode_given(items):
-    call = openai_responses.decode(json.dumps({"model": "m", "input": [*items, USER]}).encode(), "/v1/responses")
+    try:
+        call = openai_responses.decode(json.dumps({"model": "m", "input": [*items, USER]}).encode(), "/v1/responses")
+    except DialectError as error:  # a result that belongs to no call
+        return (str(error),)
     hosted = [tool.get("type") for tool in call.hosted_tools if isinstance(tool, dict)]
     return call.messages, call.tools, call.wire_tools, hosted
 
