@@ -39,42 +39,41 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         str(model), vllm=vllm, port=free_port(), max_model_len=8192, log=log, extra=("--seed", str(seed))
     )
     with ExitStack() as stack:
-        with console.status(f"starting vLLM; its log is {log}"):
-            stack.enter_context(engine)
+        console.print(f"starting vLLM; its log is {log}", soft_wrap=True)
+        stack.enter_context(engine)
         os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
-        console.print(f"{EVALUATED} sessions of the last policy, which the engine serves")
+        trained = rolltap.open_run(run)
+        sessions, tokens = trained.sessions(), trained.ledger().trained
         after = rolltap.rollout(
             TASKS,
             harness="mini-swe-agent",
             engine=engine.url,
             model=model,
-            out=run / "after",
+            out=run,
             sessions=EVALUATED,
             concurrency=8,
         )
-    console.print(learned(rolltap.open_run(run), after), style="bold green", soft_wrap=True, highlight=False)
-
-
-def learned(trained: rolltap.Run, after: rolltap.Run) -> str:
-    """Return a sentence on what a training has changed, by the sessions of its first policy and those `after` it."""
-    sessions = sorted(trained.sessions(), key=lambda session: session.started_at)
-    base = [session for session in sessions if session.policy_version == sessions[0].policy_version]
-    before, now = ([session.reward or 0.0 for session in some] for some in (base, after.sessions()))
-    return (
-        f"The model learned to count lines, by reward alone: the right command in {interval(now)} of {len(now)} "
-        f"sessions, and before in {interval(before)} of {len(before)}. It was trained on "
-        f"{trained.ledger().trained:,} sampled tokens of {len(sessions)} sessions."
+    after.plot_rewards(run / "reward.png", f"quickstart, seed {seed}")
+    first = min(sessions, key=lambda session: session.started_at).policy_version
+    base = [session for session in sessions if session.policy_version == first]
+    last = [session for session in after.sessions() if session.session_id in after.new_session_ids]
+    console.print(
+        f"The model learned to count lines from rewards alone: it succeeds in {interval(last)}, and before in "
+        f"{interval(base)}. It was trained on {tokens:,} sampled tokens of {len(sessions)} sessions.",
+        style="bold green",
+        soft_wrap=True,
+        highlight=False,
     )
 
 
-def interval(rewards: Sequence[float], confidence: float = 0.95) -> str:
-    """Return the mean of rewards of 0 and 1, and Wilson's interval of it."""
-    n, share, z = len(rewards), mean(rewards), NormalDist().inv_cdf((1 + confidence) / 2)
+def interval(sessions: Sequence[rolltap.Session]) -> str:
+    """Return the mean reward of sessions, each 0 or 1, with Wilson's 95 % interval."""
+    n, share, z = len(sessions), mean(session.reward or 0.0 for session in sessions), NormalDist().inv_cdf(0.975)
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5
-    return f"{share:.0%} ({middle - half:.0%} to {middle + half:.0%})"
+    return f"{share:.0%} of {n} sessions (95 % interval {middle - half:.0%} to {middle + half:.0%})"
 
 
 def next_run(seed: int) -> Path:

@@ -41,7 +41,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     with _importing():
         from rolltap.trainer.training import loop
     settings = loop.join_processes(read)
-    title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
+    title, console = _title(Path(recipe), seed), Console(stderr=True, quiet=not runs_first())
     loop.train(settings, engine=engine, run=out, title=title, seed=seed, console=console, steal=steal)
     return Run(out)
 
@@ -69,7 +69,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     with _importing():
         from rolltap.trainer.training import loop, offline
     settings = loop.join_processes(read)
-    title, console = f"{Path(recipe).stem}, seed {seed}", Console(stderr=True, quiet=not runs_first())
+    title, console = _title(Path(recipe), seed), Console(stderr=True, quiet=not runs_first())
     folders = [Path(run) for run in runs]
     offline.train(settings, folders, out=out, title=title, seed=seed, console=console)
     return out / FINISHED
@@ -104,6 +104,11 @@ def plan_training(
         runs=folders,
         out=Path(out) if out is not None else None,
     )
+
+
+def _title(recipe: Path, seed: int) -> str:
+    """Return the title of plots. The file's name alone is often `recipe`."""
+    return f"{recipe.resolve().parent.name}/{recipe.stem}, seed {seed}"
 
 
 def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Recipe:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from rolltap.addons.errors import RolltapError
+from rolltap.trainer import training
 from rolltap.trainer.cli.main import rolltap
 
 GIVEN = "--out new --model Qwen/Qwen3-4B"
@@ -35,6 +36,7 @@ def said(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "")  # --engine-key-file sets it, and it is put back afterwards
     for module in ("training.loop", "training.dry_run.plan", "training.offline"):
         monkeypatch.setitem(sys.modules, f"rolltap.trainer.{module}", None)
+        monkeypatch.delattr(training, module.removeprefix("training."), raising=False)  # where it was imported before
     monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)
     before = sorted(tmp_path.iterdir())
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,7 @@ def test_a_row_has_the_rewards_of_the_recipe_and_not_those_of_the_run(tmp_path, 
     run = write_run(tmp_path / "run", model, {"a": [1.0, 1.0], "b": [0.0, 1.0]})
     late = Session(session_id="b-1", task_id="task b", group_id="b", status="timeout", reward=1.0)
     with RunWriter(run) as writer:
-        writer.add_session(Session(**{**late.to_row(), "revision": 1}))
+        writer.add_session(replace(late, revision=1))
         cheated = {"session_id": "a-1", "task_id": "task a", "group_id": "a", "revision": 1, "reward": 1.0}
         writer.add_session(Session(**cheated, status="completed", suspicions={"git_history": 2}))
     assert [group.group_id for group in recorded_groups([run], RewardRules())] == ["b"]
@@ -256,6 +257,7 @@ def test_from_and_an_engine_exclude_each_other(tmp_path, run, write_recipe):
 def test_a_recipe_without_tasks_cannot_roll_out(tmp_path, write_recipe):
     with pytest.raises(InputError, match="the recipe has no key 'tasks': rollouts need it"):
         rolltap.train(write_recipe(), engine="http://127.0.0.1:9", out=tmp_path / "out")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}')
     with pytest.raises(InputError, match="the recipe has no key 'harness'"):
         rolltap.train(write_recipe(tasks="tasks.jsonl"), engine="http://127.0.0.1:9", out=tmp_path / "out")
 
