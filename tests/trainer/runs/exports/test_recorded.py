@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.runs.exports.atif import trajectory
 from rolltap.trainer.runs.exports.messages import session_conversations
 from rolltap.trainer.traces.reader import iter_sessions
@@ -18,13 +20,15 @@ TOOL_CALL = '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "bash", "argume
 
 @pytest.fixture
 async def recorded(harness, scripted_engine):
-    """Record two turns with a tool call between them, and a request for a title without tools."""
+    """Record two turns with a tool call between them, and a request for a title without tools. It has a reward."""
     scripted_engine.replies += [Say(TOOL_CALL), Say("Files"), Say("a.txt")]
     _, first = await harness.ask(user("List."), tools=[BASH])
     await harness.ask(user("Title?"))
     message = first["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a.txt"}
     await harness.ask(user("List."), message, result, tools=[BASH])
+    with RunWriter(harness.run) as writer:
+        writer.add_session(Session(session_id="s1", status="completed", reward=1.0))
     (session,) = iter_sessions(harness.run)
     return session
 
