@@ -318,6 +318,7 @@ def wait_until(holds):
 def interrupt(server, path, then):
     """Let an engine interrupt the program the first time that it is asked for a path, and go on after `then`."""
     asked = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def answer(method, body):
         if not asked:
