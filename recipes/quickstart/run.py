@@ -16,6 +16,7 @@ import rolltap
 from rolltap.trainer.cli.main import run as run_command
 from rolltap.trainer.cli.train import train_command
 from rolltap.trainer.training.recipe import FINISHED
+from rolltap.trainer.training.report import METRICS, read_metrics
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parents[1] / "runs" / "quickstart"
@@ -44,8 +45,8 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
         context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
-        trained = rolltap.open_run(run)
-        sessions, tokens = trained.sessions(), trained.ledger().trained
+        sessions = rolltap.open_run(run).sessions()
+        tokens = sum(step["tokens_trained"] for step in read_metrics(run / METRICS))
         after = rolltap.rollout(
             TASKS,
             harness="mini-swe-agent",
@@ -61,7 +62,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
     last = [session for session in after.sessions() if session.session_id in after.new_session_ids]
     console.print(
         f"The model learned to count lines from rewards alone: it succeeds in {interval(last)}, and before in "
-        f"{interval(base)}. It was trained on {tokens:,} sampled tokens of {len(sessions)} sessions.",
+        f"{interval(base)}. It was trained on {tokens:,.0f} of the tokens that it sampled in {len(sessions)} sessions.",
         style="bold green",
         soft_wrap=True,
         highlight=False,

@@ -303,7 +303,6 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
     for engine, there in zip(engines.admins, served, strict=True):
         version = engine.weight_version()
         names: dict[str, str | None] = {}
-        parsed = Version.parse(version)
         if weights.is_base(version):  # adapters are trained on these
             names |= _adapters(there)
             if policy.model in there.adapters:
@@ -312,7 +311,7 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
         for name in sorted(names):
             words += f" {name} (an adapter),"
         words += f" {version} (its base model, {there.root})"
-        if parsed or any(weights.same_folder(there.root, model) for model in models):
+        if Version.parse(version) or any(weights.same_folder(there.root, model) for model in models):
             names[version] = None
         else:
             words += f", and the run was recorded with {' and '.join(sorted(models))}"

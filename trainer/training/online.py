@@ -124,7 +124,8 @@ class OnlineTraces:
             model=recipe.model,
             out=self._run,
         )
-        tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories))
+        # those that are refused were named when the recipe was read
+        tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
         if recipe.publish == "nccl":
             require_transfer()
         self._engines.require_endpoints()

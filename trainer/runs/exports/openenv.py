@@ -68,8 +68,7 @@ def export(run: Path, out: Path, advance: Advance) -> int:
 def training_turns(recorded: RecordedSession) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
     """Return the `TrainingTurn`s of a session's calls in their order, and the calls that cannot be a turn.
 
-    A call that cannot be one has `call_id`, `left_out`, `why` in words,
-    and the number of its sampled `tokens`.
+    A call that cannot be one has `call_id`, `left_out`, `why` in words, and the number of its sampled `tokens`.
     """
     calls = recorded.calls
     parents, left_out = judge_session(recorded)
