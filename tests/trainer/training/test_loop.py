@@ -42,6 +42,22 @@ def write_recipe(folder: Path, text: str = "", **values) -> Path:
     return path
 
 
+def write_task(folder: Path) -> Path:
+    """Write the quickstart's task with a judge by chance: the rewards of a group are never all equal."""
+    draw = [
+        sys.executable,
+        "-c",
+        "import os, random; os.write(int(os.environ['ROLLTAP_REWARD_FD']), b'%f' % random.random())",
+    ]
+    task = json.loads((QUICKSTART / "tasks.jsonl").read_text())
+    del task["evaluate"]
+    task["workspace"] = str(QUICKSTART / "workspace")
+    task["judge"] = {"kind": "command", "command": draw, "result": "number"}
+    path = folder / "tasks.jsonl"
+    path.write_text(json.dumps(task))
+    return path
+
+
 def restore(engine) -> None:
     """Let an engine serve the weights that it loaded when it started, under their name, and no adapter."""
     admin = EngineAdmin(engine.url)
@@ -152,7 +168,8 @@ def test_two_processes_with_two_engines_train_what_one_process_does(engine, seco
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     grpo = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
     lora = '[lora]\nr = 4\ntarget_modules = "all-linear"\n'
-    recipe = write_recipe(tmp_path, grpo + lora, sessions=4, publish="lora", model=str(engine.model_dir))
+    tasks = str(write_task(tmp_path))
+    recipe = write_recipe(tmp_path, grpo + lora, tasks=tasks, sessions=4, publish="lora", model=str(engine.model_dir))
     engines = [engine, second_engine]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rolltap"]
     both = ["train", str(recipe), "--engine", ",".join(each.url for each in engines), "--out"]
