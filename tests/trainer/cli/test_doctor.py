@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deep import cases
 from tests.trainer.cli.program import run_rolltap
 
 AGENT = Path(__file__).parents[1] / "doctor" / "agent.py"
@@ -19,13 +20,15 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
 
 @pytest.mark.parametrize(
     ("command", "status", "words"),
-    [
-        ([sys.executable, "-c", "print('no key')"], 1, ["problem: No model call came.", "HTTPS_PROXY", "no key"]),
-        ([sys.executable, AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
-        ([sys.executable, AGENT, "toolless"], 3, [f"{sys.executable}: 1 call captured; continuity not tried.\n"]),
-        (["no-such-program"], 1, ["'no-such-program' is not on the PATH"]),
-    ],
-    ids=["no call", "dies at its tool call", "no history to continue", "not there"],
+    cases(
+        [
+            ([sys.executable, "-c", "print('no key')"], 1, ["problem: No model call came.", "HTTPS_PROXY", "no key"]),
+            ([sys.executable, AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
+            ([sys.executable, AGENT, "toolless"], 3, [f"{sys.executable}: 1 call captured; continuity not tried.\n"]),
+            (["no-such-program"], 1, ["'no-such-program' is not on the PATH"]),
+        ],
+        *(0, 2, 3),
+    ),
 )
 def test_doctor_says_what_a_program_lacks(command, status, words):
     ended = run_rolltap("doctor", "--", *command)

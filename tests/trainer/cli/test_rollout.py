@@ -25,6 +25,7 @@ from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from tests.boxes import copy_programs, imported, require_podman
+from tests.deep import cases
 from tests.scripted_engine import Answer, Say
 from tests.trainer.cli.program import ASK, HELLO, ROLLTAP, run_rolltap
 from tests.trainer.outgoing import METADATA, make_call
@@ -123,11 +124,14 @@ NO_CALL = ["no model call came: did the program use the proxy?", "rolltap doctor
 
 @pytest.mark.parametrize(
     ("command", "answered", "words"),
-    [
-        ([sys.executable, "-c", ASK], 0, ["answered 500: its log says why"]),
-        ([sys.executable, "-c", ASK], 1, ["answered 500: its log says why"]),
-        (["true"], 0, ["(2 infrastructure)", *NO_CALL]),
-    ],
+    cases(
+        [
+            ([sys.executable, "-c", ASK], 0, ["answered 500: its log says why"]),
+            ([sys.executable, "-c", ASK], 1, ["answered 500: its log says why"]),
+            (["true"], 0, ["(2 infrastructure)", *NO_CALL]),
+        ],
+        *(1, 2),
+    ),
 )
 def test_sessions_without_a_reward_are_counted_with_what_to_try_and_all_of_them_are_status_1(
     options, scripted_engine, tasks, preset, command, answered, words
@@ -233,7 +237,7 @@ def test_record_starts_a_harness_by_its_preset_and_the_users_variables_win(optio
     assert session.preset_digest == Harness.load(str(tmp_path / "x.toml")).digest()
 
 
-@pytest.mark.parametrize("preset", [True, False])
+@pytest.mark.parametrize("preset", cases([True, False]))
 def test_a_session_has_the_version_of_a_harness_and_not_of_a_plain_command(preset, options, tmp_path):
     program = tmp_path / "program"
     program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x 1.2.3 || exec {sys.executable} -c "$@"\n')
@@ -420,7 +424,7 @@ def secret_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("form", ["shell", "docker", "json"])
+@pytest.mark.parametrize("form", cases(["shell", "docker", "json"]))
 def test_env_prints_what_a_program_needs_to_be_recorded(start, scripted_engine, secret_file, tmp_path, form):
     mitmdump = start(f"rolltap_secret_file={secret_file}")
     scripted_engine.replies.append(Say("Hi."))

@@ -15,6 +15,7 @@ from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from tests.deep import cases
 from tests.scripted_engine import Answer, Say
 from tests.trainer.rollouts.stages import stage_of
 
@@ -230,7 +231,11 @@ FAULTLESS = {
 }
 
 
-@pytest.mark.parametrize(("script", "replies", "how", "expected", "aborted"), FAULTLESS.values(), ids=FAULTLESS)
+@pytest.mark.parametrize(
+    ("script", "replies", "how", "expected", "aborted"),
+    cases(FAULTLESS.values(), 0, 3, 5),
+    ids=cases(FAULTLESS, 0, 3, 5),
+)
 async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(play, script, replies, how, expected, aborted):
     session, ledger = await play(script, *replies, **how)
     assert (session.status, session.reward, session.error) == expected

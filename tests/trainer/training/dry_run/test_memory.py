@@ -35,7 +35,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{'lora' if case[1] else 'full'}-{case[2]}")
+@pytest.fixture(
+    scope="module", params=cases(CASES, 1, 2), ids=lambda case: f"{case[0]}-{'lora' if case[1] else 'full'}-{case[2]}"
+)
 def case(request, tmp_path_factory):
     """A recipe of a tiny model, the model's type, its numbers, and the model with real weights, as it is trained."""
     family, lora, dtype = request.param
@@ -111,7 +113,7 @@ def test_the_peak_of_a_step_is_planned_within_a_tenth(case, size):
 ANCHORS = [("qwen3-4b", 8.04e9, 147_456, 0), ("qwen3.5-4b", 8.41e9, 32_768, 24 * (32 * 128 * 128 * 4 + 8192 * 4 * 2))]
 
 
-@pytest.mark.parametrize(("name", "weights", "token", "segment"), ANCHORS)
+@pytest.mark.parametrize(("name", "weights", "token", "segment"), cases(ANCHORS))
 def test_models_of_four_billion_have_the_numbers_that_are_computed_by_hand(name, weights, token, segment):
     recipe = Recipe(model=ROOT / "tests" / "models" / name, steps=1, max_tokens=32_768)
     numbers = model_numbers(recipe, "bfloat16")
