@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli.options import FOLDER, RUN, Command, examples, json_option, new_folder_option, print_result
+from rolltap.trainer.cli.options import FOLDER, RUN, Command, command, json_option, new_folder_option, print_result
 from rolltap.types import CallRole, SessionStatus, SplitBy
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
@@ -26,12 +26,10 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
     return click.option(flag, name, multiple=True, help=f"{help} Repeatable.", **how)
 
 
-@click.command(
+@command(
     "filter",
-    epilog=examples(
-        "rolltap filter runs/first --min-reward 1 --out runs/solved",
-        "rolltap filter runs/first --not-suspicious --out runs/sound",
-    ),
+    "rolltap filter runs/first --min-reward 1 --out runs/solved",
+    "rolltap filter runs/first --not-suspicious --out runs/sound",
 )
 @click.argument("run", type=RUN)
 @new_folder_option
@@ -71,12 +69,10 @@ MOST_FAULTS = 20
 """Most bad lines that are printed. The rest is counted."""
 
 
-@click.command(
+@command(
     "import",
-    epilog=examples(
-        "rolltap import calls.jsonl runs/imported",
-        "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
-    ),
+    "rolltap import calls.jsonl runs/imported",
+    "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
 )
 @click.argument("file", type=click.File("rb"))
 @click.argument("run", type=FOLDER)
@@ -125,12 +121,10 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
     print_result(summary, as_json)
 
 
-@click.command(
+@command(
     "merge",
-    epilog=examples(
-        "rolltap merge runs/first runs/second --out runs/both",
-        "rolltap merge runs/damaged --out runs/saved",
-    ),
+    "rolltap merge runs/first runs/second --out runs/both",
+    "rolltap merge runs/damaged --out runs/saved",
 )
 @click.argument("runs", type=RUN, nargs=-1, required=True)
 @new_folder_option
@@ -149,12 +143,10 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     click.echo(f"{len(run.sessions())} sessions in {out}")
 
 
-@click.command(
+@command(
     "split",
-    epilog=examples(
-        "rolltap split runs/first --by harness --out runs/parts",
-        "rolltap split runs/first --parts 4 --out runs/parts",
-    ),
+    "rolltap split runs/first --by harness --out runs/parts",
+    "rolltap split runs/first --parts 4 --out runs/parts",
 )
 @click.argument("run", type=RUN)
 @new_folder_option

@@ -30,8 +30,8 @@ import rolltap
 from rolltap.rollouts import Engines, check_engines, end_program, end_recorded, require_evaluator, set_provenance
 from rolltap.trainer.cli.options import (
     RUN,
+    command,
     engine_option,
-    examples,
     harness_option,
     json_option,
     print_result,
@@ -42,13 +42,11 @@ from rolltap.trainer.console import watched
 from rolltap.types import Budget
 
 
-@click.command(
+@command(
     "addon",
-    epilog=examples(
-        'mitmdump -s "$(rolltap addon)" --set rolltap_out=runs/first \\',
-        "    --set rolltap_engine=http://127.0.0.1:8000 \\",
-        "    --set rolltap_model=Qwen/Qwen3-4B",
-    ),
+    'mitmdump -s "$(rolltap addon)" --set rolltap_out=runs/first \\',
+    "    --set rolltap_engine=http://127.0.0.1:8000 \\",
+    "    --set rolltap_model=Qwen/Qwen3-4B",
 )
 def addon_command() -> None:
     """Print the path of the recorder's mitmproxy script.
@@ -58,12 +56,10 @@ def addon_command() -> None:
     click.echo(rolltap.Recorder.script())
 
 
-@click.command(
+@command(
     "env",
-    epilog=examples(
-        'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
-        "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
-    ),
+    'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
+    "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
 )
 @click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
 @click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
@@ -110,15 +106,13 @@ def env_command(
         click.echo(f"export {name}={shlex.quote(value)}" if form == "shell" else f"{name}={value}")
 
 
-@click.command(
+@command(
     "record",
-    epilog=examples(
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
-        '    --harness pi -- -p "Count the words."',
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
-        '    --evaluate "pytest -q" --task words -- python agent.py',
-    ),
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+    '    --harness pi -- -p "Count the words."',
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+    '    --evaluate "pytest -q" --task words -- python agent.py',
     context_settings={"allow_interspersed_args": False},
 )
 @recorder_options
@@ -227,12 +221,10 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-@click.command(
+@command(
     "reward",
-    epilog=examples(
-        "rolltap reward runs/first record-1a2b 0.5",
-        "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
-    ),
+    "rolltap reward runs/first record-1a2b 0.5",
+    "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("run", type=RUN)
@@ -274,15 +266,13 @@ MOST_REASONS = 3
 _CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
-@click.command(
+@command(
     "rollout",
-    epilog=examples(
-        "rolltap rollout tasks.jsonl --harness pi \\",
-        "    --model Qwen/Qwen3-4B --out runs/first",
-        "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
-        "    --model Qwen/Qwen3-4B --out runs/first \\",
-        "    --runtime sandbox --set rolltap_allow=pypi.org",
-    ),
+    "rolltap rollout tasks.jsonl --harness pi \\",
+    "    --model Qwen/Qwen3-4B --out runs/first",
+    "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
+    "    --model Qwen/Qwen3-4B --out runs/first \\",
+    "    --runtime sandbox --set rolltap_allow=pypi.org",
 )
 @recorder_options
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))

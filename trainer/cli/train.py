@@ -22,21 +22,19 @@ from rolltap.trainer.cli.options import (
     FILE,
     OUT,
     RUN,
+    command,
     engine_key_option,
     engine_option,
-    examples,
     json_option,
     print_result,
 )
 from rolltap.trainer.console import runs_first
 
 
-@click.command(
+@command(
     "serve",
-    epilog=examples(
-        "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
-        "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
-    ),
+    "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
+    "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
 )
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -70,12 +68,10 @@ def serve_command(
         sys.exit(status if status >= 0 else 128 - status)
 
 
-@click.command(
+@command(
     "engine",
-    epilog=examples(
-        "rolltap engine status http://127.0.0.1:8000",
-        "rolltap engine reset http://127.0.0.1:8000",
-    ),
+    "rolltap engine status http://127.0.0.1:8000",
+    "rolltap engine reset http://127.0.0.1:8000",
 )
 @click.argument("action", type=click.Choice(["status", "reset"]))
 @click.argument("url")
@@ -95,13 +91,11 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     sys.exit(0 if found.healthy else 1)
 
 
-@click.command(
+@command(
     "train",
-    epilog=examples(
-        "rolltap train recipe.toml --dry-run",
-        "rolltap train recipe.toml --out runs/training",
-        "rolltap train recipe.toml --out runs/offline --from runs/first",
-    ),
+    "rolltap train recipe.toml --dry-run",
+    "rolltap train recipe.toml --out runs/training",
+    "rolltap train recipe.toml --out runs/offline --from runs/first",
 )
 @click.argument("recipe", type=FILE)
 @click.option("--out", type=OUT, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
