@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 import click
-from rich.console import Console
 
 import rolltap
 from rolltap.trainer.cli.options import FOLDER, RUN, Command, command, json_option, new_folder_option, print_result
+from rolltap.trainer.console import plain_console
 from rolltap.types import CallRole, SessionStatus, SplitBy
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
@@ -104,20 +104,20 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
     one is bad. A call whose tokens and log-probabilities do not match is not a bad line: it is kept, marked and not
     trained on. The run appears when it is complete: an import that is killed leaves none.
     """
-    console = Console(stderr=True)
+    console = plain_console()
     faults = 0
 
     def report(number: int, fault: str) -> None:
         nonlocal faults
         faults += 1
         if faults <= MOST_FAULTS:
-            console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"line {number}: {fault}")
 
     try:
         summary = rolltap.import_calls(file, run, model=model, skip_bad=skip_bad, report=report)
     finally:
         if faults > MOST_FAULTS:
-            console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
+            console.print(f"and {faults - MOST_FAULTS} more bad lines")
     print_result(summary, as_json)
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import Engines, check_engines, end_program, end_recorded, require_evaluator, set_provenance
@@ -38,7 +37,7 @@ from rolltap.trainer.cli.options import (
     recorder_options,
     rollout_options,
 )
-from rolltap.trainer.console import watched
+from rolltap.trainer.console import plain_console, watched
 from rolltap.types import Budget
 
 
@@ -90,15 +89,15 @@ def env_command(
     usual root certificates and the CA. A container needs both files under the same paths.
     """
     recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
-    console = Console(stderr=True)
+    console = plain_console()
     session = session or f"session-{secrets.token_hex(4)}"
     environment = recorder.environment(session)
     if preset is not None:
         harness = rolltap.Harness.load(preset)
         environment = {**harness.environment(engine), **environment}
         for line in (f"start it as: {shlex.join([harness.program, *harness.arguments])}", *harness.quirks):
-            console.print(line, markup=False, soft_wrap=True)
-    console.print(f"session: {session}; certificates: {recorder.bundle}", markup=False, soft_wrap=True)
+            console.print(line)
+    console.print(f"session: {session}; certificates: {recorder.bundle}")
     if form == "json":
         click.echo(json.dumps(environment, indent=2))
         return
@@ -164,12 +163,12 @@ def record_command(
     )
     if preset is not None:
         set_provenance(session, harness)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = plain_console()
     recorder, served = rolltap.Recorder(out, engine=engine, model=model, options=settings), list[str]()
     check_engines(engine, out, served.append)
     with recorder, watched(Engines(engine).silent, console, bar=False):
         listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
-        console.print("; ".join([listens, *served]), markup=False)
+        console.print("; ".join([listens, *served]))
         try:
             session.exit_status = _run(command, {**environment, **own, **recorder.environment(session_id)})
             session.status = "completed" if session.exit_status == 0 else "failed"
@@ -186,11 +185,10 @@ def record_command(
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
     console.print(
         f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
-        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}",
-        markup=False,
+        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}"
     )
     if why := session.error or facts.fault:
-        console.print(why, markup=False, style="bold red")
+        console.print(why, style="bold red")
     status = session.exit_status
     sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
 
@@ -303,10 +301,9 @@ def _report_refused(run: rolltap.Run) -> None:
     if files:
         named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))
         sessions = sum(map(bool, refused))
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
+        plain_console().print(
             f"{sessions} session{'s' * (sessions != 1)} changed files of the judge, which it did not take: {named}. "
-            "If the task asks for such changes, list them in 'paths' of its judge",
-            markup=False,
+            "If the task asks for such changes, list them in 'paths' of its judge"
         )
 
 
@@ -334,14 +331,13 @@ def _report_faults(run: rolltap.Run) -> None:
             # without ids, so that equal reasons count together
             reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
     named = ", ".join(f"{number} {status}" for status, number in without.most_common())
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
+    console = plain_console()
+    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red")
     for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
-        console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
+        console.print(f"  {len(alike)} of them: {alike[0]}", style="red")
     console.print(
         f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the same command: "
-        "it runs those that are infrastructure or unjudged.",
-        markup=False,
+        "it runs those that are infrastructure or unjudged."
     )
     if without.total() == len(last):
         sys.exit(1)

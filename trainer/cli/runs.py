@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Literal, TextIO, get_args
 
 import click
-from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import Engines, engine_status
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, engine_option, json_option, print_result
+from rolltap.trainer.console import plain_console
 from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
 
 
@@ -89,17 +89,17 @@ def export_command(
     The Hub's token is that of `hf auth login` or HF_TOKEN. A repository that is public already is refused without
     --public. Former Parquet files and the card of the repository are replaced.
     """
-    opened, console = rolltap.open_run(run), Console(stderr=True)
+    opened, console = rolltap.open_run(run), plain_console()
     if target == "hub":
         if repo is None or out is not None:
             raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
         url = opened.push_to_hub(repo, public=public)
-        console.print(f"{run} is at {url}", markup=False, soft_wrap=True)
+        console.print(f"{run} is at {url}")
         return
     if out is None or repo is not None or public:
         raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
     records = opened.export(target, out)
-    console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
+    console.print(f"{records:,} records in {out}")
 
 
 @command(
@@ -183,9 +183,9 @@ def traces_command(
     totals = traces.totals(each) if out is None else traces.save(out, each)
     if ledger_file is not None:
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
-    console = Console(stderr=True)
+    console = plain_console()
     where = "" if out is None else f" in {out}"
-    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
+    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}")
     console.print(totals.ledger)
 
 

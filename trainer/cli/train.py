@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError, RolltapError
@@ -28,7 +27,7 @@ from rolltap.trainer.cli.options import (
     json_option,
     print_result,
 )
-from rolltap.trainer.console import runs_first
+from rolltap.trainer.console import plain_console, runs_first
 
 
 @command(
@@ -57,14 +56,14 @@ def serve_command(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
     )
     with server:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print(f"vLLM serves {model} at {server.url}", style="bold", markup=False)
-        console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}", markup=False)
+        console = plain_console()
+        console.print(f"vLLM serves {model} at {server.url}", style="bold")
+        console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}")
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:
-                console.print(f"warning: {problem}", style="yellow", markup=False)
+                console.print(f"warning: {problem}", style="yellow")
         status = server.wait()
-        console.print(ending(status), style="bold red", markup=False)
+        console.print(ending(status), style="bold red")
         sys.exit(status if status >= 0 else 128 - status)
 
 
@@ -153,11 +152,11 @@ def train_command(
 
 
 def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
-    console = Console(stderr=True, soft_wrap=True, quiet=not runs_first())
+    console = plain_console(quiet=not runs_first())
     if runs:
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
-        return console.print(f"trained model: {model}", markup=False)
+        return console.print(f"trained model: {model}")
     run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
     if runs_first():
         print_result(run.summary(), as_json=False)
-    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}", markup=False)
+    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}")

@@ -105,7 +105,7 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
         if (skipped := source.skipped()).groups:
-            console.print(f"not trained: {skipped}", highlight=False)
+            console.print(f"not trained: {skipped}")
 
     with ExitStack() as stack:
         on_main(claim)
