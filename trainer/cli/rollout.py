@@ -321,23 +321,23 @@ def _report_faults(run: rolltap.Run) -> None:
     """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all of them."""
     rows = {session.session_id: session for session in run.sessions()}
     last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
-    without = Counter(session.status for session in last.values() if session.reward is None)
+    without = [session for session in last.values() if session.reward is None]
     if not without:
         return
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for session in last.values():
-        if session.reward is None:
-            reason = session.error or "no reason was recorded"
-            # without ids, so that equal reasons count together
-            reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
-    named = ", ".join(f"{number} {status}" for status, number in without.most_common())
+    for session in without:
+        reason = session.error or "no reason was recorded"
+        # without ids, so that equal reasons count together
+        reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
+    statuses = Counter(session.status for session in without)
+    named = ", ".join(f"{number} {status}" for status, number in statuses.most_common())
     console = plain_console()
-    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red")
+    console.print(f"{len(without)} of {len(last)} sessions have no reward ({named})", style="bold red")
     for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
         console.print(f"  {len(alike)} of them: {alike[0]}", style="red")
     console.print(
         f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the same command: "
         "it runs those that are infrastructure or unjudged."
     )
-    if without.total() == len(last):
+    if len(without) == len(last):
         sys.exit(1)

@@ -218,11 +218,9 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
         rewarded += len(rewards)
         for group_id in sorted(rewards):
             if rewards_differ(rewards[group_id].values()):
-                first, *others = sorted(rewards[group_id])
+                ids, given = zip(*sorted(rewards[group_id].items()), strict=True)
                 without = tuple(sorted(unrewarded[group_id]))
-                ids = (first, *others)
-                given = tuple(rewards[group_id][name] for name in ids)
-                groups.append(RecordedGroup(number, group_id, ids, without, sessions[first].task_id, given))
+                groups.append(RecordedGroup(number, group_id, ids, without, sessions[ids[0]].task_id, given))
     if not groups:
         where = ", ".join(map(str, runs))
         why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"
