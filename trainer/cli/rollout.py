@@ -38,6 +38,7 @@ from rolltap.trainer.cli.options import (
     rollout_options,
 )
 from rolltap.trainer.console import plain_console, watched
+from rolltap.trainer.names import counted
 from rolltap.types import Budget
 
 
@@ -181,7 +182,7 @@ def record_command(
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
     if (ended := session.evidence.get("exit_status")) is not None:
         reward += f" (exit status {ended} of the evaluator)"
-    counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
+    counts = [counted(facts.calls, "model call")]
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
     console.print(
         f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
@@ -300,10 +301,9 @@ def _report_refused(run: rolltap.Run) -> None:
     files = Counter(path for paths in refused for path in paths)
     if files:
         named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))
-        sessions = sum(map(bool, refused))
         plain_console().print(
-            f"{sessions} session{'s' * (sessions != 1)} changed files of the judge, which it did not take: {named}. "
-            "If the task asks for such changes, list them in 'paths' of its judge"
+            f"{counted(sum(map(bool, refused)), 'session')} changed files of the judge, which it did not take: "
+            f"{named}. If the task asks for such changes, list them in 'paths' of its judge"
         )
 
 

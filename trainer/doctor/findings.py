@@ -8,6 +8,7 @@ from typing import Literal
 
 from rolltap.addons.store.records import Call, Event
 from rolltap.trainer.doctor.scripted_model import is_ending
+from rolltap.trainer.names import counted
 from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls
 
 
@@ -161,8 +162,9 @@ def _refused(seen: Observed) -> Iterator[Finding]:
             "The text names what was asked. Switch it off in the program's settings, or choose another of its APIs.",
         )
     if events := seen.of("hidden"):
-        calls = "1 call" if len(events) == 1 else f"{len(events)} calls"
-        yield Finding("note", f"In {calls} images became texts which say that they are not shown.")
+        yield Finding(
+            "note", f"In {counted(len(events), 'call')} images became texts which say that they are not shown."
+        )
     events = [event for event in seen.of("refused") if event.host and event not in seen.tls_failures]
     if events:
         yield Finding(

@@ -21,6 +21,7 @@ from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import processes_started
+from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -81,12 +82,8 @@ class Skipped:
         parts = []
         for rewarded, kind in kinds.items():
             if sizes := [sessions for sessions, any_reward in self.groups.values() if any_reward == rewarded]:
-                parts.append(f"{_count(len(sizes), 'group')} {kind} ({_count(sum(sizes), 'session')})")
+                parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
         return f"{', '.join(parts)}; tokens {self.ledger}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' if number != 1 else ''}"
 
 
 def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
