@@ -14,13 +14,13 @@ from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import processes_started
+from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
@@ -228,10 +228,7 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
 def _require_tokenizer(run: Path, model: Path) -> None:
     """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it names them."""
     metadata = read_metadata(run)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot load a tokenizer from the recipe's model {model}: {error}") from error
+    tokenizer = load_tokenizer(model)
     for name, digest in tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template).items():
         if metadata.get(name, digest) != digest:
             what = name.removesuffix("_sha256").replace("_", " ")
