@@ -43,18 +43,10 @@ class Engines:
         self._owned: set[EngineAdmin] = set()
         """Engines whose register names this training."""
 
-    def require_endpoints(self) -> None:
-        """Raise `EngineError` when an engine lacks an endpoint that recording or publishing needs."""
-        self.each(EngineAdmin.require_endpoints)
-
     def silent(self) -> list[str]:
         """Return the URLs of the engines that do not answer their health check, asked twice."""
         found = self.each(lambda engine: engine.healthy() or engine.healthy())
         return [engine.url for engine, healthy in zip(self.admins, found, strict=True) if not healthy]
-
-    def runs_on_cpu(self) -> bool:
-        """Return True when an engine runs on CPU."""
-        return any(self.each(EngineAdmin.runs_on_cpu))
 
     @contextmanager
     def claimed(self, owner: str, about: str, *, steal: bool = False) -> Iterator[None]:
