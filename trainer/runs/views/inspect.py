@@ -204,7 +204,8 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
     recorded = find_session(run, session)
     calls = {call.call_id: call for call in recorded.calls}
     call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
-    tools = call.parsed_tools and [str(tool.get("function", tool).get("name")) for tool in call.parsed_tools]
+    given = call.parsed_tools
+    tools = None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
     left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
     difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
     return CallView(call, call.parsed_messages, tools, left_out, difference, run)
