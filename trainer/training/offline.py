@@ -155,12 +155,10 @@ class RecordedTraces:
         batch = TraceBatch()
         for row in rows:
             part = self._load(self._groups[row["group"]])
-            batch = TraceBatch(
-                traces=batch.traces + part.traces,
-                rewards=batch.rewards | part.rewards,
-                unrewarded=batch.unrewarded | part.unrewarded,
-                ledger=batch.ledger + part.ledger,
-            )
+            batch.traces += part.traces
+            batch.rewards |= part.rewards
+            batch.unrewarded |= part.unrewarded
+            batch.ledger += part.ledger
         return batch
 
     def skipped(self) -> Skipped:
