@@ -101,8 +101,9 @@ class Engines:
 
         def verify(engine: EngineAdmin) -> None:
             weights.verify_base(engine, base, say)
-            if self._owner is not None and engine in self._owned:
-                weights.note_base(engine, self._owner, model)
+            if (owner := self._owner) is not None and engine in self._owned:
+                # verified: the engine's own model is the one in the folder
+                engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
 
         self.each(verify)
 

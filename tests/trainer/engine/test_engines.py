@@ -66,7 +66,7 @@ def test_engines_are_given_as_a_sequence_or_with_commas(pair, engines):
     given = Engines(f"{pair[0].url}/, {pair[1].url}")
     assert [engine.url for engine in given.admins] == [engine.url for engine in engines.admins]
     assert [models.base for models in given.each(admin.EngineAdmin.models)] == ["tiny", "tiny"]
-    given.require_endpoints()
+    given.each(admin.EngineAdmin.require_endpoints)
     for each in pair:
         each.refuses["/v1/models"] = -1
     with pytest.raises(EngineError) as raised:
