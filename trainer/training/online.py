@@ -27,7 +27,6 @@ from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import processes_started, watched
-from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.names import Version
@@ -129,7 +128,7 @@ class OnlineTraces:
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
         if recipe.publish == "nccl":
             require_transfer()
-        self._engines.each(EngineAdmin.require_endpoints)
+        self._engines.each(lambda engine: engine.require_endpoints())
         tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks
