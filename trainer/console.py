@@ -18,6 +18,11 @@ SAY_SECONDS = 30.0
 """Longest time without a line."""
 
 
+def plain_console(*, quiet: bool = False) -> Console:
+    """Return a console on stderr for plain text: without markup and highlights, and a line is not wrapped."""
+    return Console(stderr=True, quiet=quiet, soft_wrap=True, markup=False, highlight=False)
+
+
 @contextmanager
 def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
     """Show a progress bar on `console` (default: stderr) until the block ends, if `can_show_bar`."""

@@ -32,6 +32,11 @@ def some(names: Sequence[str], most: int = 5, *, of: int = 0) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more else "")
 
 
+def counted(number: int, name: str) -> str:
+    """Return a number of things by the name of one: `1 call`, `2 calls`."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+/?")
 """The end of a model's folder in the cache of huggingface_hub: owner and name."""
 

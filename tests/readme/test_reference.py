@@ -9,7 +9,7 @@ from trl import GRPOConfig
 
 import rolltap
 from rolltap.addons.store.records import CallRole
-from rolltap.trainer.rollouts.runtimes.choose import RUNTIMES
+from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import Strategy
 from rolltap.trainer.traces.ledger import LeftOut
@@ -69,7 +69,7 @@ def test_the_variables_of_a_session(tmp_path):
 
 
 def test_the_runtimes():
-    assert tuple(table("trainer/README.md", "Runtimes")) == RUNTIMES
+    assert tuple(table("trainer/README.md", "Runtimes")) == get_args(RolloutConfig.model_fields["runtime"].annotation)
 
 
 def test_the_strategies_and_the_reasons_of_the_ledger():

@@ -5,13 +5,15 @@ import sys
 import click
 
 from rolltap.rollouts import examine, examine_model
-from rolltap.trainer.cli.options import examples, harness_option, json_option, print_result, set_option
+from rolltap.trainer.cli.options import command, harness_option, json_option, print_result, set_option
 
 
-@click.command(
+@command(
     "doctor",
+    "rolltap doctor --harness pi",
+    "rolltap doctor -- python agent.py",
+    "rolltap doctor --model mine",
     context_settings={"allow_interspersed_args": False},
-    epilog=examples("rolltap doctor --harness pi", "rolltap doctor -- python agent.py", "rolltap doctor --model mine"),
 )
 @harness_option()
 @click.option("--model", metavar="FOLDER", help="Examine a model instead of a program: a folder, or a name on the Hub.")

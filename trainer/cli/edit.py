@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
 import click
-from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli.options import FOLDER, RUN, Command, examples, json_option, new_folder_option, print_result
+from rolltap.trainer.cli.options import FOLDER, RUN, Command, command, json_option, new_folder_option, print_result
+from rolltap.trainer.console import plain_console
 from rolltap.types import CallRole, SessionStatus, SplitBy
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
@@ -26,12 +26,10 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
     return click.option(flag, name, multiple=True, help=f"{help} Repeatable.", **how)
 
 
-@click.command(
+@command(
     "filter",
-    epilog=examples(
-        "rolltap filter runs/first --min-reward 1 --out runs/solved",
-        "rolltap filter runs/first --not-suspicious --out runs/sound",
-    ),
+    "rolltap filter runs/first --min-reward 1 --out runs/solved",
+    "rolltap filter runs/first --not-suspicious --out runs/sound",
 )
 @click.argument("run", type=RUN)
 @new_folder_option
@@ -71,12 +69,10 @@ MOST_FAULTS = 20
 """Most bad lines that are printed. The rest is counted."""
 
 
-@click.command(
+@command(
     "import",
-    epilog=examples(
-        "rolltap import calls.jsonl runs/imported",
-        "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
-    ),
+    "rolltap import calls.jsonl runs/imported",
+    "zcat calls.jsonl.gz | rolltap import - runs/imported --skip-bad",
 )
 @click.argument("file", type=click.File("rb"))
 @click.argument("run", type=FOLDER)
@@ -108,29 +104,27 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
     one is bad. A call whose tokens and log-probabilities do not match is not a bad line: it is kept, marked and not
     trained on. The run appears when it is complete: an import that is killed leaves none.
     """
-    console = Console(stderr=True)
+    console = plain_console()
     faults = 0
 
     def report(number: int, fault: str) -> None:
         nonlocal faults
         faults += 1
         if faults <= MOST_FAULTS:
-            console.print(f"line {number}: {fault}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"line {number}: {fault}")
 
     try:
         summary = rolltap.import_calls(file, run, model=model, skip_bad=skip_bad, report=report)
     finally:
         if faults > MOST_FAULTS:
-            console.print(f"and {faults - MOST_FAULTS} more bad lines", highlight=False)
+            console.print(f"and {faults - MOST_FAULTS} more bad lines")
     print_result(summary, as_json)
 
 
-@click.command(
+@command(
     "merge",
-    epilog=examples(
-        "rolltap merge runs/first runs/second --out runs/both",
-        "rolltap merge runs/damaged --out runs/saved",
-    ),
+    "rolltap merge runs/first runs/second --out runs/both",
+    "rolltap merge runs/damaged --out runs/saved",
 )
 @click.argument("runs", type=RUN, nargs=-1, required=True)
 @new_folder_option
@@ -149,12 +143,10 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     click.echo(f"{len(run.sessions())} sessions in {out}")
 
 
-@click.command(
+@command(
     "split",
-    epilog=examples(
-        "rolltap split runs/first --by harness --out runs/parts",
-        "rolltap split runs/first --parts 4 --out runs/parts",
-    ),
+    "rolltap split runs/first --by harness --out runs/parts",
+    "rolltap split runs/first --parts 4 --out runs/parts",
 )
 @click.argument("run", type=RUN)
 @new_folder_option

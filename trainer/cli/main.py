@@ -5,11 +5,10 @@ import sys
 from types import FrameType
 
 import click
-from rich.console import Console
 
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.cli import doctor, edit, rollout, runs, tasks, train
-from rolltap.trainer.console import runs_first
+from rolltap.trainer.console import plain_console, runs_first
 
 
 class InOrder(click.Group):
@@ -69,11 +68,11 @@ def run(command: click.Command) -> None:
             error.show()
         sys.exit(error.exit_code)
     except (RolltapError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        plain_console().print(f"error: {error}", style="red")
         sys.exit(getattr(error, "exit_status", 1))
     except (KeyboardInterrupt, click.Abort):
         if runs_first():
-            Console(stderr=True).print("stopped by a signal; committed calls stay in the run")
+            plain_console().print("stopped by a signal; committed calls stay in the run")
         sys.exit(130)
 
 

@@ -45,6 +45,11 @@ harness_option = partial(
 )
 
 
+def command(name: str, *lines: str, **how: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a function the command `name`, whose help ends with examples: the `lines`."""
+    return click.command(name, epilog=examples(*lines), **how)
+
+
 def examples(*lines: str) -> str:
     """Return the epilog of a command's help: command lines that a user can copy, as they are written here."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)

@@ -24,31 +24,29 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import Engines, check_engines, end_program, end_recorded, require_evaluator, set_provenance
 from rolltap.trainer.cli.options import (
     RUN,
+    command,
     engine_option,
-    examples,
     harness_option,
     json_option,
     print_result,
     recorder_options,
     rollout_options,
 )
-from rolltap.trainer.console import watched
+from rolltap.trainer.console import plain_console, watched
+from rolltap.trainer.names import counted
 from rolltap.types import Budget
 
 
-@click.command(
+@command(
     "addon",
-    epilog=examples(
-        'mitmdump -s "$(rolltap addon)" --set rolltap_out=runs/first \\',
-        "    --set rolltap_engine=http://127.0.0.1:8000 \\",
-        "    --set rolltap_model=Qwen/Qwen3-4B",
-    ),
+    'mitmdump -s "$(rolltap addon)" --set rolltap_out=runs/first \\',
+    "    --set rolltap_engine=http://127.0.0.1:8000 \\",
+    "    --set rolltap_model=Qwen/Qwen3-4B",
 )
 def addon_command() -> None:
     """Print the path of the recorder's mitmproxy script.
@@ -58,12 +56,10 @@ def addon_command() -> None:
     click.echo(rolltap.Recorder.script())
 
 
-@click.command(
+@command(
     "env",
-    epilog=examples(
-        'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
-        "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
-    ),
+    'eval "$(rolltap env --proxy http://127.0.0.1:8080 --harness pi)"',
+    "rolltap env --proxy http://127.0.0.1:8080 --format docker > session.env",
 )
 @click.option("--proxy", required=True, metavar="URL", help="The recorder as the program reaches it: http://HOST:PORT.")
 @click.option("--session", metavar="ID", help="Names the session in the dataset; a new name if not given.")
@@ -94,15 +90,15 @@ def env_command(
     usual root certificates and the CA. A container needs both files under the same paths.
     """
     recorder = rolltap.Proxy(proxy, ca=ca, secret=secret_file.read().strip() if secret_file else "")
-    console = Console(stderr=True)
+    console = plain_console()
     session = session or f"session-{secrets.token_hex(4)}"
     environment = recorder.environment(session)
     if preset is not None:
         harness = rolltap.Harness.load(preset)
         environment = {**harness.environment(engine), **environment}
         for line in (f"start it as: {shlex.join([harness.program, *harness.arguments])}", *harness.quirks):
-            console.print(line, markup=False, soft_wrap=True)
-    console.print(f"session: {session}; certificates: {recorder.bundle}", markup=False, soft_wrap=True)
+            console.print(line)
+    console.print(f"session: {session}; certificates: {recorder.bundle}")
     if form == "json":
         click.echo(json.dumps(environment, indent=2))
         return
@@ -110,15 +106,13 @@ def env_command(
         click.echo(f"export {name}={shlex.quote(value)}" if form == "shell" else f"{name}={value}")
 
 
-@click.command(
+@command(
     "record",
-    epilog=examples(
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
-        '    --harness pi -- -p "Count the words."',
-        "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
-        '    --evaluate "pytest -q" --task words -- python agent.py',
-    ),
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first -- python agent.py",
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+    '    --harness pi -- -p "Count the words."',
+    "rolltap record --model Qwen/Qwen3-4B --out runs/first \\",
+    '    --evaluate "pytest -q" --task words -- python agent.py',
     context_settings={"allow_interspersed_args": False},
 )
 @recorder_options
@@ -170,12 +164,12 @@ def record_command(
     )
     if preset is not None:
         set_provenance(session, harness)
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = plain_console()
     recorder, served = rolltap.Recorder(out, engine=engine, model=model, options=settings), list[str]()
     check_engines(engine, out, served.append)
     with recorder, watched(Engines(engine).silent, console, bar=False):
         listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
-        console.print("; ".join([listens, *served]), markup=False)
+        console.print("; ".join([listens, *served]))
         try:
             session.exit_status = _run(command, {**environment, **own, **recorder.environment(session_id)})
             session.status = "completed" if session.exit_status == 0 else "failed"
@@ -188,15 +182,14 @@ def record_command(
     reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
     if (ended := session.evidence.get("exit_status")) is not None:
         reward += f" (exit status {ended} of the evaluator)"
-    counts = [f"{facts.calls} model call{'s' * (facts.calls != 1)}"]
+    counts = [counted(facts.calls, "model call")]
     counts += [f"requests that look like one and were not answered: {facts.uncaptured}"] if facts.uncaptured else []
     console.print(
         f"session {session_id}: {session.status}, {reward}, {', '.join(counts)}. "
-        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}",
-        markup=False,
+        f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}"
     )
     if why := session.error or facts.fault:
-        console.print(why, markup=False, style="bold red")
+        console.print(why, style="bold red")
     status = session.exit_status
     sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
 
@@ -227,12 +220,10 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-@click.command(
+@command(
     "reward",
-    epilog=examples(
-        "rolltap reward runs/first record-1a2b 0.5",
-        "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
-    ),
+    "rolltap reward runs/first record-1a2b 0.5",
+    "rolltap reward runs/first record-1a2b 1 --task words --part style=0.5",
     context_settings={"ignore_unknown_options": True},
 )
 @click.argument("run", type=RUN)
@@ -274,15 +265,13 @@ MOST_REASONS = 3
 _CALL_ID = re.compile(r"\b[0-9a-f]{16,}\b")
 
 
-@click.command(
+@command(
     "rollout",
-    epilog=examples(
-        "rolltap rollout tasks.jsonl --harness pi \\",
-        "    --model Qwen/Qwen3-4B --out runs/first",
-        "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
-        "    --model Qwen/Qwen3-4B --out runs/first \\",
-        "    --runtime sandbox --set rolltap_allow=pypi.org",
-    ),
+    "rolltap rollout tasks.jsonl --harness pi \\",
+    "    --model Qwen/Qwen3-4B --out runs/first",
+    "rolltap rollout tasks.jsonl --harness codex --sessions 4 \\",
+    "    --model Qwen/Qwen3-4B --out runs/first \\",
+    "    --runtime sandbox --set rolltap_allow=pypi.org",
 )
 @recorder_options
 @click.argument("tasks", type=click.Path(path_type=Path, exists=True))
@@ -312,11 +301,9 @@ def _report_refused(run: rolltap.Run) -> None:
     files = Counter(path for paths in refused for path in paths)
     if files:
         named = ", ".join(f"{path} ({number})" for path, number in files.most_common(MOST_REASONS))
-        sessions = sum(map(bool, refused))
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"{sessions} session{'s' * (sessions != 1)} changed files of the judge, which it did not take: {named}. "
-            "If the task asks for such changes, list them in 'paths' of its judge",
-            markup=False,
+        plain_console().print(
+            f"{counted(sum(map(bool, refused)), 'session')} changed files of the judge, which it did not take: "
+            f"{named}. If the task asks for such changes, list them in 'paths' of its judge"
         )
 
 
@@ -334,24 +321,23 @@ def _report_faults(run: rolltap.Run) -> None:
     """Say on stderr how many of the sessions have no reward, and why. Exits with 1 when it is all of them."""
     rows = {session.session_id: session for session in run.sessions()}
     last = {name.partition("~")[0]: rows[name] for name in run.new_session_ids}  # of several attempts
-    without = Counter(session.status for session in last.values() if session.reward is None)
+    without = [session for session in last.values() if session.reward is None]
     if not without:
         return
     reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for session in last.values():
-        if session.reward is None:
-            reason = session.error or "no reason was recorded"
-            # without ids, so that equal reasons count together
-            reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
-    named = ", ".join(f"{number} {status}" for status, number in without.most_common())
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"{without.total()} of {len(last)} sessions have no reward ({named})", style="bold red", markup=False)
+    for session in without:
+        reason = session.error or "no reason was recorded"
+        # without ids, so that equal reasons count together
+        reasons[_CALL_ID.sub("", reason.replace(session.session_id, ""))].append(reason)
+    statuses = Counter(session.status for session in without)
+    named = ", ".join(f"{number} {status}" for status, number in statuses.most_common())
+    console = plain_console()
+    console.print(f"{len(without)} of {len(last)} sessions have no reward ({named})", style="bold red")
     for alike in sorted(reasons.values(), key=len, reverse=True)[:MOST_REASONS]:
-        console.print(f"  {len(alike)} of them: {alike[0]}", style="red", markup=False)
+        console.print(f"  {len(alike)} of them: {alike[0]}", style="red")
     console.print(
         f"See {run.path / 'logs'} and the recorder's log in the run. Fix the cause and rerun the same command: "
-        "it runs those that are infrastructure or unjudged.",
-        markup=False,
+        "it runs those that are infrastructure or unjudged."
     )
-    if without.total() == len(last):
+    if len(without) == len(last):
         sys.exit(1)

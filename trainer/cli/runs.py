@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Literal, TextIO, get_args
 
 import click
-from rich.console import Console
 
 import rolltap
 from rolltap.rollouts import Engines, engine_status
-from rolltap.trainer.cli.options import FOLDER, OUT, RUN, engine_option, examples, json_option, print_result
+from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, engine_option, json_option, print_result
+from rolltap.trainer.console import plain_console
 from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
 
 
-@click.command(
+@command(
     "check",
-    epilog=examples(
-        "rolltap check runs/first",
-        "rolltap check runs/first --engine http://127.0.0.1:8000 --sample 20",
-    ),
+    "rolltap check runs/first",
+    "rolltap check runs/first --engine http://127.0.0.1:8000 --sample 20",
 )
 @click.argument("run", type=FOLDER)
 @engine_option(help="URL of the vLLM server.")
@@ -66,12 +64,10 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     sys.exit(0 if report.within else 1)
 
 
-@click.command(
+@command(
     "export",
-    epilog=examples(
-        "rolltap export runs/first --to parquet --out first-parquet",
-        "rolltap export runs/first --to hub --repo me/first",
-    ),
+    "rolltap export runs/first --to parquet --out first-parquet",
+    "rolltap export runs/first --to hub --repo me/first",
 )
 @click.argument("run", type=FOLDER)
 @click.option(
@@ -93,26 +89,24 @@ def export_command(
     The Hub's token is that of `hf auth login` or HF_TOKEN. A repository that is public already is refused without
     --public. Former Parquet files and the card of the repository are replaced.
     """
-    opened, console = rolltap.open_run(run), Console(stderr=True)
+    opened, console = rolltap.open_run(run), plain_console()
     if target == "hub":
         if repo is None or out is not None:
             raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
         url = opened.push_to_hub(repo, public=public)
-        console.print(f"{run} is at {url}", markup=False, soft_wrap=True)
+        console.print(f"{run} is at {url}")
         return
     if out is None or repo is not None or public:
         raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
     records = opened.export(target, out)
-    console.print(f"{records:,} records in {out}", markup=False, soft_wrap=True)
+    console.print(f"{records:,} records in {out}")
 
 
-@click.command(
+@command(
     "inspect",
-    epilog=examples(
-        "rolltap inspect runs/first",
-        "rolltap inspect runs/first record-1a2b",
-        "rolltap inspect runs/first record-1a2b 9f",
-    ),
+    "rolltap inspect runs/first",
+    "rolltap inspect runs/first record-1a2b",
+    "rolltap inspect runs/first record-1a2b 9f",
 )
 @click.argument("run", type=FOLDER)
 @click.argument("session", required=False)
@@ -143,12 +137,10 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     return tuple(role for role in known if role in asked)
 
 
-@click.command(
+@command(
     "traces",
-    epilog=examples(
-        "rolltap traces runs/first --out first-traces",
-        "rolltap traces runs/first --json --roles agent,subagent > traces.jsonl",
-    ),
+    "rolltap traces runs/first --out first-traces",
+    "rolltap traces runs/first --json --roles agent,subagent > traces.jsonl",
 )
 @click.argument("run", type=FOLDER)
 @click.option(
@@ -191,9 +183,9 @@ def traces_command(
     totals = traces.totals(each) if out is None else traces.save(out, each)
     if ledger_file is not None:
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
-    console = Console(stderr=True)
+    console = plain_console()
     where = "" if out is None else f" in {out}"
-    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}", markup=False, soft_wrap=True)
+    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}")
     console.print(totals.ledger)
 
 
@@ -201,12 +193,10 @@ MOST_FINDINGS = 100
 """Maximum number of findings that are printed. `--json` prints all."""
 
 
-@click.command(
+@command(
     "verify",
-    epilog=examples(
-        "rolltap verify runs/first",
-        "rolltap verify runs/first --repair",
-    ),
+    "rolltap verify runs/first",
+    "rolltap verify runs/first --repair",
 )
 @click.argument("run", type=RUN)
 @click.option("--repair", is_flag=True, help="Truncate uncommitted tails and remove temporary files.")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 import rolltap
 from rolltap.errors import RankError, RolltapError
@@ -22,21 +21,19 @@ from rolltap.trainer.cli.options import (
     FILE,
     OUT,
     RUN,
+    command,
     engine_key_option,
     engine_option,
-    examples,
     json_option,
     print_result,
 )
-from rolltap.trainer.console import runs_first
+from rolltap.trainer.console import plain_console, runs_first
 
 
-@click.command(
+@command(
     "serve",
-    epilog=examples(
-        "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
-        "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
-    ),
+    "rolltap serve Qwen/Qwen3-4B --vllm ~/venvs/vllm/bin/vllm",
+    "rolltap serve models/mine --lora-rank 16 -- --gpu-memory-utilization 0.5",
 )
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -59,23 +56,21 @@ def serve_command(
         model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
     )
     with server:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print(f"vLLM serves {model} at {server.url}", style="bold", markup=False)
-        console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}", markup=False)
+        console = plain_console()
+        console.print(f"vLLM serves {model} at {server.url}", style="bold")
+        console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}")
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:
-                console.print(f"warning: {problem}", style="yellow", markup=False)
+                console.print(f"warning: {problem}", style="yellow")
         status = server.wait()
-        console.print(ending(status), style="bold red", markup=False)
+        console.print(ending(status), style="bold red")
         sys.exit(status if status >= 0 else 128 - status)
 
 
-@click.command(
+@command(
     "engine",
-    epilog=examples(
-        "rolltap engine status http://127.0.0.1:8000",
-        "rolltap engine reset http://127.0.0.1:8000",
-    ),
+    "rolltap engine status http://127.0.0.1:8000",
+    "rolltap engine reset http://127.0.0.1:8000",
 )
 @click.argument("action", type=click.Choice(["status", "reset"]))
 @click.argument("url")
@@ -95,13 +90,11 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
     sys.exit(0 if found.healthy else 1)
 
 
-@click.command(
+@command(
     "train",
-    epilog=examples(
-        "rolltap train recipe.toml --dry-run",
-        "rolltap train recipe.toml --out runs/training",
-        "rolltap train recipe.toml --out runs/offline --from runs/first",
-    ),
+    "rolltap train recipe.toml --dry-run",
+    "rolltap train recipe.toml --out runs/training",
+    "rolltap train recipe.toml --out runs/offline --from runs/first",
 )
 @click.argument("recipe", type=FILE)
 @click.option("--out", type=OUT, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
@@ -159,11 +152,11 @@ def train_command(
 
 
 def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
-    console = Console(stderr=True, soft_wrap=True, quiet=not runs_first())
+    console = plain_console(quiet=not runs_first())
     if runs:
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
-        return console.print(f"trained model: {model}", markup=False)
+        return console.print(f"trained model: {model}")
     run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
     if runs_first():
         print_result(run.summary(), as_json=False)
-    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}", markup=False)
+    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}")

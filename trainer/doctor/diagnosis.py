@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rolltap.addons.store.records import Call
 from rolltap.trainer.doctor.findings import Finding, Observed, findings, offered
+from rolltap.trainer.names import counted
 
 LAST_LINES = 12
 """Lines of the program's output that are printed."""
@@ -46,8 +47,8 @@ class Diagnosis(JupyterMixin):
     def verdict(self) -> str:
         """One sentence, or two."""
         if self.problems:
-            return f"{self.seen.program}: {self.problems} problem{'s' if self.problems > 1 else ''}."
-        captured = f"{_calls(len(self.seen.calls))} captured"
+            return f"{self.seen.program}: {counted(self.problems, 'problem')}."
+        captured = f"{counted(len(self.seen.calls), 'call')} captured"
         if not self.seen.continued:
             return f"{self.seen.program}: {captured}; continuity not tried."
         continued = f"{captured}, {len(self.seen.continued)} continued token for token"
@@ -78,7 +79,7 @@ class Diagnosis(JupyterMixin):
                 yield Text(f"    {finding.advice}")
         calls = self.seen.calls
         apis = Counter(f"{call.dialect} at {call.host}{call.path}, model {call.model or 'not named'}" for call in calls)
-        yield from (Text(f"API: {api}: {_calls(count)}") for api, count in apis.items())
+        yield from (Text(f"API: {api}: {counted(count, 'call')}") for api, count in apis.items())
         if calls:
             table = Table("call", "prompt", "role", "evidence of the role", "it calls")
             for number, call in enumerate(calls, 1):
@@ -99,7 +100,3 @@ def _call(call: Call) -> dict[str, Any]:
 def _made(call: Call) -> list[str]:
     """Return the names of the tools that a call's reply calls."""
     return [made["function"]["name"] for made in (call.parsed_reply or {}).get("tool_calls") or []]
-
-
-def _calls(count: int) -> str:
-    return "1 call" if count == 1 else f"{count} calls"

@@ -2,12 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rolltap.addons.store.records import Call, Event
 from rolltap.trainer.doctor.scripted_model import is_ending
+from rolltap.trainer.names import counted
 from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls
 
 
@@ -142,10 +143,10 @@ def _no_call(seen: Observed) -> Iterator[Finding]:
 
 def _refused(seen: Observed) -> Iterator[Finding]:
     """Requests that were refused, and images that were hidden."""
-    for text, count in _counted(f"{_request(event)} ({event.detail})" for event in seen.of("uncaptured")):
+    for text, count in Counter(f"{_request(event)} ({event.detail})" for event in seen.of("uncaptured")).most_common():
         what = "It looks like a model call, and no API of the recorder has this path."
         yield Finding("problem", f"{_times(count)} not captured: {text}. {what}", _UNCAPTURED)
-    for text, count in _counted(f"{event.host}: {event.detail}" for event in seen.tls_failures):
+    for text, count in Counter(f"{event.host}: {event.detail}" for event in seen.tls_failures).most_common():
         yield Finding("note" if seen.answered else "problem", f"{_times(count)} TLS failed. {text}", DISTRUST)
     if events := seen.of("unauthorised"):
         yield Finding(
@@ -153,17 +154,17 @@ def _refused(seen: Observed) -> Iterator[Finding]:
             f"{_times(len(events))} the program sent the proxy another user name and password than those of its URL.",
             "Its HTTP client must take them from HTTPS_PROXY (http://USER:PASSWORD@HOST:PORT).",
         )
-    for text, count in _counted(
-        f"{_request(event)}: {event.detail}" for event in seen.of("rejected", "fault", "budget")
-    ):
+    refused = Counter(f"{_request(event)}: {event.detail}" for event in seen.of("rejected", "fault", "budget"))
+    for text, count in refused.most_common():
         yield Finding(
             "problem",
             f"{_times(count)} refused. {text}",
             "The text names what was asked. Switch it off in the program's settings, or choose another of its APIs.",
         )
     if events := seen.of("hidden"):
-        calls = "1 call" if len(events) == 1 else f"{len(events)} calls"
-        yield Finding("note", f"In {calls} images became texts which say that they are not shown.")
+        yield Finding(
+            "note", f"In {counted(len(events), 'call')} images became texts which say that they are not shown."
+        )
     events = [event for event in seen.of("refused") if event.host and event not in seen.tls_failures]
     if events:
         yield Finding(
@@ -189,7 +190,8 @@ def _interrupted(seen: Observed) -> Iterator[Finding]:
 
 def _history(seen: Observed) -> Iterator[Finding]:
     """Calls that are not continued, or not trained."""
-    for reason, count in _counted(call.kind_reason or "" for call in seen.calls if call.kind == "rendered"):
+    rendered = Counter(call.kind_reason or "" for call in seen.calls if call.kind == "rendered")
+    for reason, count in rendered.most_common():
         advice = next(advice for part, advice in _RENDERED.items() if part in reason)
         yield Finding("problem", f"{_times(count)} not continued: {reason}.", advice)
     if written := [call for call in seen.calls if wrote_reply(call)]:
@@ -273,10 +275,6 @@ def _see_output(seen: Observed) -> str:
 
 def _request(event: Event) -> str:
     return f"{event.method} {event.host}{event.path}"
-
-
-def _counted(texts: Iterable[str]) -> list[tuple[str, int]]:
-    return Counter(texts).most_common()
 
 
 def _times(count: int) -> str:

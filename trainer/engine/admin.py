@@ -254,8 +254,6 @@ def _advice(path: str, response: httpx.Response) -> str:
         return "start the engine with `rolltap serve --lora-rank` of that rank or more, or set a smaller lora.r"
     if "out of vocabulary" in response.text:
         return "the engine serves a model with another tokenizer: start it with the model that run.json names"
-    if path == "/collective_rpc":
-        return "read the engine's log"
     return "see the engine's log"
 
 

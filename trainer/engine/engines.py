@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import weights
-from rolltap.trainer.engine.admin import EngineAdmin, Models, Unanswered, ask_all
+from rolltap.trainer.engine.admin import EngineAdmin, Unanswered, ask_all
+from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.engine.weights import Base, Owner, StolenError, claim, published_version
 from rolltap.trainer.names import Version
 
@@ -42,22 +43,10 @@ class Engines:
         self._owned: set[EngineAdmin] = set()
         """Engines whose register names this training."""
 
-    def require_endpoints(self) -> None:
-        """Raise `EngineError` when an engine lacks an endpoint that recording or publishing needs."""
-        self.each(EngineAdmin.require_endpoints)
-
-    def models(self) -> list[Models]:
-        """Return the models that each engine serves, in the order of the URLs."""
-        return self.each(EngineAdmin.models)
-
     def silent(self) -> list[str]:
         """Return the URLs of the engines that do not answer their health check, asked twice."""
         found = self.each(lambda engine: engine.healthy() or engine.healthy())
         return [engine.url for engine, healthy in zip(self.admins, found, strict=True) if not healthy]
-
-    def runs_on_cpu(self) -> bool:
-        """Return True when an engine runs on CPU."""
-        return any(self.each(EngineAdmin.runs_on_cpu))
 
     @contextmanager
     def claimed(self, owner: str, about: str, *, steal: bool = False) -> Iterator[None]:
@@ -112,8 +101,9 @@ class Engines:
 
         def verify(engine: EngineAdmin) -> None:
             weights.verify_base(engine, base, say)
-            if self._owner is not None and engine in self._owned:
-                weights.note_base(engine, self._owner, model)
+            if (owner := self._owner) is not None and engine in self._owned:
+                # verified: the engine's own model is the one in the folder
+                engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
 
         self.each(verify)
 
@@ -297,37 +287,25 @@ def served_weights(engines: Engines, run: Path, models: Collection[str]) -> Serv
     only where the engine's model is one of `models`, and for an adapter only where the run's `policy.json` names it.
     """
     policy = PolicyFile(run).read()
-    served = engines.models()
+    served = engines.each(engine_status)
     every: list[dict[str, str | None]] = []
-    found = []
-    for engine, there in zip(engines.admins, served, strict=True):
-        version = engine.weight_version()
+    for status in served:
         names: dict[str, str | None] = {}
-        if weights.is_base(version):  # adapters are trained on these
-            names |= _adapters(there)
-            if policy.model in there.adapters:
+        if status.version and weights.is_base(status.version):  # adapters are trained on these
+            versions = {name: published_version(name) for name in status.adapters}
+            names |= {str(version): name for name, version in versions.items() if version is not None}
+            if policy.model in status.adapters:
                 names[policy.version] = policy.model
-        words = f"the engine at {engine.url} serves"
-        for name in sorted(names):
-            words += f" {name} (an adapter),"
-        words += f" {version} (its base model, {there.root})"
-        if Version.parse(version) or any(weights.same_folder(there.root, model) for model in models):
-            names[version] = None
-        else:
-            words += f", and the run was recorded with {' and '.join(sorted(models))}"
+        is_recorded = any(weights.same_folder(status.model, model) for model in models)
+        if status.version and (is_recorded or Version.parse(status.version)):
+            names[status.version] = None
         every.append(names)
-        found.append(words)
     common = {version: name for version, name in every[0].items() if all(version in names for names in every)}
-    return Served(common, served[0].root, min(there.max_model_len for there in served), "; ".join(found))
+    found = [*map(str, served), f"the run was recorded with {' and '.join(sorted(models)) or 'no named model'}"]
+    return Served(common, served[0].model, min(status.max_model_len for status in served), "; ".join(found))
 
 
 def recorded_models(metadata: Mapping[str, Any]) -> set[str]:
     """Return the models of a run's `run.json`: the recorder's, and those of its engines."""
     engines = metadata.get("engines", {}).values()
     return {str(model) for model in (metadata.get("model"), *(engine.get("model") for engine in engines)) if model}
-
-
-def _adapters(models: Models) -> dict[str, str]:
-    """Return version -> name of the adapters that trainings published."""
-    versions = {name: published_version(name) for name in models.adapters}
-    return {str(version): name for name, version in versions.items() if version is not None}

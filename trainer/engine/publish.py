@@ -35,7 +35,7 @@ class CheckpointPublisher:
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
-        if model.config.tie_word_embeddings and self._engines.runs_on_cpu():
+        if model.config.tie_word_embeddings and any(self._engines.each(lambda engine: engine.runs_on_cpu())):
             raise InputError(
                 "the model ties its input and output embeddings, and vLLM on CPU keeps the old output embeddings on a "
                 "reload: untie them before the engine is started (tie_word_embeddings=false and a saved lm_head), or "

@@ -105,20 +105,19 @@ def engine_command(
     command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]
     # a small model may sample unlimited whitespace where JSON allows it
     command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    if max_model_len is not None:
-        command += ["--max-model-len", str(max_model_len)]
+    length = max_model_len or (16384 if cpu else None)
+    if length is not None:
+        command += ["--max-model-len", str(length)]
     if lora_rank:
         # in memory: those of a recipe's `adapters`, the next one and another training's; a batch has two of them
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "8"]
     if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
     if cpu:
-        length = max_model_len or 16384
         # the KV cache size is required on CPU
         command += ["--dtype", has.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
         # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent layers need chunks
         command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
-        command += ["--max-model-len", str(length)]
         command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
     return command
 

@@ -90,11 +90,6 @@ def release(engine: EngineAdmin, owner: Owner) -> None:
     engine.register("DELETE", owner=owner.run)
 
 
-def note_base(engine: EngineAdmin, owner: Owner, model: Path) -> None:
-    """Note that the owner has verified that the engine's own model is the one in a folder. Raises `EngineError`."""
-    engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
-
-
 LOADED = "default"
 """The version that vLLM reports for the weights that it loaded when it started."""
 

@@ -49,17 +49,6 @@ def kernels(model_type: str) -> dict[str, bool]:
     return {_PACKAGES.get(module, module.replace("_", "-")): _importable(module) for module in modules}
 
 
-def fallback_warning(model_type: str) -> str | None:
-    """Return a line about the kernels that are missing here and their remedy; None when nothing falls back."""
-    missing = [package for package, there in kernels(model_type).items() if not there]
-    if not missing:
-        return None
-    return (
-        f"{' and '.join(missing)} cannot be imported: these layers of {model_type} run in PyTorch, which is slow on a "
-        f"GPU; {INSTALL}"
-    )
-
-
 def _importable(module: str) -> bool:
     try:
         importlib.import_module(module)

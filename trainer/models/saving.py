@@ -81,15 +81,6 @@ class NamedWeights:
         return self._cached[1][name].detach().contiguous()
 
 
-def stored_module(model: PreTrainedModel, module: str, weight: torch.Size, base: StoredWeights) -> str:
-    """Return the base checkpoint's name of a linear layer of `model`, whose weight has this shape.
-
-    Raises `InputError` when the base has no such layer: transformers has made the model's layer of several.
-    """
-    (name,) = _stored_shapes(model, {f"{module}.weight": weight}, base)
-    return name.removesuffix(".weight")
-
-
 def _written_once(weights: MergedWeights, base: StoredWeights) -> set[str]:
     """Return further names of weights that have several, where the base has only one of them: tied embeddings."""
     left_out: set[str] = set()
@@ -216,6 +207,10 @@ def _by_name(pattern: Mapping[str, float], modules: Mapping[str, str]) -> dict[s
 
 
 def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> str:
+    """Return the base checkpoint's name of a linear layer.
+
+    Raises `InputError` when the base has no such layer: transformers has made the model's layer of several.
+    """
     try:
         layer = model.get_submodule(module).get_base_layer()
         shape = layer.weight.shape
@@ -224,7 +219,8 @@ def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> st
             f"the adapter changes {module}, which is not one linear layer with a LoRA adapter, and engines take "
             "no other ones: correct target_modules, target_parameters and modules_to_save, or publish checkpoints"
         ) from error
-    return stored_module(model, module, shape, base)
+    (name,) = _stored_shapes(model, {f"{module}.weight": shape}, base)
+    return name.removesuffix(".weight")
 
 
 def _changed(model: PreTrainedModel | PeftModel, base: Path) -> tuple[NamedWeights, StoredWeights]:

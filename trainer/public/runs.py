@@ -1,6 +1,5 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -66,7 +65,9 @@ class RunTraces:
     def totals(self, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
         """Count sessions, calls, traces, rewards and tokens. `each` is called with every trace."""
         totals = Totals()
-        deque(self._counted(totals, each, progress), maxlen=0)
+        for traced in self._told(each, progress):
+            totals.add(traced)
+        totals.ledger.check()
         return totals
 
     def save(self, out: str | Path, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
@@ -77,17 +78,14 @@ class RunTraces:
         # datasets takes a second to import
         from rolltap.trainer.runs.exports.parquet import save_traces
 
-        sessions = self._counted(Totals(), each, progress)
-        return save_traces(self._run, sessions, Path(out), self._options)
+        return save_traces(self._run, self._told(each, progress), Path(out), self._options)
 
-    def _counted(self, totals: Totals, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
+    def _told(self, each: Callable[[Trace], None] | None, progress: bool) -> Iterator[TracedSession]:
         for traced in self.by_session(progress=progress):
-            totals.add(traced)
             if each is not None:
                 for trace in traced.traces:
                     each(trace)
             yield traced
-        totals.ledger.check()
 
 
 class Run:

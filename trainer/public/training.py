@@ -5,11 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.runs import Run
-from rolltap.trainer.console import runs_first
+from rolltap.trainer.console import plain_console, runs_first
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.build import require_collection
@@ -41,7 +39,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     with _importing():
         from rolltap.trainer.training import loop
     settings = loop.join_processes(read)
-    title, console = _title(Path(recipe), seed), Console(stderr=True, quiet=not runs_first())
+    title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
     loop.train(settings, engine=engine, run=out, title=title, seed=seed, console=console, steal=steal)
     return Run(out)
 
@@ -69,7 +67,7 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     with _importing():
         from rolltap.trainer.training import loop, offline
     settings = loop.join_processes(read)
-    title, console = _title(Path(recipe), seed), Console(stderr=True, quiet=not runs_first())
+    title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
     folders = [Path(run) for run in runs]
     offline.train(settings, folders, out=out, title=title, seed=seed, console=console)
     return out / FINISHED

@@ -26,6 +26,7 @@ from typing import Self
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.rows import printable
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
@@ -233,10 +234,8 @@ async def _play(stage: Stage, session: Session, task: Task, tell: Callable[[str]
 
 def _last_line(log: Path) -> str:
     """Return the end of a program's output, for a message; empty without output."""
-    lines = read_end(log, 4096).split("\n") if log.exists() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    last = "".join(letter if letter.isprintable() else " " for letter in last)
-    return f", and ends with: {last[:300]}" if last else ""
+    last = read_end(log, 4096).strip().rpartition("\n")[2].strip() if log.exists() else ""
+    return f", and ends with: {printable(last, 300)}" if last else ""
 
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:

@@ -7,18 +7,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-from rich.console import Console
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
-from rolltap.trainer.console import Advance, watched
+from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
@@ -138,13 +135,12 @@ async def roll_out(
     """
     config, recorder = worker.config, worker.recorder
     fitting = await asyncio.to_thread(worker.fit, tasks)
-    console = Console(stderr=True, quiet=not progress, soft_wrap=True, highlight=False)
-    say = partial(console.print, markup=False)
-    weights = await asyncio.to_thread(check_engines, recorder.engine, recorder.path, say)
+    console = plain_console(quiet=not progress)
+    weights = await asyncio.to_thread(check_engines, recorder.engine, recorder.path, console.print)
     async with worker:
         weights = f"{weights},{PolicyFile(recorder.path).read().version}"
         if any(task.build for task in fitting):
-            say(f"building the images of tasks; {recorder.path / 'logs'} has the output")
+            console.print(f"building the images of tasks; {recorder.path / 'logs'} has the output")
         fitting = await worker.build(fitting)
         recorded = Recorded(load_sessions(recorder.path).values())
         keys = await keys_of(fitting, worker.stage, weights)
@@ -155,7 +151,7 @@ async def roll_out(
         ]
         missing = [recorded.missing(group) for group in groups]
         for line in resume_lines(recorder.path, recorded, groups, missing, further=new_groups):
-            say(line)
+            console.print(line)
         with watched(Engines(recorder.engine).silent, console) as advance:
             await worker.run(missing, advance=advance)
     ended = Recorded(load_sessions(recorder.path).values())

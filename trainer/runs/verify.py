@@ -196,7 +196,7 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
             yield Finding(
                 "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
             )
-    for path in kept_cuts(run):
+    for path in sorted(run.glob("[!.]*.arrow.cut-*")):  # appending one to its segment undoes the cut
         what = f"has {path.stat().st_size} bytes that a repair cut off: no reader reads them"
         yield Finding("notice", path.name, what, "remove it when no call is missing")
 
@@ -358,7 +358,7 @@ def _is_alive(pid: int) -> bool:
 def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
     """Truncate the uncommitted tail of a segment, and yield a sentence. A locked segment is left as it is.
 
-    The tail is kept in a file beside the segment (`kept_cuts`), unless it is all zeros.
+    The tail is kept in a file beside the segment, unless it is all zeros.
     """
     with locked(path, os.O_RDWR) as descriptor:
         if descriptor is None:
@@ -373,11 +373,6 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
             os.fsync(descriptor)
             where = f", and are in {kept.name}" if kept else ""
             yield f"{path.name}: the last {reader.uncommitted} bytes were truncated: not a committed message{where}"
-
-
-def kept_cuts(run: Path) -> list[Path]:
-    """Return the files with what repairs cut off. Appending one to its segment undoes the cut."""
-    return sorted(run.glob("[!.]*.arrow.cut-*"))
 
 
 def _keep(path: Path, start: int) -> Path:

@@ -27,7 +27,7 @@ counted beside it: `CachedPrompts`.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from rich.jupyter import JupyterMixin
@@ -137,12 +137,7 @@ class CachedPrompts:
     cached_tokens: int = 0
 
     def __add__(self, other: "CachedPrompts") -> "CachedPrompts":
-        return CachedPrompts(
-            calls=self.calls + other.calls,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            known_tokens=self.known_tokens + other.known_tokens,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-        )
+        return CachedPrompts(**{name: number + getattr(other, name) for name, number in asdict(self).items()})
 
     @property
     def share(self) -> float | None:

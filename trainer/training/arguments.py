@@ -91,12 +91,8 @@ def _whole(checkpoint: Path) -> bool:
     return True
 
 
-_EXTRAS = {
-    "tensorboard": integrations.is_tensorboard_available,
-    "trackio": integrations.is_trackio_available,
-    "wandb": integrations.is_wandb_available,
-}
-"""Reporters that are extras of this package -> whether they are installed."""
+_EXTRAS = ("tensorboard", "trackio", "wandb")
+"""Reporters that are extras of this package."""
 
 
 def check_report_to(value: Any) -> None:
@@ -115,14 +111,10 @@ def check_report_to(value: Any) -> None:
             raise InputError(
                 f"grpo.report_to = {value!r}: there is no reporter {name!r}; choose from {choices}, or 'none' alone"
             )
-        if name in _EXTRAS:
-            if not _EXTRAS[name]():
-                raise InputError(f"grpo.report_to = {name!r}: it is not installed: pip install '.[{name}]'")
-        elif name not in integrations.get_available_reporting_integrations():
-            raise InputError(
-                f"grpo.report_to = {name!r}: it is not installed or not configured; transformers' documentation of "
-                "callbacks says what it needs"
-            )
+        if name not in integrations.get_available_reporting_integrations():
+            what = "it is not installed or not configured; transformers' documentation of callbacks says what it needs"
+            what = f"it is not installed: pip install '.[{name}]'" if name in _EXTRAS else what
+            raise InputError(f"grpo.report_to = {name!r}: {what}")
 
 
 _OPTIMIZER = ("optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")

@@ -14,13 +14,14 @@ from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import processes_started
+from rolltap.trainer.models.loading import load_tokenizer
+from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
@@ -81,12 +82,8 @@ class Skipped:
         parts = []
         for rewarded, kind in kinds.items():
             if sizes := [sessions for sessions, any_reward in self.groups.values() if any_reward == rewarded]:
-                parts.append(f"{_count(len(sizes), 'group')} {kind} ({_count(sum(sizes), 'session')})")
+                parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
         return f"{', '.join(parts)}; tokens {self.ledger}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' if number != 1 else ''}"
 
 
 def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
@@ -105,7 +102,7 @@ def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: 
         sessions = sum(len(group.session_ids) for group in groups)
         console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
         if (skipped := source.skipped()).groups:
-            console.print(f"not trained: {skipped}", highlight=False)
+            console.print(f"not trained: {skipped}")
 
     with ExitStack() as stack:
         on_main(claim)
@@ -158,12 +155,10 @@ class RecordedTraces:
         batch = TraceBatch()
         for row in rows:
             part = self._load(self._groups[row["group"]])
-            batch = TraceBatch(
-                traces=batch.traces + part.traces,
-                rewards=batch.rewards | part.rewards,
-                unrewarded=batch.unrewarded | part.unrewarded,
-                ledger=batch.ledger + part.ledger,
-            )
+            batch.traces += part.traces
+            batch.rewards |= part.rewards
+            batch.unrewarded |= part.unrewarded
+            batch.ledger += part.ledger
         return batch
 
     def skipped(self) -> Skipped:
@@ -218,11 +213,9 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
         rewarded += len(rewards)
         for group_id in sorted(rewards):
             if rewards_differ(rewards[group_id].values()):
-                first, *others = sorted(rewards[group_id])
+                ids, given = zip(*sorted(rewards[group_id].items()), strict=True)
                 without = tuple(sorted(unrewarded[group_id]))
-                ids = (first, *others)
-                given = tuple(rewards[group_id][name] for name in ids)
-                groups.append(RecordedGroup(number, group_id, ids, without, sessions[first].task_id, given))
+                groups.append(RecordedGroup(number, group_id, ids, without, sessions[ids[0]].task_id, given))
     if not groups:
         where = ", ".join(map(str, runs))
         why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"
@@ -233,10 +226,7 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
 def _require_tokenizer(run: Path, model: Path) -> None:
     """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it names them."""
     metadata = read_metadata(run)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot load a tokenizer from the recipe's model {model}: {error}") from error
+    tokenizer = load_tokenizer(model)
     for name, digest in tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template).items():
         if metadata.get(name, digest) != digest:
             what = name.removesuffix("_sha256").replace("_", " ")

@@ -128,7 +128,7 @@ class OnlineTraces:
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
         if recipe.publish == "nccl":
             require_transfer()
-        self._engines.require_endpoints()
+        self._engines.each(lambda engine: engine.require_endpoints())
         tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks
@@ -285,23 +285,22 @@ class OnlineTraces:
         try:
             report = check_sessions(self._run, urls, names, sample=CHECKED_CALLS)
         except EngineError as error:
-            return self._say(f"warning: no call of the first step was checked: {error}")
+            return self._console.print(f"warning: no call of the first step was checked: {error}")
         if isinstance(report, str):
-            return self._say(f"warning: no call of the first step could be checked: {report}")
+            return self._console.print(f"warning: no call of the first step could be checked: {report}")
         tokens = sum(row.tokens for row in report.rows)
         mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
         calls = sum(row.calls for row in report.rows)
-        self._say(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
+        self._console.print(
+            f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
+        )
         worst = max(report.rows, key=lambda row: row.mean_difference)
         if not worst.within:
-            self._say(
+            self._console.print(
                 f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
                 f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
                 f"`rolltap check {self._run}`"
             )
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _load(self, sessions: Sequence[Session], version: Version) -> TraceBatch:
         """Return the batch of sessions, in their order.
@@ -339,11 +338,11 @@ class OnlineTraces:
             raise EngineError(
                 f"{what}; nothing else is left to train: start the training again, which goes on from here"
             )
-        self._say(f"warning: {what}; they are kept, and not trained")
+        self._console.print(f"warning: {what}; they are kept, and not trained")
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
-        self._say(
+        self._console.print(
             f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
             f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s"
         )

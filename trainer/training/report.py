@@ -227,7 +227,7 @@ class StepLines(TrainerCallback):
         """Print the line of a step."""
         if state.is_world_process_zero and _of_a_step(logs):
             line = step_line(state.global_step, state.max_steps, logs)
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line, markup=True)
 
 
 def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:

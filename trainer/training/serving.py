@@ -85,12 +85,8 @@ class Serving:
         Call it before a checkpoint is loaded. An engine that was left paused, or serves other weights, gets them again,
         as `version`. Adapters of ended trainings are unloaded. Raises `EngineError`.
         """
-
-        def say(line: str) -> None:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
         own = trainer.score(self._ids, base=True)
-        self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, say)
+        self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, console.print)
         self.engines.unload_ended(version.partition(".")[0])
 
     def publish(self, trainer: TraceGRPOTrainer, version: str) -> None:

@@ -110,7 +110,7 @@ NOT_VLLM = r"it is not vLLM 0\.32"
             methodcaller("reload_weights", Path("/a")),
             "/collective_rpc",
             (500, "boom"),
-            "500 boom; read the engine.s log",
+            "500 boom; see the engine.s log",
         ),
     ],
 )

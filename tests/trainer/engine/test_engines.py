@@ -65,12 +65,12 @@ def test_a_list_of_engines_names_each_once(urls):
 def test_engines_are_given_as_a_sequence_or_with_commas(pair, engines):
     given = Engines(f"{pair[0].url}/, {pair[1].url}")
     assert [engine.url for engine in given.admins] == [engine.url for engine in engines.admins]
-    assert [models.base for models in given.models()] == ["tiny", "tiny"]
-    given.require_endpoints()
+    assert [models.base for models in given.each(admin.EngineAdmin.models)] == ["tiny", "tiny"]
+    given.each(admin.EngineAdmin.require_endpoints)
     for each in pair:
         each.refuses["/v1/models"] = -1
     with pytest.raises(EngineError) as raised:
-        engines.models()
+        engines.each(admin.EngineAdmin.models)
     assert all(f"GET {each.url}/v1/models: 500" in str(raised.value) for each in pair)
 
 

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.trainer.engine import publish
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from tests.trainer.engine.acting import acting, agreed
@@ -154,7 +155,7 @@ class TestCheckpoints:
             assert policy()["version"] == version(0)
             raise EngineError("no agreement")
 
-        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: False)
         publisher = start("checkpoint")
         publisher.publish(tiny_model(), version(0), agreed)
         pair[1].refuses |= {step: 1}
@@ -180,7 +181,7 @@ class TestCheckpoints:
         assert f"{pair[0].url}: the adapter judge was unloaded: it was made for other weights" in caplog.text
 
     def test_when_the_first_publication_is_refused_all_serve_the_base_model(self, pair, start, tmp_path, monkeypatch):
-        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: False)
+        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: False)
         pair[0].refuses["/collective_rpc"] = 1
         with pytest.raises(EngineError, match=rf"all engines serve the weights {version(0, attempt=4)}"):
             start("checkpoint").publish(tiny_model(), version(9, attempt=4), agreed)
@@ -215,7 +216,7 @@ class TestCheckpoints:
     def test_tied_embeddings_are_refused_where_the_engine_would_keep_the_old_ones(self, pair, start, monkeypatch):
         model = tiny_model()
         model.config.tie_word_embeddings = True
-        monkeypatch.setattr(Engines, "runs_on_cpu", lambda engines: True)
+        monkeypatch.setattr(EngineAdmin, "runs_on_cpu", lambda engine: True)
         with pytest.raises(InputError, match=r"untie them before the engine is started .* or publish LoRA adapters"):
             start("checkpoint").publish(model, version(1), agreed)
         with pytest.raises(InputError, match="train with a peft_config, or publish checkpoints"):

@@ -89,6 +89,9 @@ class FolderEngine:
     def require_endpoints(self) -> None:
         """Do nothing."""
 
+    def healthy(self) -> bool:
+        return True
+
     def dtype(self) -> None:
         return None
 

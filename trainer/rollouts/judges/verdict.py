@@ -47,10 +47,10 @@ class UnjudgedError(Exception):
     missing, words that are no reward: a judge that has a verdict on the untouched start was broken by them.
     """
 
-    def __init__(self, reason: str, *, broke: bool = True, evidence: dict[str, Any] | None = None) -> None:
+    def __init__(self, reason: str, *, broke: bool = True) -> None:
         super().__init__(reason)
         self.broke = broke
-        self.evidence = evidence or {}
+        self.evidence: dict[str, Any] = {}
 
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")

@@ -104,14 +104,9 @@ class ApptainerRuntime(HidingRuntime):
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[EngineBox]:
-        """Yield an instance. Raises `InputError` without an image, and `OSError` when Apptainer fails."""
+        """Yield an instance. Raises `InputError` for an image that is not here, and `OSError` when Apptainer fails."""
         self.check()
-        if spec.image is None:
-            raise InputError(
-                f"{spec.name} has no image, and the runtime apptainer needs one: set `image` of its task to a SIF "
-                "file, a root folder or an image's name, or choose the runtime sandbox"
-            )
-        if spec.image.startswith("/") and not Path(spec.image).exists():
+        if str(spec.image).startswith("/") and not Path(str(spec.image)).exists():
             raise InputError(f"there is no image {spec.image} on this machine")
         async with EngineBox(self, ApptainerEngine(), spec, f"rolltap-{self.id}-{spec.name}").alive() as box:
             yield box

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.rows import printable
 from rolltap.trainer.rollouts.runtimes.engine_box import call
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.tasks.content import content_digest
@@ -35,6 +36,5 @@ async def build_image(engine: Sequence[str], image: str, build: Build, log: Path
     ended = await run_supervised(command, cwd=log.parent, env=os.environ, timeout=build.timeout, log=log)
     if ended.status != 0:
         how = f"does not end within {build.timeout:g} s" if ended.stopped else f"ends with status {ended.status}"
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()[-300:]
-        shown = "".join(letter if letter.isprintable() else " " for letter in last)
-        raise InputError(f"its image cannot be built: the build of {build.folder} {how}: {shown} (see {log})")
+        last = printable(log.read_text(errors="replace").strip().rpartition("\n")[2].strip())
+        raise InputError(f"its image cannot be built: the build of {build.folder} {how}: {last} (see {log})")

@@ -11,11 +11,6 @@ from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 
-RUNTIMES = ("process", "sandbox", "container", "apptainer")
-"""Names of the runtimes."""
-ENGINES = ("podman", "docker")
-"""Programs that the runtime `container` can use."""
-
 
 def make_runtime(
     name: str,
@@ -25,15 +20,13 @@ def make_runtime(
     container_arguments: Sequence[str] = (),
     build: bool = False,
 ) -> Runtime:
-    """Return a runtime. `Runtime.check` says whether it works here.
+    """Return a runtime. `Runtime.check` says whether it works here. `RolloutConfig` has checked the names.
 
     `tools` are folders of this machine that boxes have read-only, under the same path. `container_engine` is `podman`
     or `docker`; by default the first that is installed. `container_arguments` stand between the engine's name and its
     commands. `build` lets the runtime `container` build images of tasks. Raises `InputError` for a setting that is
     wrong, or that the runtime does not have.
     """
-    if name not in RUNTIMES:
-        raise InputError(f'runtime = "{name}" is not known: write one of {", ".join(RUNTIMES)}')
     if name == "process" and tools:
         raise InputError(
             f'tools = {[str(tool) for tool in tools]} has no meaning with runtime = "process", which sees all folders: '
@@ -52,9 +45,7 @@ def make_runtime(
     if name == "apptainer":
         return ApptainerRuntime(tools=folders)
     if container_engine is None:
-        container_engine = next((engine for engine in ENGINES if shutil.which(engine)), ENGINES[0])
-    if container_engine not in ENGINES:
-        raise InputError(f'container_engine = "{container_engine}" is not known: write one of {", ".join(ENGINES)}')
+        container_engine = next(filter(shutil.which, ("podman", "docker")), "podman")
     return ContainerRuntime(container_engine, container_arguments, tools=folders, build=build)
 
 

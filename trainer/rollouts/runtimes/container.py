@@ -317,15 +317,10 @@ class ContainerRuntime(HidingRuntime):
 
     @asynccontextmanager
     async def box(self, spec: BoxSpec) -> AsyncIterator[EngineBox]:
-        """Yield a container. Raises `InputError` without an image, and `OSError` when the engine fails."""
-        if spec.image is None:
-            raise InputError(
-                f"{spec.name} has no image, and the runtime container needs one: set `image` of its task to an image's "
-                "name or a root folder, or choose the runtime sandbox"
-            )
+        """Yield a container. Raises `InputError` for an image that is not here, and `OSError` when the engine fails."""
         for tool in self.tools:
             require_narrow(tool, spec.workspace)
-        engine = await asyncio.to_thread(self._ready, spec.image, spec.workspace)
+        engine = await asyncio.to_thread(self._ready, str(spec.image), spec.workspace)
         async with EngineBox(self, engine, spec, f"rolltap-{self.id}-{spec.name}").alive() as box:
             yield box
 

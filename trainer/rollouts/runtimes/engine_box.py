@@ -29,7 +29,6 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
     Ended,
     HidingRuntime,
     Mount,
-    StopReason,
     remove_folder,
 )
 from rolltap.trainer.rollouts.runtimes.supervised import Output, Supervised, start, written_to
@@ -252,7 +251,9 @@ class EngineBox:
             start_new_session=True,
         )
         killed_before = out_of_memory_kills(self._pid)
-        ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(self._exceeded(log))
+        folders = [*self._spec.written(), log, *written_folders(self._pid)]
+        over = exceeded(self._spec.limits, partial(processes_in, self._pid), folders)
+        ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(over)
         try:
             await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
@@ -264,11 +265,6 @@ class EngineBox:
             if not ending.done():
                 await self.settle()
                 await wait_for_end(ending)
-
-    async def _exceeded(self, log: Path) -> StopReason:
-        """Return the first limit that the box exceeds."""
-        folders = [*self._spec.written(), log, *written_folders(self._pid)]
-        return await exceeded(self._spec.limits, partial(processes_in, self._pid), folders)
 
     async def settle(self) -> None:
         """Kill all processes of the box. The next program starts it again, with its files."""

@@ -95,6 +95,7 @@ def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options
         for traced in sessions:
             totals.add(traced)
             spool.add(map(Trace.to_json, traced.traces))
+        totals.ledger.check()
         dataset, shards = spool.dataset()
         dataset.save_to_disk(folder, num_shards=shards)
         dataset_card(run, options, totals).save(folder / "README.md")

@@ -134,9 +134,8 @@ class CallView(JupyterMixin):
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values, the columns that hold JSON parsed."""
         call = asdict(self.call) | {"prompt_ids": list(self.call.prompt_ids)}
-        for name in ("sampling", "reply"):
+        for name in ("sampling", "reply", "tools"):
             call[name] = json.loads(call[name]) if call[name] is not None else None
-        call["tools"] = json.loads(self.call.tools) if self.call.tools is not None else None
         call["messages"] = self.messages
         difference = self.difference and asdict(self.difference)
         shown = {"call": call, "left_out": self.left_out, "difference": difference}
@@ -205,9 +204,8 @@ def view_call(run: Path, session: str, prefix: str) -> CallView:
     recorded = find_session(run, session)
     calls = {call.call_id: call for call in recorded.calls}
     call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
-    tools = None
-    if call.tools is not None:
-        tools = [str(tool.get("function", tool).get("name")) for tool in json.loads(call.tools)]
+    given = call.parsed_tools
+    tools = None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
     left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
     difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
     return CallView(call, call.parsed_messages, tools, left_out, difference, run)

@@ -3,12 +3,14 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Literal
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import GroupReward
 
+GROUP = attrgetter("group_id")
 Scale = Literal["group", "batch", "none"]
 
 EPSILON = 1e-4
@@ -40,7 +42,7 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     for session, labelled in rewards.items():
         if not math.isfinite(labelled.reward):
             raise InputError(f"session {session} has the reward {labelled.reward}: it must be a finite number")
-    groups = _groups(rewards)
+    groups = rewards_by(GROUP, rewards.values())
     means = {group: statistics.mean(values) for group, values in groups.items()}
 
     if scale == "group":
@@ -57,16 +59,17 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     }
 
 
-def mean_group_std(rewards: Mapping[str, GroupReward]) -> float:
+def mean_group_std(groups: Collection[list[float]]) -> float:
     """Return the mean over groups of the standard deviation of rewards (Bessel's correction; 0.0 for one session)."""
-    return statistics.mean(map(_std, _groups(rewards).values()))
+    return statistics.mean(map(_std, groups))
 
 
-def _groups(rewards: Mapping[str, GroupReward]) -> dict[str, list[float]]:
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for labelled in rewards.values():
-        groups[labelled.group_id].append(labelled.reward)
-    return groups
+def rewards_by(label: Callable[[GroupReward], str], rewards: Iterable[GroupReward]) -> dict[str, list[float]]:
+    """Return label -> the rewards that have it, in their order."""
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for labelled in rewards:
+        parts[label(labelled)].append(labelled.reward)
+    return parts
 
 
 def _std(values: list[float]) -> float:

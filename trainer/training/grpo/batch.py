@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from torch import Tensor
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
 from rolltap.trainer.training.forward.forest import Row, own_tokens
-from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.training.grpo.advantages import GROUP, rewards_by, rewards_differ
 from rolltap.trainer.training.grpo.metrics import KINDS
 
 Normalise = Literal["tokens", "sessions", "constant"]
@@ -50,9 +50,7 @@ def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shu
 
 def groups_without_signal(rewards: Mapping[str, GroupReward]) -> set[str]:
     """Return the ids of the groups whose rewards do not differ (`rewards_differ`)."""
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for labelled in rewards.values():
-        groups[labelled.group_id].append(labelled.reward)
+    groups = rewards_by(GROUP, rewards.values())
     return {group for group, values in groups.items() if not rewards_differ(values)}
 
 

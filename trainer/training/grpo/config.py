@@ -7,7 +7,7 @@ refused unless it has its default. The checks refuse a model, or Accelerate's se
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -179,8 +179,8 @@ class TraceGRPOConfig(GRPOConfig):
                 f"{self.gradient_accumulation_steps}: one step must train one generation batch, or the loss is not the "
                 "mean over the batch's tokens; leave steps_per_generation unset"
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+        for name in ("forward", "normalise", "mismatch"):
+            if getattr(self, name) not in (choices := get_args(TraceGRPOConfig.__annotations__[name])):
                 raise InputError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         if any(part in str(self.optim) for part in STEPPING):
             raise InputError(f"optim={self.optim!r} steps inside the backward pass: choose another optimizer")
@@ -216,11 +216,6 @@ def _default(declared: Field[Any]) -> Any:
 
 _OURS = {declared.name for declared in fields(TraceGRPOConfig)} - {declared.name for declared in fields(GRPOConfig)}
 _SIZES = ("tokens_per_segment", "memory_gib", "offload_states")
-_CHOICES = {
-    "forward": ("segments", "padded"),
-    "normalise": ("tokens", "sessions", "constant"),
-    "mismatch": ("clip", "truncate", "mask"),
-}
 
 
 def refuse_dropout(model: Any) -> None:

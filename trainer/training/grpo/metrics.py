@@ -11,7 +11,8 @@ import math
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
 
@@ -23,7 +24,7 @@ from rolltap.addons.store.records import CallKind, SessionStatus
 from rolltap.trainer.names import file_name
 from rolltap.trainer.traces.build import GroupReward, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import LeftOut, cached_shares
-from rolltap.trainer.training.grpo.advantages import mean_group_std, rewards_differ
+from rolltap.trainer.training.grpo.advantages import GROUP, mean_group_std, rewards_by, rewards_differ
 
 KINDS: tuple[CallKind, ...] = get_args(CallKind)
 """Kinds of continuity. A token has the number of its kind in this order."""
@@ -77,7 +78,7 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     are several.
     """
     rewards = list(batch.rewards.values())
-    groups = _split(rewards, lambda labelled: labelled.group_id)
+    groups = rewards_by(GROUP, rewards)
     labels: list[GroupReward | Unrewarded] = [*rewards, *batch.unrewarded.values()]
     statuses = Counter(label.status for label in labels)
     matched = Counter(rule for label in labels for rule in label.suspicions)
@@ -102,10 +103,10 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     if rewards:
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
         metrics["reward"] = fmean(labelled.reward for labelled in rewards)
-        metrics["reward_std"] = mean_group_std(batch.rewards)
+        metrics["reward_std"] = mean_group_std(groups.values())
         means = {
-            "harness": _split(rewards, lambda labelled: labelled.harness),
-            "task": _split((r for r in rewards if r.task_id in tasks), lambda labelled: labelled.task_id),
+            "harness": rewards_by(attrgetter("harness"), rewards),
+            "task": rewards_by(attrgetter("task_id"), (r for r in rewards if r.task_id in tasks)),
         }
         for label, parts in means.items():
             metrics |= {f"reward/{label}/{file_name(name)}": fmean(part) for name, part in parts.items() if name}
@@ -289,10 +290,3 @@ def peak_memory(device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _split(rewards: Iterable[GroupReward], label: Callable[[GroupReward], str]) -> dict[str, list[float]]:
-    parts: defaultdict[str, list[float]] = defaultdict(list)
-    for labelled in rewards:
-        parts[label(labelled)].append(labelled.reward)
-    return parts

@@ -11,6 +11,7 @@ with gradients of log-probabilities that are scaled so that the largest is about
 scaling loses nothing, and it follows from the pass alone: there is no state to save.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -183,7 +184,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise InputError(
                     f"the checkpoint lacks {file}: all processes must write to, and read from, storage that they share"
                 ) from error
-            found |= {places[name]: _copied(share[name]["state"]) for name in places.keys() & share.keys()}
+            for name in places.keys() & share.keys():
+                found[places[name]] = copy.deepcopy(share[name]["state"])  # the file may be overwritten
             for name in exact.keys() & share.keys():
                 if share[name]["master"] is not None:
                     exact[name].copy_(share[name]["master"])
@@ -191,11 +193,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise InputError(f"no share of the optimizer in {folder} has the parameter {lacking[0]}")
         state = {place: one for place, one in found.items() if one}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that was saved of a parameter, in memory of its own: the file may be overwritten."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _share(folder: Path, rank: int) -> Path:

@@ -149,9 +149,9 @@ class TestWeights:
         [
             ("default", None, [], ["sampled by the weights default", "the run was recorded with /models/recorded"]),
             # no names of a training: no proof on another model
-            ("1", "1", [], ["serves 1 (its base model"]),
+            ("1", "1", [], [": the weights 1; "]),
             ("1", None, ["policy-1"], ["1 other weights"]),
-            ("1a2b3c4d.1.0", "ffffffff.1.0", [], ["sampled by the weights 1a2b3c4d.1.0", "serves ffffffff.1.0"]),
+            ("1a2b3c4d.1.0", "ffffffff.1.0", [], ["sampled by the weights 1a2b3c4d.1.0", "the weights ffffffff.1.0"]),
         ],
     )
     def test_weights_of_another_model_or_training_are_named(
