@@ -8,6 +8,7 @@ import pytest
 
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.traces.build import build_traces
+from tests.deep import DEEP
 from tests.harness.play import installed, tool_call
 from tests.harness.programs import PROGRAMS
 
@@ -56,7 +57,11 @@ def greeting(name):
     return reply
 
 
-@pytest.fixture(params=Harness.names())
+SLOW = ("kilo", "openhands")
+"""Started for longest; short, `opencode` stands for the one and `mini-swe-agent` for the other."""
+
+
+@pytest.fixture(params=[name for name in Harness.names() if DEEP or name not in SLOW])
 def program(request):
     return installed(request.param)
 

@@ -12,6 +12,7 @@ from rolltap.trainer.models.saving import save_adapter, save_weights
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.deep,  # short, the loop of a Qwen3.5 compares trainer and engine
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 

@@ -20,6 +20,7 @@ from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests import tiny_checkpoints
 from tests.conftest import running_engine
+from tests.deep import cases
 from tests.trainer.training.grpo.tiny import largest_difference
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,7 +117,7 @@ def counting_engine(engine_key, tmp_path_factory):
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("publish", ["checkpoint", "lora"])
+@pytest.mark.parametrize("publish", cases(["checkpoint", "lora"]))
 def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_path, publish):
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
