@@ -219,6 +219,24 @@ async def test_a_link_in_place_of_the_folder_of_a_judges_file_is_not_applied(tmp
     assert {"run: protected", "tests: protected"} & {*evidence["refused"]}
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "file"),
+    [
+        ({"kind": "command", "command": ["sh", "check.sh"]}, "check.sh"),
+        (SHORT, "tests/test_calc.py"),
+        (NO_LISTS, "tests/test_calc.py"),
+    ],
+)
+async def test_a_folder_in_place_of_a_judges_file_is_not_applied(tmp_path, spec, file, full):
+    left = Left(tmp_path, {**START, "check.sh": "exit 1", "tests/test_units.py": "def test_nothing(): pass\n"})
+    (left.workspace / file).unlink()
+    (left.workspace / file).mkdir()
+    left.do({f"{file}/a.txt": "x"} if full else {})
+    evidence = await earns_nothing(left, spec)
+    assert f"{file}: protected" in evidence["refused"]
+
+
 async def test_a_script_that_a_command_starts_is_applied_if_paths_name_it(tmp_path):
     left = Left(tmp_path, {"solve.py": "raise SystemExit(1)"}, did={"solve.py": ""})
     spec = command_judge(sys.executable, "solve.py")

@@ -123,7 +123,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
             refused[path] = "settings"
         elif _is_theirs(path, spec):
             continue
-        elif not is_folder and (path in own or spec.paths is not None or _is_listed(path, spec)):
+        elif path in own or (not is_folder and (spec.paths is not None or _is_listed(path, spec))):
             refused[path] = "protected"
         elif path in changes.added and _is_imported_first(path, scripts, places, task.instruction):
             refused[path] = "planted"
