@@ -29,7 +29,6 @@ async def test_a_box_that_cannot_be_made_says_why_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "image", "message"),
     [
-        ("podman", {"image": None}, "set `image` of its task"),
         ("podman", {"image": "/no/such/folder"}, "/no/such/folder is no folder"),
         ("podman", {"image": "/"}, "the root folder / contains the workspace"),
         ("docker", {}, "Docker has no containers of a root folder"),
