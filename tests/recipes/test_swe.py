@@ -67,7 +67,7 @@ def with_plans(readme: str) -> str:
     return readme
 
 
-@pytest.mark.deep
+@pytest.mark.deep  # short, each recipe is planned in the next test
 def test_the_plans_of_the_readme_are_those_that_are_printed():
     assert with_plans(README.read_text()) == README.read_text()
 

@@ -16,7 +16,7 @@ def training(tmp_path):
     return Training(tmp_path)
 
 
-@pytest.mark.deep
+@pytest.mark.deep  # short, the loop trains in two processes, and the next test ends them
 def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch):
     died = training.in_two(fault="second_dies")
     assert not died.startswith("0\n")
