@@ -63,6 +63,14 @@ class RolloutConfig(BaseModel):
     """Sessions of each task. They are one group."""
     concurrency: int = Field(default=8, ge=1)
     """Maximum number of sessions that run at the same time."""
+    preparing: int = Field(default=4, ge=1)
+    """Maximum number of sessions whose workspace and box are made at the same time."""
+    preparing_timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which making them has failed. It is tried again, as `retries` says."""
+    ready: int = Field(default=4, ge=0)
+    """Maximum number of prepared sessions that wait until they may run. Each has its box and its workspace."""
+    judging: int | None = Field(default=None, ge=1)
+    """Maximum number of sessions that are judged at the same time. By default as many as run."""
     recorders: int = Field(default=1, ge=1)
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     timeout: float = Field(default=1800.0, gt=0)
@@ -130,6 +138,10 @@ class RolloutArguments(TypedDict, total=False):
     repositories: str | Path | None
     sessions: int
     concurrency: int
+    preparing: int
+    preparing_timeout: float
+    ready: int
+    judging: int | None
     recorders: int
     timeout: float
     tools: Sequence[str | Path]

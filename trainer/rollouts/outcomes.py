@@ -40,6 +40,7 @@ an unjudged session is given a reward later, it gets the status that it would ha
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus
@@ -47,6 +48,7 @@ from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.resume import place_of
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
+from rolltap.trainer.rollouts.scheduler import Phase
 
 _STOPPED: dict[StopReason, str] = {
     "memory": "stopped: its programs used more memory than the limit",
@@ -110,10 +112,13 @@ def _joined(why: str, how: str | None) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is not retried."""
+    """Counts over ended sessions, for the progress line. Of `total` places, one is done when it is not retried.
 
-    total: int
-    tasks: int = 1
+    `phases` are the numbers of sessions in each phase of the scheduler.
+    """
+
+    phases: Mapping[Phase, int] = field(default_factory=dict)
+    total: int = 0
     done: int = 0
     refusals: int = 0
     retried: int = 0
@@ -121,8 +126,7 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     rewards: float = 0.0
     """Sum of the rewards so far."""
-    phases: dict[str, str] = field(default_factory=dict)
-    """Session that runs -> what it does."""
+    _tasks: set[str] = field(default_factory=set)
     _failures: dict[str, str] = field(default_factory=dict)
     """Place -> task of the sessions that ended last and say nothing of the policy."""
 
@@ -133,7 +137,12 @@ class Tally:
         Sessions without a completed call or a judgement count too. It is 0 while all are of one task of several: what
         is wrong with that task says nothing of the others.
         """
-        return len(self._failures) if len(set(self._failures.values())) >= min(self.tasks, 2) else 0
+        return len(self._failures) if len(set(self._failures.values())) >= min(len(self._tasks), 2) else 0
+
+    def expect(self, task_id: str, sessions: int) -> None:
+        """Count sessions of a task that will be run."""
+        self.total += sessions
+        self._tasks.add(task_id)
 
     def add(self, session: Session, facts: Facts, *, again: bool) -> None:
         """Add a session that has ended. `again` is True when it is retried."""
@@ -155,7 +164,7 @@ class Tally:
         counts = [(number, str(status)) for status, number in self.statuses.most_common()]
         counts += [(self.unrewarded, "without a reward"), (self.retried, "retried")]
         counts += [(self.refusals, "events of refused requests")]
-        counts += [(number, phase) for phase, number in Counter(self.phases.values()).items()]
+        counts += [(self.phases.get(phase, 0), phase) for phase in ("preparing", "ready", "running", "judging")]
         told = ", ".join(f"{number} {what}" for number, what in counts if number)
         rewarded = self.done - self.unrewarded
         mean = f"; mean reward {self.rewards / rewarded:.3g}" if rewarded else ""

@@ -1,17 +1,22 @@
-"""Scheduling of sessions: several at a time, with retries of those that failed because of infrastructure."""
+"""Carries out what the scheduler says: sessions of groups run beside each other, and are retried and cancelled."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from types import TracebackType
+from typing import Literal, Self
 
-from rolltap.addons.concurrency import backoff
 from rolltap.addons.errors import RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
+from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.outcomes import Tally
-from rolltap.trainer.rollouts.resume import Group, next_attempt
-from rolltap.trainer.rollouts.session import Stage, run_session
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.scheduler import Scheduler, Slots
+from rolltap.trainer.rollouts.session import Stage, new_session, run_session
 
 logger = logging.getLogger(__name__)
 
@@ -19,76 +24,157 @@ PAUSE_SECONDS = 1.0
 """Pause before the first retry of a session. Each one after it is twice as long."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A group that was submitted. `ended` are its sessions so far, in the order in which they ended."""
+
+    group: Group
+    policy_version: str | None
+    result: asyncio.Future[list[Session]]
+    ended: list[Session] = field(default_factory=list)
+
+
+class Schedule:
+    """Sessions of groups that run beside each other. An async context manager.
+
+    A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
+    run at all. Every session that began to be prepared has a row.
+
+    The block is cancelled, and leaving it raises `RecorderError` when the recorder dies, and after `give_up_after`
+    consecutive infrastructure failures; `UnreadableModelError` after a call with tools of a model whose tool calls
+    cannot be read; and `OSError` when the run folder cannot be written. The sessions that still run are stopped then,
+    and have rows.
+    """
+
+    def __init__(self, stage: Stage, advance: Advance) -> None:
+        config = stage.config
+        slots = Slots(config.preparing, config.ready, config.concurrency, config.judging or config.concurrency)
+        self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
+        self._stage, self._advance = stage, advance
+        self._tally = Tally(self._scheduler.counts)
+        self._groups: dict[str, _Given] = {}
+        self._running: dict[str, tuple[Session, asyncio.Task[None]]] = {}
+        self._slots: dict[str, asyncio.Event] = {}
+        """Session that waits for a slot -> set when it has one."""
+        self._named: set[str] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._stage.runtime.warning is not None:
+            _warn_once(self._stage.runtime.warning)
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._tasks.__aexit__(kind, value, traceback)
+        except ExceptionGroup as failures:
+            # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
+            raise failures.exceptions[0] from failures
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def submit(self, group: Group, policy_version: str | None = None) -> asyncio.Future[list[Session]]:
+        """Take a group. The result are its sessions in the order in which they ended, all attempts.
+
+        `policy_version` is that of sessions without a sampled token; None stands for the published one. Other sessions
+        have the version that their calls say: see `Recorder.end`. Raises `InputError` for a task's path that cannot be
+        read.
+        """
+        if group.session_ids:
+            await self._stage.digest(group.task)
+            self._tally.expect(group.task.id, len(group.session_ids))
+        given = _Given(group, policy_version, asyncio.get_running_loop().create_future())
+        self._groups[group.group_id] = given
+        self._scheduler.submit(group.group_id, group.session_ids)
+        self._go_on()
+        return given.result
+
+    def cancel(self, name: str, why: str) -> None:
+        """Stop a session or a group, by its id. A session that has begun gets the status `cancelled`."""
+        for session, _ in self._running.values():
+            if name in (session.session_id, session.group_id):
+                session.error = why
+        self._scheduler.cancel(name)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what the scheduler says, and come back when it says so."""
+        for kind, group_id, session_id in self._scheduler.advance(time.monotonic()):
+            if kind == "prepare":
+                self._prepare(self._groups[group_id], session_id)
+            elif kind == "stop":
+                self._running[session_id][1].cancel()
+            elif kind == "close":
+                given = self._groups.pop(group_id)
+                given.result.set_result(given.ended)
+            else:
+                self._slots.pop(session_id).set()
+        self._advance(self._tally.line(), self._tally.done, self._tally.total)
+        if self._timer is not None:
+            self._timer.cancel()
+        if (due := self._scheduler.due()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._go_on)
+
+    def _prepare(self, given: _Given, session_id: str) -> None:
+        session = new_session(self._stage, given.group, session_id, given.policy_version)
+        self._running[session_id] = (session, self._tasks.create_task(self._run(session, given)))
+
+    async def _run(self, session: Session, given: _Given) -> None:
+        async def enter(phase: Literal["running", "judging"]) -> None:
+            self._slots[session.session_id] = place = asyncio.Event()
+            note = self._scheduler.prepared if phase == "running" else self._scheduler.ran
+            note(session.session_id)
+            self._go_on()
+            await place.wait()
+
+        if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
+            return  # another session gives up, and this task is about to be cancelled
+        self._stage.recorder.check()
+        facts = Facts()
+        try:
+            facts = await run_session(self._stage, session, given.group, enter)
+        except asyncio.CancelledError:
+            if not self._scheduler.is_stopped(session.session_id):
+                raise
+        finally:
+            del self._running[session.session_id]
+            self._slots.pop(session.session_id, None)
+            given.ended.append(session)
+        if facts.unreadable is not None:
+            raise UnreadableModelError(facts.unreadable)
+        self._end(session, facts)
+
+    def _end(self, session: Session, facts: Facts) -> None:
+        again = session.status == "infrastructure" and not facts.permanent
+        further = self._scheduler.ended(session.session_id, time.monotonic(), again=again)
+        self._tally.add(session, facts, again=further is not None)
+        if facts.permanent and session.task_id not in self._named:
+            self._named.add(session.task_id)
+            logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
+        self._go_on()
+        if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
+            raise RecorderError(
+                f"gave up after {self._tally.failures_in_a_row} consecutive infrastructure failures; the last, "
+                f"{session.session_id}: {session.error}. "
+                "Fix the cause and rerun: sessions that have ended are used again"
+            )
+
+
 async def run_groups(
     groups: Sequence[Group], stage: Stage, *, policy_version: str | None, advance: Advance
 ) -> list[Session]:
-    """Run the sessions of groups and record the outcome of every session, failed ones included.
+    """Run the sessions of groups. Return them group by group, in the order in which they ended, all attempts.
 
-    A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
-    run at all. `policy_version` is that of sessions without a sampled token; None stands for the published one. Other
-    sessions have the version that their calls say: see `Recorder.end`.
-
-    Returns the sessions in the order in which they ended, all attempts. Raises `RecorderError` when the recorder dies,
-    and after `give_up_after` consecutive infrastructure failures; `UnreadableModelError` after a call with tools of a
-    model whose tool calls cannot be read; `InputError` for a task's path that cannot be read, and `OSError` when the
-    run folder cannot be written. The sessions that still run are stopped then, and have rows.
+    `policy_version` is that of `Schedule.submit`. Raises as `Schedule`.
     """
-    config, recorder, runtime = stage.config, stage.recorder, stage.runtime
-    if runtime.warning is not None:
-        _warn_once(runtime.warning)
-    for group in groups:
-        if group.session_ids:
-            await stage.digest(group.task)
-    semaphore = asyncio.Semaphore(config.concurrency)
-    sessions: list[Session] = []
-    named: set[str] = set()
-    tally = Tally(sum(len(group.session_ids) for group in groups), len({g.task.id for g in groups if g.session_ids}))
-
-    async def attempt(group: Group, session_id: str, *, last: bool) -> bool:
-        """Run a session. Return True when it is to be retried."""
-        async with semaphore:
-            if tally.failures_in_a_row >= config.give_up_after:
-                return False  # another session gives up, and the task is about to be cancelled
-            recorder.check()
-
-            def tell(phase: str) -> None:
-                tally.phases[session_id] = phase
-                advance(tally.line(), tally.done, tally.total)
-
-            session, facts = await run_session(stage, group, session_id, policy_version=policy_version, tell=tell)
-            sessions.append(session)
-            del tally.phases[session_id]
-            if facts.unreadable is not None:
-                raise UnreadableModelError(facts.unreadable)
-            again = session.status == "infrastructure" and not facts.permanent and not last
-            tally.add(session, facts, again=again)
-            advance(tally.line(), tally.done, tally.total)
-            if facts.permanent and group.task.id not in named:
-                named.add(group.task.id)
-                logger.warning("no session of task %s can be run: %s", group.task.id, session.error)
-            if tally.failures_in_a_row >= config.give_up_after:
-                raise RecorderError(
-                    f"gave up after {tally.failures_in_a_row} consecutive infrastructure failures; the last, "
-                    f"{session_id}: {session.error}. Fix the cause and rerun: sessions that have ended are used again"
-                )
-            return again
-
-    async def one(group: Group, session_id: str) -> None:
-        for pause in backoff(config.retries, PAUSE_SECONDS):
-            if not await attempt(group, session_id, last=pause is None) or pause is None:
-                return
-            session_id = next_attempt(session_id)
-            await asyncio.sleep(pause)
-
-    try:
-        async with asyncio.TaskGroup() as running:
-            for group in groups:
-                for session_id in group.session_ids:
-                    running.create_task(one(group, session_id))
-    except ExceptionGroup as failures:
-        # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
-        raise failures.exceptions[0] from failures
-    return sessions
+    async with Schedule(stage, advance) as schedule:
+        results = [await schedule.submit(group, policy_version) for group in groups]
+        return [session for result in results for session in await result]
 
 
 @cache

@@ -1,13 +1,15 @@
 """The way of one session, from a copy of the task's start to its row.
 
-    begin           event `session_started`
     start           a copy of the task's start: the workspace
     box             of the runtime; the recorder is all that it reaches
+    (ready)         waits for a slot
+    begin           event `session_started`
     harness         until it ends, or is stopped
     settle          every process that it left is killed
     end calls       running calls are recorded, later ones are refused
     facts           faults, budgets and counts, from the rows
-    judge           unless there was a fault, or no completed call
+    (ran)           waits for a slot, unless there was a fault, or no completed call
+    judge
     outcome         status, reward, error
     end             the row
 
@@ -18,10 +20,11 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session, utc_now
@@ -32,10 +35,10 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.changes import AgentResult
-from rolltap.trainer.rollouts.judges.checkout import JudgeJob
+from rolltap.trainer.rollouts.judges.checkout import CheckoutAhead, JudgeJob
 from rolltap.trainer.rollouts.judges.command import judge_here, read_end
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
-from rolltap.trainer.rollouts.judges.judge import judge
+from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
 from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.provenance import Provenances
@@ -45,10 +48,12 @@ from rolltap.trainer.rollouts.runtimes.environment import CERTIFICATES, clean_en
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runtime, remove_folder
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
-from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+Enter = Callable[[Literal["running", "judging"]], Awaitable[None]]
+"""Waits for the slot of a phase, and leaves that of the phase before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,35 +99,33 @@ class Stage:
         return self.digests[task.id]
 
 
-async def run_session(
-    stage: Stage, group: Group, session_id: str, *, policy_version: str | None, tell: Callable[[str], None]
-) -> tuple[Session, Facts]:
-    """Run a session of a group and record it. Return its row, and its facts, which are empty when they are not known.
+def new_session(stage: Stage, group: Group, session_id: str, policy_version: str | None) -> Session:
+    """Return the row of a session that has not ended. `policy_version` is that of one without a sampled token."""
+    return Session(
+        session_id=session_id,
+        task_id=group.task.id,
+        group_id=group.group_id,
+        harness=stage.harness.name,
+        status="cancelled",
+        error="the rollout was stopped while it ran",
+        policy_version=policy_version,
+        preset_digest=stage.harness.digest(),
+        task_digest=stage.digests[group.task.id],
+        runtime=stage.runtime.name,
+    )
 
-    `policy_version` is that of a session without a sampled token, as in `Recorder.end`. `tell` gets each phase of it.
+
+async def run_session(stage: Stage, session: Session, group: Group, enter: Enter) -> Facts:
+    """Run a session of a group and record it. Return its facts, which are empty when they are not known.
+
+    Awaits `enter` before it begins to run, and before it is judged.
 
     Raises `RecorderError` when the recorder has died, and `RunError` and `OSError` when the run folder cannot be read
     or written. The session has its row then, if it can be written.
     """
-    recorder, harness, task = stage.recorder, stage.harness, group.task
-    session = Session(
-        session_id=session_id,
-        task_id=task.id,
-        group_id=group.group_id,
-        harness=harness.name,
-        status="cancelled",
-        error="the rollout was stopped while it ran",
-        policy_version=policy_version,
-        preset_digest=harness.digest(),
-        task_digest=stage.digests[task.id],
-        runtime=stage.runtime.name,
-    )
     facts = Facts()
-    tell("preparing")
     try:
-        (await stage.provenances.of(task.image)).set_in(session)
-        await run_to_end(recorder.begin, session, group.key)
-        facts = await _play(stage, session, task, tell)
+        facts = await _play(stage, session, group, enter)
     except (OSError, InputError) as error:
         session.status, session.error = "infrastructure", f"the session could not be run: {error}"
         facts = Facts(permanent=isinstance(error, InputError))
@@ -130,8 +133,8 @@ async def run_session(
         session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
     finally:
         session.finished_at = utc_now()
-        await run_to_end(end_session, recorder, session, task)
-    return session, facts
+        await run_to_end(end_session, stage.recorder, session, group.task)
+    return facts
 
 
 def end_session(recorder: Recorder, session: Session, task: Task | None) -> None:
@@ -180,47 +183,38 @@ def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> 
     return facts
 
 
-async def _play(stage: Stage, session: Session, task: Task, tell: Callable[[str], None]) -> Facts:
+async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> Facts:
     """Run the harness and the judge, and set the outcome in `session`."""
-    recorder, runtime = stage.recorder, stage.runtime
+    recorder, task = stage.recorder, group.task
     timeout = task.timeout or stage.config.timeout
-    logs = recorder.path / "logs"
-    logs.mkdir(exist_ok=True)
+    log = recorder.path / "logs" / f"{session.session_id}.log"
+    log.parent.mkdir(exist_ok=True)
     folder = stage.work / secrets.token_hex(4)
     made = AgentResult(folder / "workspace", folder / "home")
+    ahead: CheckoutAhead | None = None
     try:
-        made.home.mkdir(parents=True)
-        start = await stage.starts.of(task)
-        await in_folder_thread(start.copy_to, made.workspace)
-        proxy = recorder.proxy(session.session_id)
-        spec = BoxSpec(
-            name=f"rolltap-{folder.name}",
-            workspace=made.workspace,
-            workdir=task.workdir,
-            home=made.home,
-            mounts=proxy.mounts() if runtime.isolated else (),
-            image=task.image,
-            limits=task.limits,
-            proxy=proxy.address,
-        )
-        async with runtime.box(spec) as box:
-            env = _environment(stage, session.session_id, task, box)
-            log = logs / f"{session.session_id}.log"
-            tell("running")
+        async with _prepared(stage, session, task, made) as (job, box):
+            await enter("running")
+            session.started_at = utc_now()
+            await run_to_end(recorder.begin, session, group.key)
+            ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)
+            env = _environment(stage, session.session_id, task, box)
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
             except OSError as error:
                 raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
             session.exit_status = ended.status
-            tell("judging")
             await box.settle()
             await run_to_end(recorder.stop_calls, session.session_id)
             facts = await asyncio.to_thread(recorder.facts, session.session_id)
-            if facts.unreadable is not None:
-                session.error = facts.unreadable  # no session of the rollout can have a result
-                return facts
-            judged = await _judge(stage, session, task, start, made, box) if is_judged(facts) else None
+        if facts.unreadable is not None:
+            session.error = facts.unreadable  # no session of the rollout can have a result
+            return facts
+        judged = None
+        if is_judged(facts):
+            await enter("judging")
+            judged = await _judge(session, replace(job, ahead=ahead))
         result = outcome(ended, timeout, facts, judged)
         session.status, session.reward, session.error = result.status, result.reward, result.error
         if result.ended is not None:  # for a reward that somebody gives later
@@ -229,7 +223,51 @@ async def _play(stage: Stage, session: Session, task: Task, tell: Callable[[str]
             session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts
     finally:
+        if ahead is not None:
+            await ahead.close()
         await run_to_end(remove_folder, folder)
+
+
+@asynccontextmanager
+async def _prepared(
+    stage: Stage, session: Session, task: Task, made: AgentResult
+) -> AsyncIterator[tuple[JudgeJob, Box]]:
+    """Yield the box of a session, with its workspace, and what its judge will need. Raises `OSError` and `InputError`.
+
+    Making them has a time limit of its own.
+    """
+    recorder, runtime, limit = stage.recorder, stage.runtime, stage.config.preparing_timeout
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(limit):
+                (await stage.provenances.of(task.image)).set_in(session)
+                made.home.mkdir(parents=True)
+                start = await stage.starts.of(task)
+                await in_folder_thread(start.copy_to, made.workspace)
+                proxy = recorder.proxy(session.session_id)
+                spec = BoxSpec(
+                    name=f"rolltap-{made.home.parent.name}",
+                    workspace=made.workspace,
+                    workdir=task.workdir,
+                    home=made.home,
+                    mounts=proxy.mounts() if runtime.isolated else (),
+                    image=task.image,
+                    limits=task.limits,
+                    proxy=proxy.address,
+                )
+                box = await stack.enter_async_context(runtime.box(spec))
+        except TimeoutError as error:
+            raise OSError(f"it could not be prepared in {limit:g} s") from error
+        job = JudgeJob(
+            task=task,
+            start=start,
+            runtime=runtime,
+            result=made,
+            name=session.session_id,
+            logs=recorder.path / "logs",
+            engine_urls=recorder.engine.split(","),
+        )
+        yield job, box
 
 
 def _last_line(log: Path) -> str:
@@ -246,23 +284,15 @@ def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[st
     return {**clean_environment(Path(box.home), isolated=isolated), **stage.harness_env, **task.env, **recorded}
 
 
-async def _judge(stage: Stage, session: Session, task: Task, start: Start, made: AgentResult, box: Box) -> Judged:
+async def _judge(session: Session, job: JudgeJob) -> Judged:
     """Return the judgement, and set its parts and evidence in `session`.
 
     A judge that fails in a way that nobody thought of leaves the session unjudged: the cause may be what an agent made.
     `OSError` and `InputError` are raised: a fault of this machine or of the task is none of the agent's.
     """
+    assert job.result is not None
     try:
-        await in_folder_thread(open_to_owner, made.home)  # the agent may have closed it to this user
-        job = JudgeJob(
-            task=task,
-            start=start,
-            runtime=stage.runtime,
-            result=made,
-            name=session.session_id,
-            logs=stage.recorder.path / "logs",
-            engine_urls=stage.recorder.engine.split(","),
-        )
+        await in_folder_thread(open_to_owner, job.result.home)  # the agent may have closed it to this user
         judged = await judge(job)
     except (OSError, InputError):
         raise

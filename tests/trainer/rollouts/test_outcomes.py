@@ -72,13 +72,13 @@ def add(tally, status, reward=None, facts=GOOD, again=False, name="s", task="t")
 
 
 def test_the_progress_line_has_every_count():
-    tally = Tally(5)
+    tally = Tally(total=5)
     add(tally, "completed", 1.0)
     add(tally, "completed", 0.0, Facts(completed_calls=1, refusals=3))
     add(tally, "infrastructure", again=True)
     add(tally, "failed", 0.0)
     add(tally, "unjudged")
-    tally.phases = {"e": "running"}
+    tally.phases = {"running": 1}
     assert tally.line() == (
         "4 of 5 sessions: 2 completed, 1 failed, 1 unjudged, 1 without a reward, 1 retried, "
         "3 events of refused requests, 1 running; mean reward 0.333"
@@ -86,7 +86,7 @@ def test_the_progress_line_has_every_count():
 
 
 def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted_each_once():
-    tally = Tally(9)
+    tally = Tally(total=9)
     add(tally, "infrastructure", facts=GOOD, name="a")
     add(tally, "timeout", facts=Facts(), name="b")
     add(tally, "unjudged", name="c")
@@ -95,7 +95,9 @@ def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted_each_once():
     assert tally.failures_in_a_row == 3
     add(tally, "failed", 0.0, name="d")
     assert tally.failures_in_a_row == 0
-    tally = Tally(9, tasks=2)  # one of several tasks says nothing of the others
+    tally = Tally()
+    tally.expect("bad", 6)
+    tally.expect("other", 3)  # one of several tasks says nothing of the others
     for name in "abcdef":
         add(tally, "infrastructure", name=name, task="bad")
     assert tally.failures_in_a_row == 0

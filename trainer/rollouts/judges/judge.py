@@ -16,7 +16,7 @@ from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.checkout import CheckoutAhead, JudgeJob, open_checkout
 from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
@@ -113,18 +113,34 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
     A command that names pytest is judged by its report too, if it makes one on the untouched start: a test can end
     pytest with status 0.
     """
-    if isinstance(spec, CommandJudge) and spec.by_status and runs_pytest(spec):
-        fields = spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"})
+    if (by_report := _by_report(spec)) is not None:
         reports = keep is not None or "canary" in (await _judge_baseline(spec, job)).judged.evidence
         try:
-            if reports and not spec.own_paths:
-                judged = await _ask_judge(PytestJudge(**fields), job, keep)
+            if reports:
+                judged = await _ask_judge(by_report, job, keep)
                 reward = judged.reward if judged.evidence["exit_status"] == 0 else 0.0
                 return dataclasses.replace(judged, reward=reward).and_evidence(judge=spec.kind)
         except UnjudgedError:
             if keep is None:
                 raise
     return await _ask_judge(spec, job, keep)
+
+
+def _by_report(spec: Judge) -> PytestJudge | None:
+    """Return the judge that reads the report of a command's pytest, if the command names it."""
+    if not isinstance(spec, CommandJudge) or not spec.by_status or spec.own_paths or not runs_pytest(spec):
+        return None
+    return PytestJudge(**spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"}))
+
+
+def prepare_ahead(job: JudgeJob) -> CheckoutAhead | None:
+    """Begin to prepare the checkout that is probably needed first, where no agent can reach it, or return None."""
+    spec = job.task.effective_judge
+    spec = spec.judges[0].judge if isinstance(spec, SeveralJudges) else spec
+    spec = _by_report(spec) or spec
+    if not job.runtime.isolated or isinstance(spec, LLMJudge | SeveralJudges):
+        return None
+    return CheckoutAhead(job, spec)
 
 
 async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None) -> Judged:

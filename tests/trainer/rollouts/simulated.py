@@ -1,0 +1,64 @@
+"""The scheduler in virtual time: sessions whose phases take drawn times, without programs and without waiting."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rolltap.trainer.rollouts.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What a simulation saw: seconds of virtual time.
+
+    Attributes:
+        ended: Session -> its end.
+        closed: Group -> its end, in their order.
+        ran: Sum of the times in which sessions ran.
+        end: End of the last one.
+    """
+
+    ended: dict[str, float] = field(default_factory=dict)
+    closed: dict[str, float] = field(default_factory=dict)
+    ran: float = 0.0
+    end: float = 0.0
+
+
+def simulate(
+    scheduler: Scheduler, groups: Sequence[Sequence[str]], times: Callable[[str], tuple[float, float, float]]
+) -> Simulated:
+    """Run groups of sessions to their end. `times` returns the seconds to prepare, run and judge a session."""
+    seen, number, now = Simulated(), itertools.count(), 0.0
+    events: list[tuple[float, int, str, str]] = []
+    for index, group in enumerate(groups):
+        scheduler.submit(f"g{index}", group)
+    while True:
+        for kind, group_id, session_id in scheduler.advance(now):
+            if kind == "close":
+                seen.closed[group_id] = now
+                continue
+            taken = dict(zip(("prepare", "run", "judge"), times(session_id), strict=True))[kind]
+            seen.ran += taken if kind == "run" else 0.0
+            heapq.heappush(events, (now + taken, next(number), kind, session_id))
+        if not events:
+            seen.end = now
+            return seen
+        now, _, kind, session_id = heapq.heappop(events)
+        if kind == "prepare":
+            scheduler.prepared(session_id)
+        elif kind == "run":
+            scheduler.ran(session_id)
+        else:
+            scheduler.ended(session_id, now)
+            seen.ended[session_id] = now
+
+
+def long_tailed(seed: int, *, prepare: float = 0.1, judge: float = 0.1) -> Callable[[str], tuple[float, float, float]]:
+    """Return times whose median to run is 1, log-normal with sigma 1; to prepare and to judge take so much each."""
+
+    def times(session_id: str) -> tuple[float, float, float]:
+        return prepare, random.Random(f"{seed}/{session_id}").lognormvariate(0.0, 1.0), judge
+
+    return times
