@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from rolltap.addons.engine.key import authorization, key_refused, read_key
 from rolltap.addons.errors import EngineError
@@ -49,6 +50,23 @@ class Models:
     """Context window in tokens."""
     adapters: frozenset[str]
     """Names of the loaded LoRA adapters."""
+
+
+class Load(NamedTuple):
+    """The load of an engine: requests that it runs and that wait, the share of its cache that is used, and the number
+    of preemptions since its start."""
+
+    running: int
+    waiting: int
+    cache: float
+    preemptions: int
+
+
+_LOAD = (
+    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:kv_cache_usage_perc", "vllm:num_preemptions"),
+)
+"""Names of vLLM's metrics (`vllm.v1.metrics.loggers`)."""
 
 
 class EngineAdmin:
@@ -116,6 +134,21 @@ class EngineAdmin:
         served = self.weight_version()
         if served != version:
             raise EngineError(f"vLLM reports that it serves version {served!r} after {version!r} was published")
+
+    def load(self) -> Load:
+        """Return the engine's load, of all its replicas together."""
+        families = {
+            family.name: family for family in text_string_to_metric_families(self._send("GET", "/metrics").text)
+        }
+        try:
+            values = [
+                [sample.value for sample in families[name].samples if not sample.name.endswith("_created")]
+                for name in _LOAD
+            ]
+        except KeyError as error:
+            raise EngineError(f"GET {self.url}/metrics: the engine has no metric {error}") from error
+        running, waiting, cache, preemptions = values
+        return Load(int(sum(running)), int(sum(waiting)), max(cache), int(sum(preemptions)))
 
     def runs_on_cpu(self) -> bool:
         """Return True when the printed form of vLLM's model names the CPU attention backend."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import weights
-from rolltap.trainer.engine.admin import EngineAdmin, Unanswered, ask_all
+from rolltap.trainer.engine.admin import EngineAdmin, Load, Unanswered, ask_all
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.engine.weights import Base, Owner, StolenError, claim, published_version
 from rolltap.trainer.names import Version
@@ -47,6 +47,11 @@ class Engines:
         """Return the URLs of the engines that do not answer their health check, asked twice."""
         found = self.each(lambda engine: engine.healthy() or engine.healthy())
         return [engine.url for engine, healthy in zip(self.admins, found, strict=True) if not healthy]
+
+    def load(self) -> Load:
+        """Return the load of all engines together; `cache` is that of the fullest one."""
+        running, waiting, cache, preemptions = zip(*self.each(EngineAdmin.load), strict=True)
+        return Load(sum(running), sum(waiting), max(cache), sum(preemptions))
 
     @contextmanager
     def claimed(self, owner: str, about: str, *, steal: bool = False) -> Iterator[None]:

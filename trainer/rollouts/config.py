@@ -63,6 +63,8 @@ class RolloutConfig(BaseModel):
     """Sessions of each task. They are one group."""
     concurrency: int = Field(default=8, ge=1)
     """Maximum number of sessions that run at the same time."""
+    admission: Literal["fixed", "engine"] = "fixed"
+    """`engine` lets fewer sessions run while the engines' caches are full, or calls wait in their queues."""
     preparing: int = Field(default=4, ge=1)
     """Maximum number of sessions whose workspace and box are made at the same time."""
     preparing_timeout: float = Field(default=600.0, gt=0)
@@ -138,6 +140,7 @@ class RolloutArguments(TypedDict, total=False):
     repositories: str | Path | None
     sessions: int
     concurrency: int
+    admission: Literal["fixed", "engine"]
     preparing: int
     preparing_timeout: float
     ready: int

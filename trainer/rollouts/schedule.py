@@ -4,14 +4,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
 from typing import Literal, Self
 
-from rolltap.addons.errors import RecorderError, UnreadableModelError
+from rolltap.addons.errors import EngineError, RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
+from rolltap.trainer.engine.admin import Load
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.rollouts.admission import POLL_SECONDS, Admission
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group
@@ -59,16 +63,21 @@ class Schedule:
         self._named: set[str] = set()
         self._tasks = asyncio.TaskGroup()
         self._timer: asyncio.TimerHandle | None = None
+        self._admitting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._stage.runtime.warning is not None:
             _warn_once(self._stage.runtime.warning)
         await self._tasks.__aenter__()
+        if self._stage.config.admission == "engine":
+            self._admitting = self._tasks.create_task(self._admit())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._admitting is not None:
+            self._admitting.cancel()
         try:
             await self._tasks.__aexit__(kind, value, traceback)
         except ExceptionGroup as failures:
@@ -101,6 +110,20 @@ class Schedule:
                 session.error = why
         self._scheduler.cancel(name)
         self._go_on()
+
+    async def _admit(self) -> None:
+        """Let as many sessions run as the engines bear."""
+        engines, admission = Engines(self._stage.recorder.engine), Admission(self._scheduler.slots.running)
+        load: Load | None = await asyncio.to_thread(engines.load)  # one that does not tell it at all ends the rollout
+        while True:
+            counts, now = self._scheduler.counts, time.monotonic()
+            running = admission.poll(load, running=counts["running"], ended=self._tally.done, now=now)
+            self._scheduler.slots = self._scheduler.slots._replace(running=running)
+            self._go_on()
+            await asyncio.sleep(POLL_SECONDS)
+            load = None
+            with suppress(EngineError):
+                load = await asyncio.to_thread(engines.load)
 
     def _go_on(self) -> None:
         """Do what the scheduler says, and come back when it says so."""

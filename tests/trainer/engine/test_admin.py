@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import EngineError
-from rolltap.trainer.engine.admin import EngineAdmin, Models
+from rolltap.trainer.engine.admin import EngineAdmin, Load, Models
 from rolltap.trainer.training.online import typed_recipe
 from rolltap.trainer.training.recipe import Recipe
 
@@ -126,3 +126,27 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, 
 def test_an_address_without_a_server_is_an_error_that_says_what_to_do(url):
     with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"):
         EngineAdmin(url).models()
+
+
+METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 4.0
+# TYPE vllm:num_preemptions_created gauge
+vllm:num_preemptions_created{engine="0",model_name="m"} 1.7e+09
+"""
+
+
+def test_an_engine_tells_its_load_of_all_replicas_together(answering, admin):
+    answering.answers["/metrics"] = (200, METRICS)
+    assert admin.load() == Load(running=5, waiting=7, cache=0.75, preemptions=4)
+    answering.answers["/metrics"] = (200, METRICS.replace("num_requests_waiting", "something"))
+    with pytest.raises(EngineError, match="the engine has no metric 'vllm:num_requests_waiting'"):
+        admin.load()

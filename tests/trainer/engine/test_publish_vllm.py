@@ -117,6 +117,12 @@ def policy(run: Path) -> dict:
     return json.loads((run / "policy.json").read_text())
 
 
+def test_it_tells_its_load_by_the_metrics_that_are_read(engine):
+    load = EngineAdmin(engine.url).load()
+    assert (load.running, load.waiting, load.preemptions) == (0, 0, 0)
+    assert 0 <= load.cache < 1
+
+
 def test_a_published_checkpoint_is_what_the_engine_samples_from(engine, base, restored, publisher, tmp_path):
     assert_samples_like(base, generate(engine))
     publishes = publisher("checkpoint")

@@ -1,15 +1,18 @@
 import asyncio
+import re
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 
-from rolltap.addons.errors import RecorderError
+from rolltap.addons.errors import EngineError, RecorderError
+from rolltap.trainer.engine.admin import Load
+from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.schedule import Schedule, run_groups
+from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from tests.scripted_engine import Say
@@ -74,21 +77,121 @@ async def test_a_task_that_cannot_be_run_does_not_end_the_others_and_is_told_onc
 
 
 async def test_a_session_that_waits_for_its_retry_leaves_its_place_to_others(recorder, tmp_path, monkeypatch):
-    ended, go_on = [], asyncio.Event()
-
-    async def wait(_):
-        await go_on.wait()
-
-    def advance(what, done, total):
-        ended.append(done)
-        if done:
-            go_on.set()  # without the place that the first leaves, nothing would be done
-
-    monkeypatch.setattr(schedule, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": wait}))
+    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 3600.0)
     script = f"test -e {tmp_path}/tried || {{ touch {tmp_path}/tried; exit 1; }}; {ONE_CALL}"
-    stage = stage_of(recorder, tmp_path, script, retries=1, concurrency=1)
-    sessions = await run([group_of(tmp_path, 0, 1)], stage, advance)
-    assert [session.session_id for session in sessions] == [f"{tmp_path.name}-{place}" for place in ("0", "1", "0~1")]
+    stage = stage_of(recorder, tmp_path, script, retries=1, concurrency=1, preparing=1)
+    async with Schedule(stage, lambda *_: None) as running:
+        first, second = group_of(tmp_path, 0), Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"])
+        waits = await running.submit(first)
+        (ended,) = await (await running.submit(second))
+        assert (ended.session_id, ended.status) == (f"{tmp_path.name}-b-0", "completed")
+        assert not waits.done()
+        running.cancel(first.group_id, "no longer")
+        assert [session.status for session in await waits] == ["infrastructure"]
+
+
+def waits_for(path):
+    """Return a script that makes a call and then waits for a file."""
+    return f"{ONE_CALL}; until [ -e {path} ]; do sleep 0.01; done"
+
+
+@pytest.fixture
+async def called(engine, monkeypatch):
+    """An event: the engine got a call."""
+    called, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def answer(request):
+        loop.call_soon_threadsafe(called.set)
+        return Say("Hi.")
+
+    monkeypatch.setattr(engine, "otherwise", answer)
+    return called
+
+
+async def test_a_session_that_is_judged_leaves_its_place_to_others(recorder, tmp_path):
+    judged = tmp_path / "judged"
+    task = TASK.model_copy(update={"evaluate": ["sh", "-c", f"until [ -e {judged} ]; do sleep 0.01; done"]})
+    script = f"{ONE_CALL}; [ -e {tmp_path}/first ] && touch {judged}; touch {tmp_path}/first"
+    stage = stage_of(recorder, tmp_path, script, concurrency=1)
+    sessions = await run(
+        [group_of(tmp_path, 0, 1, task=task)], stage
+    )  # the second one's run ends the first one's judge
+    assert [session.reward for session in sessions] == [1.0, 1.0]
+
+
+async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_path, monkeypatch, called):
+    go_on = tmp_path / "go"
+
+    async def of(self, task, starts=Starts.of):
+        if called.is_set():
+            go_on.touch()  # the first session is still running: it waits for this
+        return await starts(self, task)
+
+    monkeypatch.setattr(Starts, "of", of)
+    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=1, ready=1, preparing=1)
+    async with Schedule(stage, lambda *_: None) as schedule:
+        first = await schedule.submit(group_of(tmp_path, 0))
+        await called.wait()
+        second = await schedule.submit(Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"]))
+        assert [session.status for session in await first + await second] == ["completed"] * 2
+
+
+async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_path, monkeypatch):
+    tried = []
+
+    async def of(self, task, starts=Starts.of):
+        tried.append(task.id)
+        if len(tried) == 1:
+            await asyncio.Event().wait()
+        return await starts(self, task)
+
+    monkeypatch.setattr(Starts, "of", of)
+    monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
+    stage = stage_of(recorder, tmp_path, ONE_CALL, preparing_timeout=0.2, retries=1)
+    failed, ended = await run([group_of(tmp_path, 0)], stage)
+    assert (failed.status, failed.error) == (
+        "infrastructure",
+        "the session could not be run: it could not be prepared in 0.2 s",
+    )
+    assert (ended.status, ended.reward) == ("completed", 1.0)
+
+
+async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, tmp_path, called):
+    go_on = tmp_path / "go"
+    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1)
+    async with Schedule(stage, lambda *_: None) as schedule:
+        kept, dropped = (
+            group_of(tmp_path, 0, 1),
+            Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{i}" for i in "012"]),
+        )
+        results = [await schedule.submit(group) for group in (kept, dropped)]
+        await called.wait()
+        schedule.cancel(kept.session_ids[0], "it is not needed")
+        schedule.cancel(dropped.group_id, "its weights are too old")
+        begun = await results[1]  # without waiting for a slot
+        go_on.touch()
+        ended = {session.session_id: session for session in await results[0]}
+    assert {session.error for session in begun} <= {"its weights are too old"}
+    assert [(ended[name].status, ended[name].error) for name in kept.session_ids] == [
+        ("cancelled", "it is not needed"),
+        ("completed", None),
+    ]
+    recorded = load_sessions(recorder.path)
+    assert all(recorded[session.session_id].status == "cancelled" for session in begun)
+    assert recorded[kept.session_ids[0]].error == "it is not needed"
+
+
+async def test_the_engines_load_decides_how_many_run_and_one_that_does_not_tell_it_ends_the_rollout(
+    recorder, tmp_path, monkeypatch
+):
+    stage = stage_of(recorder, tmp_path, ONE_CALL, admission="engine", concurrency=8)
+    with pytest.raises(EngineError, match="/metrics"):
+        await run([group_of(tmp_path, 0)], stage)
+    seen = []
+    monkeypatch.setattr(Engines, "load", lambda engines: Load(running=0, waiting=0, cache=0.1, preemptions=0))
+    await run([group_of(tmp_path, *range(1, 6))], stage, lambda what, done, total: seen.append(what))
+    running = [int(found[1]) for line in seen if (found := re.search(r"(\d+) running", line))]
+    assert max(running) <= 2  # a quarter of eight
 
 
 async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_path, monkeypatch):
