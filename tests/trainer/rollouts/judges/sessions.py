@@ -1,10 +1,11 @@
 """Sessions that an agent has left, and judging them with a real runtime."""
 
 import os
+from dataclasses import replace
 
 from rolltap.trainer.rollouts.judges.changes import AgentResult
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
-from rolltap.trainer.rollouts.judges.judge import judge
+from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
@@ -40,7 +41,12 @@ class Left:
             logs=self.logs,
             **given,
         )
-        return await judge(job)
+        ahead = prepare_ahead(job)  # where a runtime isolates, as in a rollout
+        try:
+            return await judge(replace(job, ahead=ahead))
+        finally:
+            if ahead is not None:
+                await ahead.close()
 
     @property
     def log(self):
