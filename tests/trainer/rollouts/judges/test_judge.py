@@ -223,12 +223,15 @@ async def test_a_fault_of_the_machine_is_no_verdict_on_the_agent(tmp_path, fault
         @asynccontextmanager
         async def box(self, spec):
             async with super().box(spec) as box:
-                if (spec.workspace / "made").exists():
-                    box.run = fails
-                yield box
+                run = box.run
 
-    async def fails(*_, **__):
-        raise fault
+                async def fails(*command, **how):
+                    if (spec.workspace / "made").exists():
+                        raise fault
+                    return await run(*command, **how)
+
+                box.run = fails
+                yield box
 
     left = Left(tmp_path, {}, Faulty(), did={"made": ""})
     with pytest.raises(OSError, match=fault.strerror):
