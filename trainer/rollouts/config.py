@@ -65,8 +65,8 @@ class RolloutConfig(BaseModel):
     """Maximum number of sessions that run at the same time."""
     admission: Literal["fixed", "engine"] = "fixed"
     """`engine` lets fewer sessions run while the engines' caches are full, or calls wait in their queues."""
-    preparing: int = Field(default=4, ge=1)
-    """Maximum number of sessions whose workspace and box are made at the same time."""
+    preparing: int | None = Field(default=None, ge=1)
+    """Maximum number of sessions whose workspace and box are made at the same time. By default as many as run."""
     preparing_timeout: float = Field(default=600.0, gt=0)
     """Seconds after which making them has failed. It is tried again, as `retries` says."""
     ready: int = Field(default=4, ge=0)
@@ -141,7 +141,7 @@ class RolloutArguments(TypedDict, total=False):
     sessions: int
     concurrency: int
     admission: Literal["fixed", "engine"]
-    preparing: int
+    preparing: int | None
     preparing_timeout: float
     ready: int
     judging: int | None

@@ -52,7 +52,8 @@ class Schedule:
 
     def __init__(self, stage: Stage, advance: Advance) -> None:
         config = stage.config
-        slots = Slots(config.preparing, config.ready, config.concurrency, config.judging or config.concurrency)
+        most = config.concurrency
+        slots = Slots(config.preparing or most, config.ready, most, config.judging or most)
         self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
         self._stage, self._advance = stage, advance
         self._tally = Tally(self._scheduler.counts)

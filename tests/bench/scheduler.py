@@ -1,0 +1,60 @@
+"""The scheduler in virtual time: what the phases of sessions are worth, and what the scheduler costs.
+
+Sessions run log-normal times with sigma 1, the median of which is 1; a judge takes a tenth of it. `busy` is the share of
+the slots for running that run, over the whole time.
+"""
+
+import time
+
+import click
+
+from rolltap.trainer.rollouts.scheduler import Scheduler, Slots
+from tests.bench.frame import Rows, command
+from tests.trainer.rollouts.simulated import long_tailed, simulate
+
+SESSIONS_OF_A_GROUP = 8
+
+
+@command
+@click.option("--sessions", default=1000, show_default=True, help="Sessions, in groups of 8.")
+@click.option("--slots", default=32, show_default=True, help="Sessions that run at a time.")
+@click.option("--prepare", default=0.1, show_default=True, help="Time to prepare a session, of the median to run.")
+@click.option("--judge", default=0.1, show_default=True, help="Time to judge a session, of the median to run.")
+def main(sessions: int, slots: int, prepare: float, judge: float) -> dict[str, Rows]:
+    """Run the same sessions with one slot for all phases, and with slots of their own."""
+    groups = [
+        [f"{group}-{index}" for index in range(SESSIONS_OF_A_GROUP)] for group in range(sessions // SESSIONS_OF_A_GROUP)
+    ]
+    phases = long_tailed(0, prepare=prepare, judge=judge)
+    run = sum(phases(session_id)[1] for group in groups for session_id in group)
+
+    def one_slot(session_id: str) -> tuple[float, float, float]:
+        return 0.0, sum(phases(session_id)), 0.0
+
+    rows: Rows = []
+    for name, times, given in (
+        ("one slot for all", one_slot, Slots(slots, slots, slots, slots)),
+        ("ready 0", phases, Slots(slots, 0, slots, slots)),
+        ("ready 4", phases, Slots(slots, 4, slots, slots)),
+        (f"ready {slots}", phases, Slots(slots, slots, slots, slots)),
+        ("ready 4, preparing 4", phases, Slots(4, 4, slots, slots)),
+        ("ready 4, judging 4", phases, Slots(slots, 4, slots, 4)),
+    ):
+        began = time.process_time()
+        seen = simulate(Scheduler(given), groups, times)
+        taken = time.process_time() - began
+        waited = [seen.closed[f"g{number}"] - seen.closed.get(f"g{number - 1}", 0.0) for number in range(len(groups))]
+        rows.append(
+            {
+                "case": name,
+                "sessions a unit of time": sessions / seen.end,
+                "busy": run / slots / seen.end,
+                "groups overtaken": sum(gap < 0 for gap in waited),
+                "CPU us a session": 1e6 * taken / sessions,
+            }
+        )
+    return {f"{sessions} sessions, {slots} slots": rows}
+
+
+if __name__ == "__main__":
+    main()
