@@ -1,7 +1,7 @@
 """The scheduler in virtual time: what the phases of sessions are worth, and what the scheduler costs.
 
-Sessions run log-normal times with sigma 1, the median of which is 1; a judge takes a tenth of it. `busy` is the share of
-the slots for running that run, over the whole time.
+Sessions run log-normal times with sigma 1, the median of which is 1. `busy` is the share of the slots for running that
+run, over the whole time.
 """
 
 import time

@@ -15,11 +15,10 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.rollouts.admission import POLL_SECONDS, Admission
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.scheduler import Scheduler, Slots
+from rolltap.trainer.rollouts.scheduler import POLL_SECONDS, Admission, Scheduler, Slots
 from rolltap.trainer.rollouts.session import Stage, new_session, run_session
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.trainer.engine.admin import Load
-from rolltap.trainer.rollouts.admission import AT_ONCE, POLL_SECONDS, QUEUE_POLLS, STALE_SECONDS, Admission
+from rolltap.trainer.rollouts.scheduler import AT_ONCE, POLL_SECONDS, QUEUE_POLLS, STALE_SECONDS, Admission
 
 IDLE = Load(running=8, waiting=0, cache=0.3, preemptions=0)
 
