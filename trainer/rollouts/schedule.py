@@ -41,7 +41,7 @@ class Schedule:
     """Sessions of groups that run beside each other. An async context manager.
 
     A session with the status `infrastructure` is retried, under the id of the next attempt, unless its task cannot be
-    run at all. Every session that began to be prepared has a row.
+    run at all.
 
     The block is cancelled, and leaving it raises `RecorderError` when the recorder dies, and after `give_up_after`
     consecutive infrastructure failures; `UnreadableModelError` after a call with tools of a model whose tool calls
@@ -104,7 +104,7 @@ class Schedule:
         return given.result
 
     def cancel(self, name: str, why: str) -> None:
-        """Stop a session or a group, by its id. A session that has begun gets the status `cancelled`."""
+        """Stop a session or a group, by its id. A session that runs gets the status `cancelled`."""
         for session, _ in self._running.values():
             if name in (session.session_id, session.group_id):
                 session.error = why
@@ -167,7 +167,8 @@ class Schedule:
         finally:
             del self._running[session.session_id]
             self._slots.pop(session.session_id, None)
-            given.ended.append(session)
+            if session.status != "unknown":
+                given.ended.append(session)
         if facts.unreadable is not None:
             raise UnreadableModelError(facts.unreadable)
         self._end(session, facts)

@@ -13,7 +13,8 @@
     outcome         status, reward, error
     end             the row
 
-A session has a row in any case: `infrastructure` when a step before the judge fails, `cancelled` when it is stopped.
+A session that has begun has a row in any case: `infrastructure` when a step before the judge fails, `cancelled` when it
+is stopped. One that cannot be prepared has one too; one that is stopped before it began is as if it had not been.
 """
 
 import asyncio
@@ -100,14 +101,13 @@ class Stage:
 
 
 def new_session(stage: Stage, group: Group, session_id: str, policy_version: str | None) -> Session:
-    """Return the row of a session that has not ended. `policy_version` is that of one without a sampled token."""
+    """Return the row of a session that has not begun. `policy_version` is that of one without a sampled token."""
     return Session(
         session_id=session_id,
         task_id=group.task.id,
         group_id=group.group_id,
         harness=stage.harness.name,
-        status="cancelled",
-        error="the rollout was stopped while it ran",
+        status="unknown",
         policy_version=policy_version,
         preset_digest=stage.harness.digest(),
         task_digest=stage.digests[group.task.id],
@@ -117,6 +117,8 @@ def new_session(stage: Stage, group: Group, session_id: str, policy_version: str
 
 async def run_session(stage: Stage, session: Session, group: Group, enter: Enter) -> Facts:
     """Run a session of a group and record it. Return its facts, which are empty when they are not known.
+
+    Its status stays `unknown`, and it has no row, when it is cancelled before it begins to run.
 
     Awaits `enter` before it begins to run, and before it is judged.
 
@@ -132,8 +134,9 @@ async def run_session(stage: Stage, session: Session, group: Group, enter: Enter
     except (RecorderError, RunError) as error:
         session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
     finally:
-        session.finished_at = utc_now()
-        await run_to_end(end_session, stage.recorder, session, group.task)
+        if session.status != "unknown":
+            session.finished_at = utc_now()
+            await run_to_end(end_session, stage.recorder, session, group.task)
     return facts
 
 
@@ -196,6 +199,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         async with _prepared(stage, session, task, made) as (job, box):
             await enter("running")
             session.started_at = utc_now()
+            session.status, session.error = "cancelled", "the rollout was stopped while it ran"
             await run_to_end(recorder.begin, session, group.key)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)

@@ -60,9 +60,9 @@ class BadDay(ProcessRuntime):
 def roll_out(engine: str, model: str, out: str) -> None:
     run_session = schedule.run_session
 
-    async def named(stage: Any, group: Any, session_id: str, **settings: Any) -> Any:
-        _current.set(session_id)
-        return await run_session(stage, group, session_id, **settings)
+    async def named(stage: Any, session: Any, *how: Any) -> Any:
+        _current.set(session.session_id)
+        return await run_session(stage, session, *how)
 
     schedule.run_session, schedule.PAUSE_SECONDS = named, 0.0
     rolltap.rollout(
