@@ -180,13 +180,13 @@ class Schedule:
         if facts.permanent and session.task_id not in self._named:
             self._named.add(session.task_id)
             logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
-        self._go_on()
         if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
             raise RecorderError(
                 f"gave up after {self._tally.failures_in_a_row} consecutive infrastructure failures; the last, "
                 f"{session.session_id}: {session.error}. "
                 "Fix the cause and rerun: sessions that have ended are used again"
             )
+        self._go_on()
 
 
 async def run_groups(

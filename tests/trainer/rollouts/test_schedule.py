@@ -97,11 +97,11 @@ def waits_for(path):
 
 @pytest.fixture
 async def called(engine, monkeypatch):
-    """An event: the engine got a call."""
-    called, loop = asyncio.Event(), asyncio.get_running_loop()
+    """A queue with an entry for each call that the engine got."""
+    called, loop = asyncio.Queue(), asyncio.get_running_loop()
 
     def answer(request):
-        loop.call_soon_threadsafe(called.set)
+        loop.call_soon_threadsafe(called.put_nowait, None)
         return Say("Hi.")
 
     monkeypatch.setattr(engine, "otherwise", answer)
@@ -120,10 +120,10 @@ async def test_a_session_that_is_judged_leaves_its_place_to_others(recorder, tmp
 
 
 async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_path, monkeypatch, called):
-    go_on = tmp_path / "go"
+    go_on, first_runs = tmp_path / "go", asyncio.Event()
 
     async def of(self, task, starts=Starts.of):
-        if called.is_set():
+        if first_runs.is_set():
             go_on.touch()  # the first session is still running: it waits for this
         return await starts(self, task)
 
@@ -131,7 +131,8 @@ async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_
     stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=1, ready=1, preparing=1)
     async with Schedule(stage, lambda *_: None) as schedule:
         first = await schedule.submit(group_of(tmp_path, 0))
-        await called.wait()
+        await called.get()
+        first_runs.set()
         second = await schedule.submit(Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-0"]))
         assert [session.status for session in await first + await second] == ["completed"] * 2
 
@@ -158,14 +159,13 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
 
 async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, tmp_path, called):
     go_on = tmp_path / "go"
-    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1)
+    stage = stage_of(recorder, tmp_path, waits_for(go_on), concurrency=2, ready=1, preparing=2)
     async with Schedule(stage, lambda *_: None) as schedule:
-        kept, dropped = (
-            group_of(tmp_path, 0, 1),
-            Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{i}" for i in "012"]),
-        )
+        kept = group_of(tmp_path, 0, 1)
+        dropped = Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{index}" for index in range(3)])
         results = [await schedule.submit(group) for group in (kept, dropped)]
-        await called.wait()
+        for _ in kept.session_ids:  # both run
+            await called.get()
         schedule.cancel(kept.session_ids[0], "it is not needed")
         schedule.cancel(dropped.group_id, "its weights are too old")
         begun = await results[1]  # without waiting for a slot
