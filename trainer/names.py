@@ -72,10 +72,10 @@ class Version:
     def __str__(self) -> str:
         return f"{self.run}.{self.step}.{self.attempt}"
 
-    def same_weights(self, text: str) -> bool:
-        """Return True for a name of the weights after this step of this run, whatever the attempt."""
+    def age(self, text: str) -> int | None:
+        """Return how many steps older the weights of a name are, whatever the attempt; None for another run's."""
         other = self.parse(text)
-        return other is not None and (other.run, other.step) == (self.run, self.step)
+        return self.step - other.step if other is not None and other.run == self.run else None
 
     @classmethod
     def parse(cls, text: str) -> Self | None:

@@ -182,13 +182,15 @@ def build_traces(
     roles: Collection[CallRole] = TRAINED_ROLES,
     max_tokens: int | None = None,
     weights: Version | None = None,
+    ahead: int = 0,
 ) -> tuple[list[Trace], Ledger]:
     """Return the traces of one session's calls and the ledger of their sampled tokens.
 
     `prefix_merging` and `tree` order the traces as a depth-first walk of the call tree reaches their leaves. The first
     trace that contains a sampled token trains it; later ones have it as context, with mask 0. A left-out call with
-    trained descendants is context as well. Calls with a role not in `roles` are left out, and with
-    `weights` those with a token that others than these sampled, in whatever attempt.
+    trained descendants is context as well. Calls with a role not in `roles` are left out. With
+    `weights`, so are the tokens that neither these sampled, in whatever attempt, nor ones that are older by at most
+    `ahead` steps.
 
     With `max_tokens`, no trace has more tokens, its prompt included. Tokens sampled beyond them are left out as
     `over_length`. Each trace ends with a token that it trains.
@@ -205,14 +207,18 @@ def build_traces(
         raise InputError(f"traces are built for one session at a time, these calls are of {sorted(sessions)}")
     if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
         raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
-    parents, left_out = judge_calls(calls, roles, weights)
+    parents, left_out = judge_calls(calls, roles)
     ledger = Ledger()
-    # call -> length of the prefix of its sampled tokens that is trained
-    num_trained: dict[int, int] = {}
+    # call -> its sampled tokens that are trained
+    num_trained: dict[int, range] = {}
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         sampled = len(call.completion_ids)
-        trained = _num_tokens_within(call, max_tokens) if reason is None else 0
-        ledger += Ledger(sampled=sampled, trained=trained, left_out={reason or "over_length": sampled - trained})
+        stale = 0 if weights is None or reason in _BEFORE_STALE else _num_stale(call, weights, ahead)
+        trained = range(stale, _num_tokens_within(call, max_tokens)) if reason is None else range(0)
+        rest = sampled - stale - len(trained)
+        ledger += Ledger(
+            sampled=sampled, trained=len(trained), left_out={"stale": stale, reason or "over_length": rest}
+        )
         if trained:
             num_trained[i] = trained
     ledger.check()
@@ -226,7 +232,7 @@ def build_traces(
     unowned = dict(num_trained)
     for path in paths:
         owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
-        traces.append(_trace([calls[i] for i in path], owned, num_trained[path[-1]]))
+        traces.append(_trace([calls[i] for i in path], owned, num_trained[path[-1]].stop))
     masked = sum(trace.completion_mask.count(1) for trace in traces)
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
@@ -239,7 +245,7 @@ def build_traces(
 
 
 def judge_calls(
-    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES, weights: Version | None = None
+    calls: Sequence[Call], roles: Collection[CallRole] = TRAINED_ROLES
 ) -> tuple[list[int | None], list[LeftOut | None]]:
     """Return the call tree of one session's calls, and why each call is left out. `calls` are in `start_order`.
 
@@ -247,11 +253,11 @@ def judge_calls(
     call that is trained.
     """
     parents, superseded = link_calls(calls)
-    reasons = [_fault(call, roles, weights) for call in calls]
+    reasons = [_fault(call, roles) for call in calls]
     return parents, [reason or ("superseded" if i in superseded else None) for i, reason in enumerate(reasons)]
 
 
-def _fault(call: Call, roles: Collection[CallRole], weights: Version | None) -> LeftOut | None:
+def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
     """Return why the call is left out, judged without its relatives, or None.
 
     A completed call that sampled nothing has no log-probabilities, so it is `missing_logprobs`, with 0 tokens.
@@ -264,9 +270,20 @@ def _fault(call: Call, roles: Collection[CallRole], weights: Version | None) -> 
         return "violation"
     if call.under_grammar:
         return "grammar"
-    if weights and not all(weights.same_weights(span.version) for span in call.weight_versions):
-        return "other_weights"
     return None if call.role in roles else call.role
+
+
+_BEFORE_STALE: frozenset[LeftOut | None] = frozenset({"aborted", "failed", "missing_logprobs", "violation", "grammar"})
+"""Reasons that count before `stale`."""
+
+
+def _num_stale(call: Call, weights: Version, ahead: int) -> int:
+    """Return how many of a call's first sampled tokens are stale: those up to the last one of weights of another age.
+
+    The tokens of new weights come after those of old ones.
+    """
+    ages = [(span.end, weights.age(span.version)) for span in call.weight_versions]
+    return max((end for end, age in ages if age is None or not 0 <= age <= ahead), default=0)
 
 
 def _num_tokens_within(call: Call, max_tokens: int | None) -> int:
@@ -279,10 +296,10 @@ def _num_tokens_within(call: Call, max_tokens: int | None) -> int:
     return min(len(call.completion_ids), max(0, max_tokens - len(call.prompt_ids)))
 
 
-def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) -> Trace:
+def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, range]], end: int) -> Trace:
     """Return the trace of a path, with the first `end` sampled tokens of its last call.
 
-    `owned` are the calls that this trace trains, each with the length of the trained prefix of its completion.
+    `owned` are the calls that this trace trains, each with those of its sampled tokens.
     """
     root, last = path[0], path[-1]
     start = len(root.prompt_ids)
@@ -292,14 +309,15 @@ def _trace(path: Sequence[Call], owned: Iterable[tuple[Call, int]], end: int) ->
     versions, continuity = [], []
     for call, trained in owned:
         begin = len(call.prompt_ids) - start
-        mask[begin : begin + trained] = [1] * trained
-        logprobs[begin : begin + trained] = call.logprobs[:trained]
+        first, last_one = begin + trained.start, begin + trained.stop
+        mask[first:last_one] = [1] * len(trained)
+        logprobs[first:last_one] = call.logprobs[trained.start : trained.stop]
         versions += [
-            VersionSpan(version=span.version, start=begin + span.start, end=begin + min(span.end, trained))
+            VersionSpan(version=span.version, start=max(first, begin + span.start), end=min(last_one, begin + span.end))
             for span in call.weight_versions
-            if span.start < trained
+            if span.start < trained.stop and span.end > trained.start
         ]
-        continuity.append(KindSpan(kind=call.kind, start=begin, end=begin + trained))
+        continuity.append(KindSpan(kind=call.kind, start=first, end=last_one))
     return Trace(
         session_id=last.session_id,
         # percent-encoded: an imported session id may contain a slash

@@ -2,7 +2,7 @@
 
                         tokens that calls sampled
     build_traces          - of calls that nothing is learned from          aborted failed missing_logprobs violation
-                                                                           grammar other_weights ROLE superseded
+                                                                           grammar stale ROLE superseded
                           - beyond `max_tokens` of a trace                 over_length
                         = in traces: each token has mask 1 in exactly one
     label_session         - of sessions without a reward                   infrastructure cancelled unjudged excluded
@@ -42,7 +42,7 @@ LeftOut = Literal[
     "missing_logprobs",
     "violation",
     "grammar",
-    "other_weights",
+    "stale",
     CallRole,
     "superseded",
     "over_length",
@@ -60,7 +60,8 @@ LeftOut = Literal[
 - `missing_logprobs`: the call has none.
 - `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot be rebuilt.
 - `grammar`: the call's `under_grammar`.
-- `other_weights`: in an online training, a token of the call was sampled by other weights than those of its step.
+- `stale`: in an online training, the token was sampled by weights that are older than those of its step by more than
+  `ahead`, or by others.
 - A role: the call's role was not selected.
 - `superseded`: the harness asked again, and continued with the other answer.
 - `over_length`: the token is beyond `max_tokens`.

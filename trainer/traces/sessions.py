@@ -124,6 +124,7 @@ class TraceOptions:
     roles: Collection[CallRole] = TRAINED_ROLES
     max_tokens: int | None = None
     weights: Version | None = None
+    ahead: int = 0
     rewards: RewardRules = field(default_factory=RewardRules)
 
     def __post_init__(self) -> None:
@@ -232,7 +233,12 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     sampled = sum(len(call.completion_ids) for call in calls)
     try:
         traces, ledger = build_traces(
-            calls, options.strategy, roles=options.roles, max_tokens=options.max_tokens, weights=options.weights
+            calls,
+            options.strategy,
+            roles=options.roles,
+            max_tokens=options.max_tokens,
+            weights=options.weights,
+            ahead=options.ahead,
         )
         if ledger.sampled != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")

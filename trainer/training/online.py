@@ -199,7 +199,7 @@ class OnlineTraces:
         """Return the batch of a step: one group of sessions for each row (`task_id`), and those that replace groups
         without signal.
 
-        Calls with a token of other weights than the step's are left out, with a warning. Raises `EngineError` when
+        Tokens of other weights than the step's are left out, with a warning. Raises `EngineError` when
         nothing else is left, and when an engine was stolen; `RecorderError` when no session has a reward to train on,
         whatever the reason; and `RunError` when the run lacks a session of a step that was trained.
         """
@@ -310,7 +310,7 @@ class OnlineTraces:
         order = {session.session_id: place for place, session in enumerate(sessions)}
         rows = {session.session_id: session for session in sessions}
         batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version), rows)
-        if left_out := batch.ledger.left_out.get("other_weights", 0):
+        if left_out := batch.ledger.left_out.get("stale", 0):
             self._tell_other_weights(order.keys(), version, left_out, nothing_left=not batch.traces)
         return replace(
             batch,
@@ -328,10 +328,10 @@ class OnlineTraces:
             for session in iter_sessions(self._run, session_ids)
             for call in session.calls
             for span in call.weight_versions
-            if not version.same_weights(span.version)
+            if version.age(span.version) != 0
         }
         what = (
-            f"{left_out:,} tokens of step {version.step + 1} are in calls that other weights than {version} sampled "
+            f"{left_out:,} tokens of step {version.step + 1} were sampled by other weights than {version} "
             f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
         )
         if nothing_left:

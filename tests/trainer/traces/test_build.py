@@ -80,14 +80,53 @@ class TestLeftOut:
         assert ledger == Ledger(sampled=2, left_out={reason: 2})
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
-    def test_a_call_with_a_token_of_other_weights_than_those_asked_for_is_left_out(self, strategy):
-        own, other = "1a2b3c4d.3.0", "1a2b3c4d.4.0"
-        mixed = [VersionSpan(version=own, start=0, end=1), VersionSpan(version=other, start=1, end=2)]
-        whole = [VersionSpan(version=own, start=0, end=2)]
-        calls = [make_call(0, [1], [7, 8], weight_versions=mixed), make_call(1, [2], [7, 8], weight_versions=whole)]
-        traces, ledger = build_traces(calls, strategy, weights=Version("1a2b3c4d", 3, 5))
-        assert [trace.call_ids for trace in traces] == [["1"]]
-        assert ledger == Ledger(sampled=4, trained=2, left_out={"other_weights": 2})
+    @pytest.mark.parametrize(
+        ("spans", "ahead", "trained"),
+        [
+            ([("1a2b3c4d.3.0", 4)], 0, [7, 8, 9, 10]),
+            ([("1a2b3c4d.3.7", 4)], 0, [7, 8, 9, 10]),  # whatever the attempt
+            ([("1a2b3c4d.2.0", 4)], 0, []),
+            ([("1a2b3c4d.2.0", 4)], 1, [7, 8, 9, 10]),
+            ([("1a2b3c4d.1.0", 1), ("1a2b3c4d.2.0", 2), ("1a2b3c4d.3.0", 4)], 1, [8, 9, 10]),
+            ([("1a2b3c4d.2.0", 2), ("1a2b3c4d.3.0", 4)], 0, [9, 10]),
+            ([("1a2b3c4d.3.0", 2), ("1a2b3c4d.4.0", 4)], 3, []),  # newer ones than those that are trained
+            ([("ffffffff.3.0", 4)], 3, []),
+            ([("default", 3), ("1a2b3c4d.3.0", 4)], 3, [10]),
+        ],
+    )
+    def test_tokens_of_older_or_other_weights_than_asked_for_are_context(self, strategy, spans, ahead, trained):
+        starts = [0, *(end for _, end in spans)]
+        versions = [
+            VersionSpan(version=name, start=start, end=end) for start, (name, end) in zip(starts, spans, strict=False)
+        ]
+        root = make_call(0, [1], [7, 8, 9, 10], weight_versions=versions)
+        child = follow(1, root, [2], [11], weight_versions=[VersionSpan(version="1a2b3c4d.3.0", start=0, end=1)])
+        traces, ledger = build_traces([root, child], strategy, weights=Version("1a2b3c4d", 3, 5), ahead=ahead)
+        kept = [
+            token
+            for trace in traces
+            for token, mask in zip(trace.completion_ids, trace.completion_mask, strict=True)
+            if mask
+        ]
+        assert sorted(kept) == [*trained, 11] or kept == [11, *trained]
+        stale = 4 - len(trained)
+        assert ledger == Ledger(sampled=5, trained=1 + len(trained), left_out={"stale": stale} if stale else {})
+        for trace in traces:
+            named = [span for span in trace.weight_versions for _ in range(span.start, span.end)]
+            assert len(named) == sum(trace.completion_mask)
+            assert all(all(trace.completion_mask[span.start : span.end]) for span in trace.weight_versions)
+
+    def test_a_stale_token_of_a_call_that_is_not_trained_is_stale_and_the_others_have_its_reason(self):
+        versions = [
+            VersionSpan(version="1a2b3c4d.1.0", start=0, end=1),
+            VersionSpan(version="1a2b3c4d.3.0", start=1, end=3),
+        ]
+        asked = {"weights": Version("1a2b3c4d", 3, 0), "ahead": 1}
+        for role, reasons in (("auxiliary", {"stale": 1, "auxiliary": 2}), ("agent", {"stale": 1, "over_length": 1})):
+            call = make_call(0, [1], [7, 8, 9], role=role, weight_versions=versions)
+            assert build_traces([call], **asked, max_tokens=3)[1].left_out == reasons
+        aborted = make_call(0, [1], [7, 8, 9], status="aborted", weight_versions=versions)
+        assert build_traces([aborted], **asked)[1].left_out == {"aborted": 3}
 
     def test_a_left_out_call_is_context_for_its_descendants(self):
         root = make_call(0, [1], [7, 8], status="aborted", logprobs=[math.nan, -1.0])

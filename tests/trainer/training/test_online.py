@@ -169,7 +169,7 @@ class TestOtherWeights:
         loop.other = {"a-1a2b3c4d.3.1-0.0": other}
         batch = loop.step(3, "ba")
         assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
-        assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"other_weights": 2})
+        assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"stale": 2})
         printed = loop.console.file.getvalue()
         assert (
             f"warning: 2 tokens of step 4 are in calls that other weights than 1a2b3c4d.3.0 sampled ({other}): "
