@@ -33,6 +33,7 @@ class InOrder(click.Group):
         train.train_command,
         runs.inspect_command,
         runs.check_command,
+        runs.compare_command,
         train.engine_command,
         runs.traces_command,
         runs.export_command,

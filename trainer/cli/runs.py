@@ -65,6 +65,22 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
 
 
 @command(
+    "compare",
+    "rolltap compare runs/first runs/second",
+)
+@click.argument("first", type=RUN)
+@click.argument("second", type=RUN)
+@json_option
+def compare_command(first: Path, second: Path, as_json: bool) -> None:
+    """Compare the mean rewards of two runs on the same tasks.
+
+    The difference is paired by task and has an interval of 95 %: over tasks, or with fewer than five over the sessions
+    of these tasks. An interval without 0 in it is a difference.
+    """
+    print_result(rolltap.open_run(first).compare(second), as_json)
+
+
+@command(
     "export",
     "rolltap export runs/first --to parquet --out first-parquet",
     "rolltap export runs/first --to hub --repo me/first",

@@ -22,6 +22,7 @@ from rolltap.trainer.runs.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
 from rolltap.trainer.runs.views.check import CheckReport, check_run
+from rolltap.trainer.runs.views.evaluation import Comparison, compare_sessions
 from rolltap.trainer.runs.views.inspect import CallView, SessionView, find_session_id, view_call, view_session
 from rolltap.trainer.runs.views.report import Summary, summarize
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
@@ -207,6 +208,11 @@ class Run:
         """
         with progress_bar(show=progress) as advance:
             return check_run(self.path, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)
+
+    def compare(self, other: "Run | str | Path") -> Comparison:
+        """Compare the rewards of this run and another one of the same tasks, as `compare_sessions`."""
+        second = other if isinstance(other, Run) else open_run(other)
+        return compare_sessions(self.sessions(), second.sessions())
 
     def export(self, target: ExportFormat, out: str | Path, *, progress: bool = True) -> int:
         """Write the run in another format to the new folder `out`, and return the number of records.

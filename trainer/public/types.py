@@ -28,6 +28,9 @@ from rolltap.trainer.runs.verify import Verification as Verification
 from rolltap.trainer.runs.views.check import CheckReport as CheckReport
 from rolltap.trainer.runs.views.check import CheckRow as CheckRow
 from rolltap.trainer.runs.views.check import ScoredToken as ScoredToken
+from rolltap.trainer.runs.views.evaluation import Comparison as Comparison
+from rolltap.trainer.runs.views.evaluation import Interval as Interval
+from rolltap.trainer.runs.views.evaluation import PassRow as PassRow
 from rolltap.trainer.runs.views.inspect import CallNode as CallNode
 from rolltap.trainer.runs.views.inspect import CallView as CallView
 from rolltap.trainer.runs.views.inspect import Divergence as Divergence

@@ -35,7 +35,7 @@ class Slots(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What is to be done now: begin a phase of a session, stop it, or close a group, of which no session is left.
+    """Act of the scheduler: a phase of a session begins, it is stopped, or a group is closed, of which none is left.
 
     `session_id` is empty for a group. A session that is stopped has ended when its event `ended` comes.
     """

@@ -11,7 +11,7 @@ from rolltap.trainer.rollouts.scheduler import Scheduler
 
 @dataclass(slots=True)
 class Simulated:
-    """What a simulation saw: seconds of virtual time.
+    """Result of a simulation, in seconds of virtual time.
 
     Attributes:
         ended: Session -> its end.

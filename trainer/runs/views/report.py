@@ -23,6 +23,7 @@ from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.names import Version
 from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
+from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table, rewards_of
 from rolltap.trainer.runs.views.inspect import session_suspicions
 from rolltap.trainer.runs.views.outcomes import (
     MixedGroup,
@@ -197,6 +198,7 @@ class Summary(JupyterMixin):
     cache: list[CacheRow] = field(repr=False)
     outcomes: list[OutcomeRow]
     tasks: list[TaskRow] = field(repr=False)
+    passes: list[PassRow] = field(repr=False)
     parts: list[PartRow] = field(repr=False)
     suspicions: list[SuspicionRow] = field(repr=False)
     provenance: list[ProvenanceRow] = field(repr=False)
@@ -216,6 +218,8 @@ class Summary(JupyterMixin):
             yield session_table(self.session_rows)
         yield _count_table(self)
         yield from outcome_tables(self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed)
+        if self.passes:
+            yield pass_table(self.passes)
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
@@ -270,6 +274,8 @@ def summarize(run: Path) -> Summary:
         cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
         outcomes=outcome_rows(sessions),
         tasks=task_rows(sessions),
+        # a training has sessions of many policies
+        passes=pass_rows(rewards_of(sessions)) if len({session.policy_version for session in sessions}) == 1 else [],
         parts=part_rows(sessions),
         suspicions=suspicion_rows(row.suspicions for _, row in rows),
         provenance=provenance_rows(sessions),

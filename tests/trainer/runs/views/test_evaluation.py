@@ -1,0 +1,121 @@
+import json
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.records import Session
+from rolltap.trainer.cli import main
+from rolltap.trainer.runs.views.evaluation import FEW_TASKS, compare_sessions, pass_rows, rewards_of
+from tests.deep import examples
+from tests.factories import write_run
+
+
+def sessions_of(rewards, digest="d"):
+    """Return sessions: task -> rewards, None for a session without one."""
+    return [
+        Session(
+            session_id=f"{task}-{number}",
+            task_id=task,
+            task_digest=digest,
+            status="completed" if reward is not None else "infrastructure",
+            reward=reward,
+        )
+        for task, given in rewards.items()
+        for number, reward in enumerate(given)
+    ]
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_the_chances_over_k_sessions_are_those_of_all_choices_of_k_of_them(tasks):
+    for row in pass_rows(dict(enumerate(tasks))):
+        chosen = [list(combinations([reward == 1.0 for reward in given], row.k)) for given in tasks]
+        at = [np.mean([any(each) for each in every]) for every in chosen]
+        of_all = [np.mean([all(each) for each in every]) for every in chosen]
+        assert row.pass_at.value == pytest.approx(np.mean(at))
+        assert row.pass_all.value == pytest.approx(np.mean(of_all))
+        for interval in (row.pass_at, row.pass_all):
+            assert 0 <= interval.low <= interval.value <= interval.high <= 1
+
+
+@pytest.mark.parametrize(("fewest", "ks"), [(0, []), (1, [1]), (3, [1, 2]), (8, [1, 2, 4, 8])])
+def test_k_goes_up_to_the_sessions_that_every_task_has(fewest, ks):
+    assert [row.k for row in pass_rows({"a": [1.0] * fewest, "b": [0.0] * 9})] == ks
+    assert pass_rows({}) == []
+
+
+def test_the_interval_of_one_task_is_that_of_its_sessions_and_never_without_width():
+    (row, *_) = pass_rows({"a": [1.0] * 32})
+    assert (row.pass_at.value, row.pass_at.high) == (1.0, 1.0)
+    assert 0.89 < row.pass_at.low < 0.95  # Jeffreys' interval of 32 of 32 begins at 0.925
+    (row, *_) = pass_rows({"a": [1.0] * 5 + [0.0] * 5})
+    assert row.pass_at.low == pytest.approx(0.224, abs=0.02)
+    assert row.pass_at.high == pytest.approx(0.776, abs=0.02)
+
+
+@pytest.mark.parametrize("tasks", [1, FEW_TASKS * 6])
+def test_the_intervals_hold_what_they_say(tasks):
+    rng, held, runs = np.random.default_rng(1), 0, 200
+    chances = rng.beta(2, 2, tasks)
+    for _ in range(runs):
+        if tasks > 1:
+            chances = rng.beta(2, 2, tasks)  # other tasks of the kind
+        rewards = {str(number): list((rng.random(8) < chance) * 1.0) for number, chance in enumerate(chances)}
+        interval = pass_rows(rewards)[0].pass_at
+        held += interval.low <= (chances.mean() if tasks == 1 else 0.5) <= interval.high
+    assert 0.88 <= held / runs <= 0.99
+
+
+def test_a_session_without_a_reward_does_not_count():
+    assert rewards_of(sessions_of({"a": [1.0, None, 0.0], "b": [None]})) == {"a": [1.0, 0.0]}
+
+
+def test_a_difference_is_paired_by_task():
+    rng = np.random.default_rng(0)
+    hard = rng.random(40)  # tasks differ far more than the runs do
+    first = sessions_of({str(number): [value] for number, value in enumerate(hard)})
+    second = sessions_of({str(number): [value + 0.05 + 0.01 * rng.random()] for number, value in enumerate(hard)})
+    found = compare_sessions(first, second)
+    assert (found.tasks, found.differ, found.others, found.changed) == (40, True, [], [])
+    assert 0.05 < found.difference.low < found.difference.high < 0.06
+    assert compare_sessions(second, first).difference.high < 0
+    assert not compare_sessions(first, first).differ
+
+
+@given(
+    first=st.lists(st.floats(0, 1), min_size=1, max_size=5), second=st.lists(st.floats(0, 1), min_size=1, max_size=5)
+)
+@examples(50)
+def test_a_run_compared_the_other_way_round_has_the_opposite_difference(first, second):
+    one, two = sessions_of({"a": first}), sessions_of({"a": second})
+    there, back = compare_sessions(one, two).difference, compare_sessions(two, one).difference
+    assert there.value == pytest.approx(-back.value)
+    assert there.low <= there.value <= there.high
+    assert math.isfinite(there.low + there.high)
+
+
+def test_tasks_of_one_run_alone_and_changed_ones_are_named():
+    first = sessions_of({"a": [1.0, 1.0], "b": [0.0]})
+    second = sessions_of({"a": [0.0, 1.0], "c": [0.0]}, digest="e")
+    found = compare_sessions(first, second)
+    assert (found.tasks, found.others, found.changed) == (1, ["b", "c"], ["a"])
+    with pytest.raises(InputError, match="no task has sessions with a reward in both runs"):
+        compare_sessions(first, sessions_of({"c": [1.0]}))
+
+
+def test_the_command_prints_a_table_or_json(tmp_path):
+    for name, reward in (("one", 0.0), ("two", 1.0)):
+        write_run(tmp_path / name, *sessions_of({"a": [reward] * 4}))
+    arguments = ["compare", str(tmp_path / "one"), str(tmp_path / "two")]
+    said = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
+    assert said.exit_code == 0
+    assert "The second run is better." in said.output
+    assert "1.000 (1.000 to 1.000)" in said.output
+    found = json.loads(CliRunner().invoke(main.rolltap, [*arguments, "--json"], catch_exceptions=False).output)
+    assert found["differ"] is True
+    assert found["difference"] == {"value": 1.0, "low": 1.0, "high": 1.0}
