@@ -147,7 +147,9 @@ class Tally:
     def add(self, session: Session, facts: Facts, *, again: bool) -> None:
         """Add a session that has ended. `again` is True when it is retried."""
         self.refusals += facts.refusals
-        if session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
+        if session.status in ("cancelled", "unknown"):
+            pass  # somebody stopped it
+        elif session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
             self._failures[place_of(session.session_id)] = session.task_id
         else:
             self._failures.clear()

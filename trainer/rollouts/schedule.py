@@ -64,6 +64,8 @@ class Schedule:
         self._tasks = asyncio.TaskGroup()
         self._timer: asyncio.TimerHandle | None = None
         self._admitting: asyncio.Task[None] | None = None
+        self._over = False
+        """True when no session may start any more."""
 
     async def __aenter__(self) -> Self:
         if self._stage.runtime.warning is not None:
@@ -76,6 +78,7 @@ class Schedule:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._over = kind is not None
         if self._admitting is not None:
             self._admitting.cancel()
         try:
@@ -127,6 +130,8 @@ class Schedule:
 
     def _go_on(self) -> None:
         """Do what the scheduler says, and come back when it says so."""
+        if self._over:
+            return
         for kind, group_id, session_id in self._scheduler.advance(time.monotonic()):
             if kind == "prepare":
                 self._prepare(self._groups[group_id], session_id)
@@ -155,22 +160,23 @@ class Schedule:
             self._go_on()
             await place.wait()
 
-        if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
-            return  # another session gives up, and this task is about to be cancelled
-        self._stage.recorder.check()
         facts = Facts()
         try:
+            self._stage.recorder.check()
             facts = await run_session(self._stage, session, given.group, enter)
+            if facts.unreadable is not None:
+                raise UnreadableModelError(facts.unreadable)
         except asyncio.CancelledError:
-            if not self._scheduler.is_stopped(session.session_id):
+            if self._over or not self._scheduler.is_stopped(session.session_id):
                 raise
+        except BaseException:
+            self._over = True
+            raise
         finally:
             del self._running[session.session_id]
             self._slots.pop(session.session_id, None)
             if session.status != "unknown":
                 given.ended.append(session)
-        if facts.unreadable is not None:
-            raise UnreadableModelError(facts.unreadable)
         self._end(session, facts)
 
     def _end(self, session: Session, facts: Facts) -> None:
@@ -181,6 +187,7 @@ class Schedule:
             self._named.add(session.task_id)
             logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
         if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
+            self._over = True
             raise RecorderError(
                 f"gave up after {self._tally.failures_in_a_row} consecutive infrastructure failures; the last, "
                 f"{session.session_id}: {session.error}. "
