@@ -137,18 +137,13 @@ class EngineAdmin:
 
     def load(self) -> Load:
         """Return the engine's load, of all its replicas together."""
-        families = {
-            family.name: family for family in text_string_to_metric_families(self._send("GET", "/metrics").text)
-        }
+        text = self._send("GET", "/metrics").text
         try:
-            values = [
-                [sample.value for sample in families[name].samples if not sample.name.endswith("_created")]
-                for name in _LOAD
-            ]
-        except KeyError as error:
-            raise EngineError(f"GET {self.url}/metrics: the engine has no metric {error}") from error
-        running, waiting, cache, preemptions = values
-        return Load(int(sum(running)), int(sum(waiting)), max(cache), int(sum(preemptions)))
+            found = {family.name: family for family in text_string_to_metric_families(text)}
+            running, waiting, cache, preemptions = ([each.value for each in found[name].samples] for name in _LOAD)
+            return Load(int(sum(running)), int(sum(waiting)), max(cache), int(sum(preemptions)))
+        except (KeyError, ValueError) as error:
+            raise EngineError(f"GET {self.url}/metrics: the engine does not tell its load ({error!r})") from error
 
     def runs_on_cpu(self) -> bool:
         """Return True when the printed form of vLLM's model names the CPU attention backend."""

@@ -70,7 +70,7 @@ class RolloutConfig(BaseModel):
     preparing_timeout: float = Field(default=600.0, gt=0)
     """Seconds after which making them has failed. It is tried again, as `retries` says."""
     ready: int = Field(default=4, ge=0)
-    """Maximum number of prepared sessions that wait until they may run. Each has its box and its workspace."""
+    """Number of sessions that are prepared before they may run. Each has its box and its workspace."""
     judging: int | None = Field(default=None, ge=1)
     """Maximum number of sessions that are judged at the same time. By default as many as run."""
     recorders: int = Field(default=1, ge=1)

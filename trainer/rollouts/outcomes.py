@@ -144,15 +144,14 @@ class Tally:
         self.total += sessions
         self._tasks.add(task_id)
 
-    def add(self, session: Session, facts: Facts, *, again: bool) -> None:
-        """Add a session that has ended. `again` is True when it is retried."""
-        self.refusals += facts.refusals
-        if session.status in ("cancelled", "unknown"):
-            pass  # somebody stopped it
-        elif session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
-            self._failures[place_of(session.session_id)] = session.task_id
-        else:
-            self._failures.clear()
+    def add(self, session: Session, facts: Facts | None, *, again: bool) -> None:
+        """Add a session that has ended. It is retried if `again`, and was stopped by somebody if `facts` is None."""
+        if facts is not None:
+            self.refusals += facts.refusals
+            if session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
+                self._failures[place_of(session.session_id)] = session.task_id
+            else:
+                self._failures.clear()
         if again:
             self.retried += 1
             return

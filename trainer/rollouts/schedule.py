@@ -15,9 +15,8 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.outcomes import Tally
-from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.scheduler import POLL_SECONDS, Admission, Scheduler, Slots
 from rolltap.trainer.rollouts.session import Stage, new_session, run_session
 
@@ -52,7 +51,8 @@ class Schedule:
     def __init__(self, stage: Stage, advance: Advance) -> None:
         config = stage.config
         most = config.concurrency
-        slots = Slots(config.preparing or most, config.ready, most, config.judging or most)
+        first = most if config.admission == "fixed" else 0  # until the engines have told their load
+        slots = Slots(config.preparing or most, config.ready, first, config.judging or most)
         self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
         self._stage, self._advance = stage, advance
         self._tally = Tally(self._scheduler.counts)
@@ -78,7 +78,12 @@ class Schedule:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._over = kind is not None
+        try:
+            while kind is None and self._groups:  # one that waits for its retry has no task
+                await asyncio.wait([given.result for given in self._groups.values()])
+        except asyncio.CancelledError as error:
+            kind, value, traceback = type(error), error, error.__traceback__
+        self._over = True
         if self._admitting is not None:
             self._admitting.cancel()
         try:
@@ -87,11 +92,15 @@ class Schedule:
             # the first failure cancelled the other sessions; errors that came with it are in `__cause__`
             raise failures.exceptions[0] from failures
         finally:
+            for given in self._groups.values():
+                given.result.cancel()
             if self._timer is not None:
                 self._timer.cancel()
 
     async def submit(self, group: Group, policy_version: str | None = None) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions in the order in which they ended, all attempts.
+
+        It is cancelled when the block fails.
 
         `policy_version` is that of sessions without a sampled token; None stands for the published one. Other sessions
         have the version that their calls say: see `Recorder.end`. Raises `InputError` for a task's path that cannot be
@@ -109,14 +118,14 @@ class Schedule:
     def cancel(self, name: str, why: str) -> None:
         """Stop a session or a group, by its id. A session that runs gets the status `cancelled`."""
         for session, _ in self._running.values():
-            if name in (session.session_id, session.group_id):
+            if name in (session.session_id, session.group_id) and session.status == "cancelled":  # no outcome yet
                 session.error = why
         self._scheduler.cancel(name)
         self._go_on()
 
     async def _admit(self) -> None:
         """Let as many sessions run as the engines bear."""
-        engines, admission = Engines(self._stage.recorder.engine), Admission(self._scheduler.slots.running)
+        engines, admission = Engines(self._stage.recorder.engine), Admission(self._stage.config.concurrency)
         load: Load | None = await asyncio.to_thread(engines.load)  # one that does not tell it at all ends the rollout
         while True:
             counts, now = self._scheduler.counts, time.monotonic()
@@ -139,7 +148,12 @@ class Schedule:
                 self._running[session_id][1].cancel()
             elif kind == "close":
                 given = self._groups.pop(group_id)
-                given.result.set_result(given.ended)
+                never_run = {*map(place_of, given.group.session_ids)} - {
+                    place_of(each.session_id) for each in given.ended
+                }
+                self._tally.total -= len(never_run)
+                if not given.result.done():
+                    given.result.set_result(given.ended)
             else:
                 self._slots.pop(session_id).set()
         self._advance(self._tally.line(), self._tally.done, self._tally.total)
@@ -160,7 +174,7 @@ class Schedule:
             self._go_on()
             await place.wait()
 
-        facts = Facts()
+        facts = None
         try:
             self._stage.recorder.check()
             facts = await run_session(self._stage, session, given.group, enter)
@@ -177,13 +191,11 @@ class Schedule:
             self._slots.pop(session.session_id, None)
             if session.status != "unknown":
                 given.ended.append(session)
-        self._end(session, facts)
-
-    def _end(self, session: Session, facts: Facts) -> None:
-        again = session.status == "infrastructure" and not facts.permanent
+        again = facts is not None and session.status == "infrastructure" and not facts.permanent
         further = self._scheduler.ended(session.session_id, time.monotonic(), again=again)
-        self._tally.add(session, facts, again=further is not None)
-        if facts.permanent and session.task_id not in self._named:
+        if session.status != "unknown":
+            self._tally.add(session, facts, again=further is not None)
+        if facts is not None and facts.permanent and session.task_id not in self._named:
             self._named.add(session.task_id)
             logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
         if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
@@ -203,6 +215,9 @@ async def run_groups(
 
     `policy_version` is that of `Schedule.submit`. Raises as `Schedule`.
     """
+    for group in groups:  # a path that cannot be read is an error before the first session
+        if group.session_ids:
+            await stage.digest(group.task)
     async with Schedule(stage, advance) as schedule:
         results = [await schedule.submit(group, policy_version) for group in groups]
         return [session for result in results for session in await result]

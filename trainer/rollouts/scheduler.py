@@ -88,7 +88,12 @@ class Scheduler:
     def submit(
         self, group_id: str, session_ids: Sequence[str], *, deadline: float = math.inf, evaluates: bool = False
     ) -> None:
-        """Take the sessions of a new group. Those that have not ended at the deadline are stopped."""
+        """Take the sessions of a new group. Those that have not ended at the deadline are stopped.
+
+        Raises `ValueError` for a name that is used already.
+        """
+        if group_id in self._groups or len({*session_ids} - self._attempts.keys()) < len(session_ids):
+            raise ValueError(f"the group {group_id}, or a session of it, is there already")
         self._groups[group_id] = _Group(self._submitted, deadline, evaluates, {*session_ids})
         for index, session_id in enumerate(session_ids):
             self._attempts[session_id] = _Attempt(group_id, (self._submitted, index), attempt_of(session_id))
@@ -172,7 +177,7 @@ class Scheduler:
         return self.slots.running if self.counts["ran"] < max(1, self.slots.running) else 0
 
     def _may_prepare(self) -> bool:
-        free = max(0, self.slots.running - self.counts["running"])
+        free = max(0, self._may_run() - self.counts["running"])
         ahead = self.counts["preparing"] + self.counts["ready"]
         return self.counts["preparing"] < self.slots.preparing and ahead < free + self.slots.ready
 

@@ -36,7 +36,7 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.changes import AgentResult
-from rolltap.trainer.rollouts.judges.checkout import CheckoutAhead, JudgeJob
+from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob
 from rolltap.trainer.rollouts.judges.command import judge_here, read_end
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
 from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
@@ -194,7 +194,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
     log.parent.mkdir(exist_ok=True)
     folder = stage.work / secrets.token_hex(4)
     made = AgentResult(folder / "workspace", folder / "home")
-    ahead: CheckoutAhead | None = None
+    ahead: Ahead | None = None
     try:
         async with _prepared(stage, session, task, made) as (job, box):
             await enter("running")
@@ -227,9 +227,11 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
         return facts
     finally:
-        if ahead is not None:
-            await ahead.close()
-        await run_to_end(remove_folder, folder)
+        try:
+            if ahead is not None:
+                await ahead.close()
+        finally:
+            await run_to_end(remove_folder, folder)
 
 
 @asynccontextmanager
@@ -238,30 +240,33 @@ async def _prepared(
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
     """Yield the box of a session, with its workspace, and what its judge will need. Raises `OSError` and `InputError`.
 
-    Making them has a time limit of its own.
+    The copy and the box have a time limit of their own. What sessions share has others: starts, versions and images.
     """
-    recorder, runtime, limit = stage.recorder, stage.runtime, stage.config.preparing_timeout
+    recorder, runtime, seconds = stage.recorder, stage.runtime, stage.config.preparing_timeout
+    (await stage.provenances.of(task.image)).set_in(session)
+    start = await stage.starts.of(task)
+    proxy = recorder.proxy(session.session_id)
+    spec = BoxSpec(
+        name=f"rolltap-{made.home.parent.name}",
+        workspace=made.workspace,
+        workdir=task.workdir,
+        home=made.home,
+        mounts=proxy.mounts() if runtime.isolated else (),
+        image=task.image,
+        limits=task.limits,
+        proxy=proxy.address,
+    )
     async with AsyncExitStack() as stack:
+        limit = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(limit):
-                (await stage.provenances.of(task.image)).set_in(session)
+            async with limit:
                 made.home.mkdir(parents=True)
-                start = await stage.starts.of(task)
                 await in_folder_thread(start.copy_to, made.workspace)
-                proxy = recorder.proxy(session.session_id)
-                spec = BoxSpec(
-                    name=f"rolltap-{made.home.parent.name}",
-                    workspace=made.workspace,
-                    workdir=task.workdir,
-                    home=made.home,
-                    mounts=proxy.mounts() if runtime.isolated else (),
-                    image=task.image,
-                    limits=task.limits,
-                    proxy=proxy.address,
-                )
                 box = await stack.enter_async_context(runtime.box(spec))
         except TimeoutError as error:
-            raise OSError(f"it could not be prepared in {limit:g} s") from error
+            if not limit.expired():
+                raise
+            raise OSError(f"it could not be prepared in {seconds:g} s") from error
         job = JudgeJob(
             task=task,
             start=start,

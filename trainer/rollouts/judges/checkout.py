@@ -2,15 +2,13 @@
 
 import asyncio
 import errno
-import logging
 import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
@@ -26,8 +24,6 @@ from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
 
-logger = logging.getLogger(__name__)
-
 LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
 _TOOLS, _PIPE = "/rolltap/tools", "/rolltap/verdict"
 
@@ -42,7 +38,7 @@ class JudgeJob:
         logs: Folder for the judge's output.
         changes: The agent's changes against the start: `judge` finds them.
         engine_urls: The policy's engines.
-        ahead: A checkout for the result, which is prepared already.
+        ahead: The workspace of the first checkout for the result.
     """
 
     task: Task
@@ -53,7 +49,7 @@ class JudgeJob:
     logs: Path
     changes: Changes = field(default_factory=Changes)
     engine_urls: Sequence[str] = ()
-    ahead: "CheckoutAhead | None" = None
+    ahead: "Ahead | None" = None
 
     @property
     def log(self) -> Path:
@@ -118,51 +114,27 @@ class Checkout:
         return ended.status
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A checkout without the agent's changes: `tests` are the paths of the task's tests in it, `own` the judge's."""
-
-    spec: OneJudge
-    folder: Path
-    box: Box
-    tools: str
-    channel: Channel
-    pipe: str
-    tests: set[str]
-    own: Sequence[str]
-
-
-class CheckoutAhead:
-    """A judge's checkout that is prepared while the session runs, where its programs cannot reach it."""
+class Ahead:
+    """The workspace of a judge's checkout, laid out while the session runs, where no program of it can reach it."""
 
     def __init__(self, job: JudgeJob, spec: OneJudge) -> None:
         self._spec: OneJudge | None = spec
-        self._prepared: asyncio.Future[_Prepared] = asyncio.get_running_loop().create_future()
-        self._ended = asyncio.Event()
-        self._task = asyncio.create_task(self._hold(job, spec))
+        self._laid = asyncio.create_task(_lay_out(job, spec))
 
-    async def _hold(self, job: JudgeJob, spec: OneJudge) -> None:
-        async with _prepare_checkout(job, spec) as prepared:
-            self._prepared.set_result(prepared)
-            await self._ended.wait()
-
-    async def take(self, spec: OneJudge) -> _Prepared | None:
-        """Return the checkout to the first who asks, if it is for this judge and could be prepared."""
+    async def take(self, spec: OneJudge) -> tuple[Path, set[str]] | None:
+        """Return what `_lay_out` returned to the first who asks, if it is for this judge and did not fail."""
         if spec != self._spec:
             return None
         self._spec = None
-        either: list[asyncio.Future[Any]] = [self._task, self._prepared]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return self._prepared.result() if self._prepared.done() else None
+        await asyncio.wait([self._laid])
+        return None if self._laid.cancelled() or self._laid.exception() else self._laid.result()
 
     async def close(self) -> None:
-        """Remove it."""
-        self._ended.set()
-        if not self._prepared.done():
-            self._task.cancel()
-        cancelled = await wait_for_end(self._task)
-        if not self._task.cancelled() and (error := self._task.exception()):
-            logger.info("no checkout of a judge was prepared ahead: %s", error)  # the judge says it, if it fails there
+        """End the copying. The session's folder, which has it, can be removed then."""
+        self._laid.cancel()
+        cancelled = await wait_for_end(self._laid)
+        if not self._laid.cancelled():
+            self._laid.exception()  # asyncio logs one that nobody has seen; the judge meets it again
         if cancelled:
             raise asyncio.CancelledError
 
@@ -170,49 +142,39 @@ class CheckoutAhead:
 @asynccontextmanager
 async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout]:
     """Yield a judge's checkout. Raises `UnjudgedError`, and `InputError` and `OSError` when it cannot be made."""
-    async with AsyncExitStack() as stack:
-        prepared = None
-        if job.ahead is not None and job.result is not None:
-            prepared = await job.ahead.take(spec)
-        if prepared is None:
-            prepared = await stack.enter_async_context(_prepare_checkout(job, spec))
-        workspace, out = prepared.folder / "workspace", prepared.folder / "out"
-        changes = await in_folder_thread(_apply, job, prepared, workspace)
-        there = await in_folder_thread(_files, workspace)
-        yield Checkout(
-            job=job,
-            box=prepared.box,
-            workspace=workspace,
-            changes=changes,
-            out=out,
-            tools=prepared.tools,
-            channel=prepared.channel,
-            pipe=prepared.pipe,
-            guarded={path: stamp(workspace, path) for path in prepared.own if path in there},
-        )
-
-
-@asynccontextmanager
-async def _prepare_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[_Prepared]:
-    beside = job.result.workspace.parent if job.result is not None else None
-    folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
+    laid = await job.ahead.take(spec) if job.ahead is not None and job.result is not None else None
+    folder, tests = laid or await _lay_out(job, spec)
     try:
-        async with _fresh_checkout(job, spec, folder) as prepared:
-            yield prepared
+        async with _fresh_checkout(job, spec, folder, tests) as checkout:
+            yield checkout
     finally:
         await run_to_end(remove_folder, folder)
 
 
+async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:
+    """Make the folder of a checkout, with a copy of the start and the task's tests over it.
+
+    Returns it, and the paths of the tests. They come before the agent's changes, so that nothing of these is there yet
+    when they are written.
+    """
+    beside = job.result.workspace.parent if job.result is not None else None
+    folder = Path(tempfile.mkdtemp(prefix="judge-", dir=beside))
+    try:
+        await in_folder_thread(job.start.copy_to, folder / "workspace")
+        return folder, await in_folder_thread(_lay_tests, job, spec, folder / "workspace")
+    except BaseException:
+        await run_to_end(remove_folder, folder)
+        raise
+
+
 @asynccontextmanager
-async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncIterator[_Prepared]:
+async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: set[str]) -> AsyncIterator[Checkout]:
     workspace, home, out, tools = (folder / part for part in ("workspace", "home", "out", "tools"))
     for part in (home, out, tools):
         part.mkdir()
     for file in (LAUNCH, REPORT):
         shutil.copy(file, tools / f"rolltap_{file.name}")
-    await in_folder_thread(job.start.copy_to, workspace)
-    # before the agent's changes, so that nothing of these is there yet when they are written
-    tests = await in_folder_thread(_lay_tests, job, spec, workspace)
+    changes = await in_folder_thread(_apply, job, spec, workspace, tests)
     own = await in_folder_thread(_own_there, job, spec, workspace, tests)
     isolated = job.runtime.isolated
     pipe = folder / "verdict"
@@ -239,33 +201,31 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path) -> AsyncI
     )
     with Channel(pipe) as channel:
         async with job.runtime.box(box_spec) as box:
-            yield _Prepared(
-                spec=spec,
-                folder=folder,
+            yield Checkout(
+                job=job,
                 box=box,
+                workspace=workspace,
+                changes=changes,
+                out=out,
                 tools=tools_inside,
                 channel=channel,
                 pipe=pipe_inside,
-                tests=tests,
-                own=own,
+                guarded={path: stamp(workspace, path) for path in own},
             )
-
-
-def _files(workspace: Path) -> set[str]:
-    return {path for path, entry in scan(workspace).entries.items() if entry.kind != "folder"}
 
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
     """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
-    own = (own_files(job.start.folder, job.task, spec) | laid) & _files(workspace)
-    return sorted(own, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
+    there = {path for path, entry in scan(workspace).entries.items() if entry.kind != "folder"}
+    own = own_files(job.start.folder, job.task, spec) | laid
+    return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 
 
-def _apply(job: JudgeJob, prepared: _Prepared, workspace: Path) -> Changes:
-    """Apply the agent's changes to a prepared workspace, and return those that were applied."""
+def _apply(job: JudgeJob, spec: OneJudge, workspace: Path, tests: set[str]) -> Changes:
+    """Apply the agent's changes to a workspace, and return those that were applied."""
     if job.result is None:
         return job.changes
-    changes = select(job.changes, job.task, prepared.spec, prepared.tests, job.start.folder, job.result.workspace)
+    changes = select(job.changes, job.task, spec, tests, job.start.folder, job.result.workspace)
     try:
         apply_changes(changes, job.result.workspace, workspace)
     except OSError as error:

@@ -11,12 +11,13 @@ is 0. Without a verdict on the untouched start, the session is unjudged.
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import CheckoutAhead, JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, open_checkout
 from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
@@ -43,8 +44,8 @@ def _combine(spec: SeveralJudges, judged: Sequence[Judged]) -> Judged:
     ]
     if missing:
         return Judged(unjudged="; ".join(missing), parts=parts, evidence=evidence)
-    weights = sum(one.weight for one in spec.judges)
-    whole = sum(one.weight / weights * parts[one.name] for one in spec.judges)
+    weights = math.fsum(one.weight for one in spec.judges)
+    whole = math.fsum(one.weight * parts[one.name] for one in spec.judges) / weights
     return Judged(reward=whole, parts=parts, evidence=evidence)
 
 
@@ -133,14 +134,14 @@ def _by_report(spec: Judge) -> PytestJudge | None:
     return PytestJudge(**spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"}))
 
 
-def prepare_ahead(job: JudgeJob) -> CheckoutAhead | None:
-    """Begin to prepare the checkout that is probably needed first, where no agent can reach it, or return None."""
+def prepare_ahead(job: JudgeJob) -> Ahead | None:
+    """Begin to lay out the checkout that is needed first, where the runtime isolates: else the agent could reach it."""
     spec = job.task.effective_judge
     spec = spec.judges[0].judge if isinstance(spec, SeveralJudges) else spec
     spec = _by_report(spec) or spec
     if not job.runtime.isolated or isinstance(spec, LLMJudge | SeveralJudges):
         return None
-    return CheckoutAhead(job, spec)
+    return Ahead(job, spec)
 
 
 async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None) -> Judged:
