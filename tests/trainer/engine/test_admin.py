@@ -148,5 +148,5 @@ def test_an_engine_tells_its_load_of_all_replicas_together(answering, admin):
     answering.answers["/metrics"] = (200, METRICS)
     assert admin.load() == Load(running=5, waiting=7, cache=0.75, preemptions=4)
     answering.answers["/metrics"] = (200, METRICS.replace("num_requests_waiting", "something"))
-    with pytest.raises(EngineError, match="does not tell its load .*vllm:num_requests_waiting"):
+    with pytest.raises(EngineError, match=r"does not tell its load .*vllm:num_requests_waiting"):
         admin.load()

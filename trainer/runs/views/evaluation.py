@@ -1,8 +1,9 @@
 """How often tasks are solved, with intervals, and whether two runs on the same tasks differ.
 
 Sessions without a reward do not count. A session solved its task when its reward is at least `SOLVED`. Intervals are of
-95 %. With `FEW_TASKS` tasks or more they say what other tasks of the kind would give: tasks are resampled. With fewer
-they hold for these tasks alone: the sessions are resampled, or follow from Jeffreys' prior of a share.
+95 %. With `FEW_TASKS` tasks or more they say what other tasks of the kind would give: Student's t over the tasks. With
+fewer they hold for these tasks alone. Rewards of 0 and 1 have the interval of Jeffreys' prior there, others Student's t
+over the sessions of a task.
 """
 
 from collections import defaultdict
@@ -25,7 +26,8 @@ from rolltap.trainer.traces.sessions import session_reward
 
 SOLVED = 1.0
 FEW_TASKS = 5
-RESAMPLES = 4000
+DRAWS = 20_000
+"""Draws of an estimate, of which the quantiles are the interval."""
 _QUANTILES = (0.025, 0.975)
 
 Numbers = NDArray[np.float64]
@@ -45,13 +47,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """Chances over `k` sessions of a task, as means over the tasks.
+    """Chances over `k` sessions of a task, as means over the tasks with a reward.
 
     `pass_at` is the chance that one of them at least solves it (Chen et al., arXiv 2107.03374), `pass_all` that all of
     them do (Yao et al., arXiv 2406.12045). Both are without bias for tasks with more sessions than `k`.
     """
 
     k: int
+    tasks: int
     pass_at: Interval
     pass_all: Interval
 
@@ -75,6 +78,7 @@ def pass_rows(rewards: Mapping[str, Sequence[float]]) -> list[PassRow]:
 def _pass_row(tasks: Sequence[tuple[int, int]], k: int) -> PassRow:
     return PassRow(
         k,
+        len(tasks),
         _chance(tasks, lambda n, c: 1 - comb(n - c, k) / comb(n, k), lambda share: 1 - (1 - share) ** k),
         _chance(tasks, lambda n, c: comb(c, k) / comb(n, k), lambda share: share**k),
     )
@@ -91,15 +95,24 @@ def _chance(
     """
     values, rng = np.array([estimate(n, c) for n, c in tasks]), np.random.default_rng(0)
     if len(tasks) >= FEW_TASKS and np.ptp(values) > 0:
-        return _interval(values, _resampled(values, rng))
-    shares = np.stack([rng.beta(c + 0.5, n - c + 0.5, RESAMPLES) for n, c in tasks])
-    return _interval(values, of_share(shares).mean(axis=0))
+        return _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
+    return _interval(values, of_share(_shares(tasks, rng)).mean(axis=0))
 
 
-def _resampled(values: Numbers, rng: np.random.Generator) -> Numbers:
-    """Return the means of so many resamples of values."""
-    means: Numbers = values[rng.integers(len(values), size=(RESAMPLES, len(values)))].mean(axis=1)
-    return means
+def _over_tasks(values: Numbers, rng: np.random.Generator) -> Numbers:
+    """Return draws of the mean of which the values of some tasks are a sample."""
+    error = values.std(ddof=1) / len(values) ** 0.5
+    draws: Numbers = values.mean() + error * rng.standard_t(len(values) - 1, DRAWS)
+    return draws
+
+
+def _shares(tasks: Sequence[tuple[int, int]], rng: np.random.Generator) -> Numbers:
+    """Return draws of the chance of a session, shape (tasks, draws); many tasks that are all alike count as one."""
+    n, c = np.array(tasks).T
+    if len(tasks) >= FEW_TASKS:
+        n, c = n.sum(keepdims=True), c.sum(keepdims=True)
+    draws: Numbers = rng.beta(c[:, None] + 0.5, (n - c)[:, None] + 0.5, (len(n), DRAWS))
+    return draws
 
 
 def _interval(values: Numbers, means: Numbers) -> Interval:
@@ -157,29 +170,54 @@ class Comparison(JupyterMixin):
 
 
 def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Comparison:
-    """Compare the rewards of two runs, paired by task. Raises `InputError` when no task has rewards in both."""
+    """Compare the rewards of two runs, paired by task.
+
+    Raises `InputError` when no task has rewards in both, when there are too few sessions for an interval, and for a run
+    with sessions of several policies, such as that of a training.
+    """
+    for sessions in (first, second):
+        if len(versions := {session.policy_version or "" for session in sessions}) > 1:
+            raise InputError(
+                f"a run has sessions of {len(versions)} policy versions ({some(sorted(versions))}): take those of one "
+                "with `rolltap filter --policy-version`"
+            )
     one, two = rewards_of(first), rewards_of(second)
     both = sorted(one.keys() & two.keys())
     if not both:
         raise InputError("no task has sessions with a reward in both runs")
     digests = [{session.task_id: session.task_digest for session in sessions} for sessions in (first, second)]
     pairs = [(np.array(one[name]), np.array(two[name])) for name in both]
-    values, rng = np.array([after.mean() - before.mean() for before, after in pairs]), np.random.default_rng(0)
-    if len(both) >= FEW_TASKS and np.ptp(values) > 0:
-        means = _resampled(values, rng)
-    else:
-        means = np.mean([_resampled(after, rng) - _resampled(before, rng) for before, after in pairs], axis=0)
     return Comparison(
         tasks=len(both),
         others=sorted(one.keys() ^ two.keys()),
         changed=[name for name in both if digests[0][name] != digests[1][name]],
         first=float(np.mean([before.mean() for before, _ in pairs])),
         second=float(np.mean([after.mean() for _, after in pairs])),
-        difference=_interval(values, means),
+        difference=_difference(pairs),
     )
 
 
-def pass_table(rows: Sequence[PassRow]) -> Table:
-    """Return the table of rows."""
+def _difference(pairs: Sequence[tuple[Numbers, Numbers]]) -> Interval:
+    """Return the mean difference of the rewards of some tasks. Raises `InputError` for too few sessions."""
+    values, rng = np.array([after.mean() - before.mean() for before, after in pairs]), np.random.default_rng(0)
+    sides = list(zip(*pairs, strict=True))
+    binary = all(set(given) <= {0.0, 1.0} for side in sides for given in side)
+    if len(pairs) >= FEW_TASKS and (np.ptp(values) > 0 or not binary):
+        return _interval(values, _over_tasks(values, rng))
+    if binary:
+        before, after = (
+            _shares([(len(given), int(given.sum())) for given in side], rng).mean(axis=0) for side in sides
+        )
+        return _interval(values, after - before)
+    if min(len(given) for side in sides for given in side) < 2:
+        raise InputError("there are too few sessions for an interval: give each task several, or more tasks")
+    error = sum(given.var(ddof=1) / len(given) for side in sides for given in side) ** 0.5 / len(pairs)
+    freedom = sum(len(given) - 1 for side in sides for given in side)
+    return _interval(values, values.mean() + error * rng.standard_t(freedom, DRAWS))
+
+
+def pass_table(rows: Sequence[PassRow], tasks: int) -> Table:
+    """Return the table of rows, of a run with so many tasks."""
     cells = [(row.k, str(row.pass_at), str(row.pass_all)) for row in rows]
-    return make_table("solved (95 % interval)", ("k", "pass@k: one of k", "pass^k: all of k"), cells)
+    rewarded = f"{rows[0].tasks} tasks" + (f" with rewards, of {tasks}" if rows[0].tasks < tasks else "")
+    return make_table(f"solved, of {rewarded} (95 % interval)", ("k", "pass@k: one of k", "pass^k: all of k"), cells)

@@ -219,7 +219,7 @@ class Summary(JupyterMixin):
         yield _count_table(self)
         yield from outcome_tables(self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed)
         if self.passes:
-            yield pass_table(self.passes)
+            yield pass_table(self.passes, len(self.tasks))
         if self.cache:
             yield cache_table(self.cache)
         if self.rendered:
