@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -164,7 +164,15 @@ class Schedule:
 
     def _prepare(self, given: _Given, session_id: str) -> None:
         session = new_session(self._stage, given.group, session_id, given.policy_version)
-        self._running[session_id] = (session, self._tasks.create_task(self._run(session, given)))
+        task = self._tasks.create_task(self._run(session, given))
+        self._running[session_id] = (session, task)
+        task.add_done_callback(partial(self._never_begun, session_id))
+
+    def _never_begun(self, session_id: str, _task: asyncio.Task[None]) -> None:
+        """End a session whose task was cancelled before its first step, so that none of its code ran."""
+        if self._running.pop(session_id, None) is not None:
+            self._scheduler.ended(session_id, time.monotonic())
+            self._go_on()
 
     async def _run(self, session: Session, given: _Given) -> None:
         async def enter(phase: Literal["running", "judging"]) -> None:

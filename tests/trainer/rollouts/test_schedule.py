@@ -1,5 +1,7 @@
 import asyncio
 import re
+import threading
+from collections import defaultdict
 from contextlib import suppress
 
 import pytest
@@ -8,6 +10,7 @@ from rolltap.addons.errors import EngineError, RecorderError
 from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts import schedule
+from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
@@ -220,3 +223,139 @@ async def test_a_recorder_that_dies_during_a_session_is_an_error_of_its_own(engi
         recorder._processes[0]._process.wait()
         with pytest.raises(RecorderError, match="the recorder died with status -9"):  # before a session
             await run([group_of(tmp_path, 1)], stage)
+
+
+class Played:
+    """Sessions that run until the test ends them: `ends` has the future of each one's status, once it runs."""
+
+    def __init__(self):
+        self.ends = {}
+        self._running = defaultdict(asyncio.Event)
+
+    async def run_session(self, stage, session, group, enter):
+        await enter("running")
+        session.status = "cancelled"
+        self.ends[session.session_id] = asyncio.get_running_loop().create_future()
+        self._running[session.session_id].set()
+        session.status = await self.ends[session.session_id]
+        return Facts(completed_calls=session.status == "completed")
+
+    async def runs(self, *names):
+        """Wait until these sessions run."""
+        for name in names:
+            await self._running[name].wait()
+
+    async def end(self, name, status="completed"):
+        await self.runs(name)
+        self.ends[name].set_result(status)
+
+
+class TestWithoutPrograms:
+    @pytest.fixture
+    def played(self, monkeypatch):
+        played = Played()
+        monkeypatch.setattr(schedule, "run_session", played.run_session)
+        return played
+
+    @pytest.fixture
+    def open_schedule(self, recorder, tmp_path):
+        def open_schedule(advance=lambda *_: None, **settings):
+            return Schedule(stage_of(recorder, tmp_path, "true", **settings), advance)
+
+        return open_schedule
+
+    @staticmethod
+    def group(name, *places):
+        return Group(TASK, name, [f"{name}-{place}" for place in places])
+
+    async def test_a_block_that_fails_ends_every_session_and_every_result(self, open_schedule, played):
+        results = []
+
+        async def fail():
+            async with open_schedule(concurrency=1) as running:
+                results.extend([await running.submit(self.group(name, 0)) for name in ("a", "b")])
+                await played.runs("a-0")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert [result.cancelled() for result in results] == [True, True]
+        assert played.ends["a-0"].cancelled()
+
+    async def test_a_block_is_left_when_its_groups_have_ended_after_their_retries_too(
+        self, open_schedule, played, monkeypatch
+    ):
+        monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
+        async with open_schedule(retries=1) as running:
+            result = await running.submit(self.group("a", 0))
+            ending = [
+                asyncio.create_task(played.end(*each)) for each in (("a-0", "infrastructure"), ("a-0~1", "completed"))
+            ]
+        await asyncio.gather(*ending)
+        assert [session.session_id for session in result.result()] == ["a-0", "a-0~1"]
+
+    async def test_one_who_waits_no_longer_for_a_group_stops_nobody(self, open_schedule, played):
+        async with open_schedule() as running:
+            given_up, other = [await running.submit(self.group(name, 0)) for name in ("a", "b")]
+            await played.runs("a-0", "b-0")
+            given_up.cancel()
+            await played.end("a-0")
+            await played.end("b-0")
+            assert [session.status for session in await other] == ["completed"]
+
+    async def test_sessions_that_are_stopped_are_no_failures_and_those_that_never_ran_are_not_counted(
+        self, open_schedule, played
+    ):
+        told = []
+        async with open_schedule(lambda _, done, total: told.append((done, total)), give_up_after=2) as running:
+            result = await running.submit(self.group("a", *range(5)))
+            await played.runs("a-0", "a-1")
+            running.cancel("a", "too old")
+            assert {session.error for session in await result} == {"too old"}
+        assert told[-1] == (2, 2)
+
+    async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(self, open_schedule, monkeypatch):
+        has_outcome = asyncio.Event()
+
+        async def run_session(stage, session, group, enter):
+            await enter("running")
+            session.status, session.reward = "completed", 1.0
+            has_outcome.set()
+            await asyncio.Event().wait()  # as the end of its row
+
+        monkeypatch.setattr(schedule, "run_session", run_session)
+        async with open_schedule(give_up_after=1) as running:
+            result = await running.submit(self.group("a", 0))
+            await has_outcome.wait()
+            running.cancel("a-0", "too old")
+            (session,) = await result
+        assert (session.status, session.reward, session.error) == ("completed", 1.0, None)
+
+    async def test_nothing_runs_before_the_engines_have_told_their_load(self, open_schedule, played, monkeypatch):
+        asked, answer = threading.Event(), threading.Event()
+
+        def load(engines):
+            asked.set()
+            answer.wait()
+            return Load(running=0, waiting=0, cache=0.1, preemptions=0)
+
+        monkeypatch.setattr(Engines, "load", load)
+        async with open_schedule(admission="engine", concurrency=8) as running:
+            result = await running.submit(self.group("a", *range(4)))
+            await asyncio.to_thread(asked.wait)
+            assert played.ends == {}
+            answer.set()
+            for name in [f"a-{place}" for place in range(4)]:
+                await played.runs(name)
+                assert len([end for end in played.ends.values() if not end.done()]) <= 2
+                await played.end(name)
+            assert len(await result) == 4
+
+    async def test_a_task_that_cannot_be_read_is_an_error_before_the_first_session(
+        self, recorder, tmp_path, played, monkeypatch
+    ):
+        monkeypatch.setattr(Task, "digest", lambda task: "d" if task.id == "count" else (tmp_path / "none").read_text())
+        bad = Group(TASK.model_copy(update={"id": "bad"}), "b", ["b-0"])
+        with pytest.raises(FileNotFoundError):
+            await run([self.group("a", 0), bad], stage_of(recorder, tmp_path, "true"))
+        assert played.ends == {}

@@ -218,6 +218,23 @@ def test_prepared_sessions_wait_in_a_buffer_of_bounded_size():
     assert scheduler.counts["ready"] == 2
 
 
+def test_no_more_are_prepared_while_slow_judges_hold_new_ones_back():
+    scheduler = Scheduler(Slots(preparing=8, ready=4, running=8, judging=1))
+    scheduler.submit("g", [f"s-{number}" for number in range(200)])
+    for _ in range(60):
+        for action in scheduler.advance(0):
+            {"prepare": scheduler.prepared, "run": scheduler.ran, "judge": str}[action.kind](action.session_id)
+    assert scheduler.counts["ready"] <= 4 + 8
+
+
+def test_a_name_is_used_once():
+    scheduler = Scheduler(Slots(preparing=1, ready=0, running=1, judging=1))
+    scheduler.submit("g", ["a"])
+    for group_id, session_ids in (("g", ["b"]), ("h", ["a"]), ("h", ["b", "b"])):
+        with pytest.raises(ValueError, match="is there already"):
+            scheduler.submit(group_id, session_ids)
+
+
 def test_sessions_that_wait_for_a_judge_hold_back_new_ones():
     scheduler = Scheduler(Slots(preparing=1, ready=0, running=1, judging=1))
     scheduler.submit("g", list("abcd"))

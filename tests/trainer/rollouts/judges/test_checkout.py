@@ -11,7 +11,7 @@ from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.tasks.task import Task
-from tests.trainer.rollouts.judges.sessions import Left, shell, write
+from tests.trainer.rollouts.judges.sessions import Left, shell
 
 
 def job_of(left, spec, **given):
@@ -24,14 +24,15 @@ def job_of(left, spec, **given):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The folders of the checkouts that were made."""
-    made, prepare = [], checkout._fresh_checkout
+    """The folders of the checkouts that were laid out."""
+    made, lay_out = [], checkout._lay_out
 
-    def fresh(job, spec, folder):
-        made.append(folder)
-        return prepare(job, spec, folder)
+    async def laid(job, spec):
+        found = await lay_out(job, spec)
+        made.append(found[0])
+        return found
 
-    monkeypatch.setattr(checkout, "_fresh_checkout", fresh)
+    monkeypatch.setattr(checkout, "_lay_out", laid)
     return made
 
 
@@ -47,13 +48,11 @@ async def test_it_is_prepared_before_the_agent_has_ended_and_is_the_one_that_jud
     tests = "def test_a():\n    assert open('a.txt').read() == 'new'\n"
     left = Left(tmp_path, {"a.txt": "old", "c.txt": "old", "test_a.py": tests}, SandboxRuntime())
     ahead = prepare_ahead(job := job_of(left, spec))
-    prepared = await ahead._prepared
+    folder, _ = await ahead._laid
     left.do({"a.txt": "new", "b.txt": "new", "c.txt": None})
     judged = await judge(replace(job, ahead=ahead))
     assert judged.reward == 1.0, judged
-    assert prepared.folder.exists()
-    await ahead.close()
-    assert (len(made), prepared.folder.exists()) == (checkouts, False)
+    assert (len(made), made[0], folder.exists()) == (checkouts, folder, False)
 
 
 async def test_what_the_agent_did_to_the_judges_own_files_is_refused_there_too(tmp_path):
@@ -67,12 +66,11 @@ async def test_a_judge_can_write_nothing_of_its_own_there(tmp_path):
     assert (await left.judge({"kind": "command", "command": ["sh", "check.sh"]})).reward == 0.0
 
 
-async def test_why_one_cannot_be_prepared_is_said_by_the_judge(tmp_path, made):
+async def test_why_one_cannot_be_prepared_is_said_by_the_judge(tmp_path):
     left = Left(tmp_path, {"a.txt": "old"}, SandboxRuntime(), did={"a.txt": "new"})
     judged = await left.judge({"kind": "pytest", "test_patch": "--- a/none\n+++ b/none\n@@ -1 +1 @@\n-a\n+b\n"})
     assert "test_patch does not fit its start" in judged.unjudged
-    assert len(made) == 2
-    assert not any(folder.exists() for folder in made)
+    assert not [*left.workspace.parent.glob("judge-*")]
 
 
 async def test_none_is_prepared_where_the_agent_could_reach_it(tmp_path):
@@ -80,9 +78,14 @@ async def test_none_is_prepared_where_the_agent_could_reach_it(tmp_path):
     assert prepare_ahead(job_of(left, shell("true"))) is None
 
 
-async def test_one_that_nobody_takes_is_removed(tmp_path, made):
+async def test_it_can_be_ended_while_it_is_laid_out_and_leaves_nothing(tmp_path):
     left = Left(tmp_path, {"a.txt": "old"}, SandboxRuntime())
-    write(left.workspace, {"a.txt": "new"})
-    ahead = prepare_ahead(job_of(left, shell("true")))
-    await ahead.close()
-    assert not any(folder.exists() for folder in made)
+    await prepare_ahead(job_of(left, shell("true"))).close()
+    assert not [*left.workspace.parent.glob("judge-*")]
+
+
+async def test_only_the_first_who_asks_gets_it(tmp_path):
+    left = Left(tmp_path, {"a.txt": "old"}, SandboxRuntime(), did={"b.txt": "new"})
+    job = job_of(left, shell("test -e b.txt"))
+    job = replace(job, ahead=prepare_ahead(job))
+    assert [(await judge(job)).reward for _ in range(2)] == [1.0, 1.0]
