@@ -2,7 +2,7 @@ import asyncio
 import re
 import threading
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -14,6 +14,7 @@ from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.schedule import Schedule, run_groups
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
@@ -141,17 +142,19 @@ async def test_a_session_is_prepared_while_the_one_before_it_runs(recorder, tmp_
 
 
 async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_path, monkeypatch):
-    tried = []
+    class Stuck(ProcessRuntime):
+        tried = 0
 
-    async def of(self, task, starts=Starts.of):
-        tried.append(task.id)
-        if len(tried) == 1:
-            await asyncio.Event().wait()
-        return await starts(self, task)
+        @asynccontextmanager
+        async def box(self, spec):
+            self.tried += 1
+            if self.tried == 1:
+                await asyncio.Event().wait()
+            async with super().box(spec) as box:
+                yield box
 
-    monkeypatch.setattr(Starts, "of", of)
     monkeypatch.setattr(schedule, "PAUSE_SECONDS", 0.0)
-    stage = stage_of(recorder, tmp_path, ONE_CALL, preparing_timeout=0.2, retries=1)
+    stage = stage_of(recorder, tmp_path, ONE_CALL, Stuck(), preparing_timeout=0.2, retries=1)
     failed, ended = await run([group_of(tmp_path, 0)], stage)
     assert (failed.status, failed.error) == (
         "infrastructure",
