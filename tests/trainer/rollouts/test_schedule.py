@@ -147,8 +147,8 @@ async def test_a_preparation_that_takes_too_long_is_tried_again(recorder, tmp_pa
 
         @asynccontextmanager
         async def box(self, spec):
-            self.tried += 1
-            if self.tried == 1:
+            self.tried += spec.proxy is not None  # neither the judge's nor that of `--version`
+            if self.tried == 1 and spec.proxy is not None:
                 await asyncio.Event().wait()
             async with super().box(spec) as box:
                 yield box
