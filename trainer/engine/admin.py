@@ -156,13 +156,22 @@ class EngineAdmin:
         found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
+    def adapter_slots(self) -> tuple[int, int]:
+        """Return how many adapters a batch may have, and how many the engine keeps in memory; 0 without adapters."""
+
+        def read(answer: Any) -> tuple[int, int]:
+            config = answer["vllm_config"]["lora_config"]
+            return (0, 0) if config is None else (int(config["max_loras"]), int(config["max_cpu_loras"]))
+
+        return self._ask("GET", "/server_info?config_format=json", read)
+
     def is_paused(self) -> bool:
         """Return True when new calls wait for a resume."""
         return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
 
-    def pause(self) -> None:
-        """Return when the calls in flight have ended. New ones wait. A paused engine stays so."""
-        self._send("POST", "/pause?mode=wait")
+    def pause(self, *, keep: bool = False) -> None:
+        """Return when the calls in flight have ended, or with `keep` stand still. New ones wait. An engine stays so."""
+        self._send("POST", f"/pause?mode={'keep' if keep else 'wait'}")
 
     def resume(self) -> None:
         """Let calls go on."""
@@ -205,8 +214,9 @@ class EngineAdmin:
         return self._ask("GET", "/get_world_size", lambda answer: int(answer["world_size"]))
 
     def reset_prefix_cache(self) -> None:
-        """Drop the KV cache of earlier prompts, which was computed with the old weights."""
-        if not self._ask("POST", "/reset_prefix_cache", lambda answer: bool(answer["success"])):
+        """Drop the KV cache, which was computed with the old weights. Calls that stand still compute theirs again."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not self._ask("POST", path, lambda answer: bool(answer["success"])):
             raise EngineError("vLLM kept its prefix cache, which was computed with the old weights: restart it")
 
     def load_adapter(self, name: str, folder: Path) -> None:

@@ -31,14 +31,16 @@ class Engines:
     """The vLLM servers at `urls`, which is a sequence, or one text with commas between them.
 
     Methods ask all engines at the same time, and return when all have answered. They raise `EngineError`, which names
-    every engine that failed. The constructor raises `InputError` for no URL, and for one that is given twice.
+    every engine that failed. The constructor raises `InputError` for no URL, and for one that is given twice. With
+    `keep`, calls in flight go on with new weights, where they would else end first.
     """
 
-    def __init__(self, urls: Sequence[str] | str) -> None:
+    def __init__(self, urls: Sequence[str] | str, *, keep: bool = False) -> None:
         given = [url.strip().rstrip("/") for url in (urls.split(",") if isinstance(urls, str) else urls)]
         if not given or not all(given) or len(set(given)) < len(given):
             raise InputError(f"engine is {urls!r}: give the URL of each engine once, with commas between them")
         self.admins = tuple(EngineAdmin(url) for url in given)
+        self._keep = keep
         self._owner: Owner | None = None
         self._owned: set[EngineAdmin] = set()
         """Engines whose register names this training."""
@@ -139,11 +141,11 @@ class Engines:
             yield
 
     def pause(self) -> None:
-        """Return when the calls in flight have ended. Another training's calls do not wait: see `resume`."""
+        """Return when the calls in flight have ended or stand still. Another training's do not wait: see `resume`."""
 
         def pause(engine: EngineAdmin) -> None:
             self._require_owned(engine)
-            engine.pause()
+            engine.pause(keep=self._keep)
 
         self.each(pause)
 

@@ -207,13 +207,15 @@ class Recorder:
     def _version(self, session: Session) -> str:
         """Return the version of a session's row. Raises `RunError` and `OSError`."""
         known = self.rows.first_version(session.session_id) or session.policy_version
-        if known is not None:
-            return known
+        return self.published_version() if known is None else known
+
+    def published_version(self) -> str:
+        """Return the version of the run's policy. Raises `RunError` when it cannot be read."""
         try:
             return PolicyFile(self.path).read().version
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"{self.path / POLICY_FILE} cannot be read ({error!r})"
-            raise RunError(f"{what}: session {session.session_id} has no version") from error
+            raise RunError(f"{what}: a session has no version; restore it, or record into a new folder") from error
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -102,9 +102,9 @@ class Schedule:
 
         It is cancelled when the block fails.
 
-        `policy_version` is that of sessions without a sampled token; None stands for the published one. Other sessions
-        have the version that their calls say: see `Recorder.end`. Raises `InputError` for a task's path that cannot be
-        read.
+        `policy_version` is that of sessions without a sampled token; None stands for the one that is published when
+        they begin. Other sessions have the version that their calls say: see `Recorder.end`. Raises `InputError` for a
+        task's path that cannot be read.
         """
         if group.session_ids:
             await self._stage.digest(group.task)
@@ -122,6 +122,17 @@ class Schedule:
                 session.error = why
         self._scheduler.cancel(name)
         self._go_on()
+
+    def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
+        """Stop the sessions that run and began with a version that is `too_old`."""
+        for session_id in self._scheduler.running():
+            if too_old(self._running[session_id][0].policy_version or ""):
+                self.cancel(session_id, why)
+
+    @property
+    def running(self) -> int:
+        """Number of sessions that run."""
+        return self._scheduler.counts["running"]
 
     async def _admit(self) -> None:
         """Let as many sessions run as the engines bear."""

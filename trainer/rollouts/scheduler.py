@@ -145,6 +145,10 @@ class Scheduler:
                 attempt.stopped = True
                 self._actions.append(Action("stop", attempt.group_id, session_id))
 
+    def running(self) -> list[str]:
+        """Return the sessions that run."""
+        return [name for name, attempt in self._attempts.items() if attempt.phase == "running"]
+
     def is_stopped(self, session_id: str) -> bool:
         """Return True for a session that is to be stopped and has not ended."""
         return session_id in self._attempts and self._attempts[session_id].stopped

@@ -101,7 +101,8 @@ class Stage:
 
 
 def new_session(stage: Stage, group: Group, session_id: str, policy_version: str | None) -> Session:
-    """Return the row of a session that has not begun. `policy_version` is that of one without a sampled token."""
+    """Return the row of a session that has not begun. `policy_version` is that of one without a sampled token; None
+    stands for the one that is published when it begins."""
     return Session(
         session_id=session_id,
         task_id=group.task.id,
@@ -199,6 +200,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         async with _prepared(stage, session, task, made) as (job, box):
             await enter("running")
             session.started_at = utc_now()
+            session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
             await run_to_end(recorder.begin, session, group.key)
             ahead = prepare_ahead(job)

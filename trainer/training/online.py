@@ -13,9 +13,10 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,18 +27,21 @@ from rolltap.addons.errors import EngineError, InputError, RecorderError, Rollta
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.console import processes_started, watched
+from rolltap.trainer.console import Advance, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
+from rolltap.trainer.rollouts.schedule import Schedule
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.reader import iter_sessions, load_sessions
-from rolltap.trainer.traces.sessions import label_session, load_batch
+from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, label_session, load_batch
+from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other_weights, token_ages
+from rolltap.trainer.training.ahead import Ahead, Flow
 from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling
 from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
 from rolltap.trainer.training.grpo.ranks import on_main
@@ -97,7 +101,8 @@ class OnlineTraces:
         self._console = console
         self._steal = steal
         self._trace_options = recipe.trace_options()
-        self._cleanup = ExitStack()
+        self._cleanup, self._beside = ExitStack(), ExitStack()
+        self._ahead: Ahead | None = None
         self._publish_seconds = 0.0
         self._to_check: list[str] = []
         self._checked = False
@@ -108,7 +113,7 @@ class OnlineTraces:
         Raises `InputError` and `EngineError`.
         """
         recipe = self._recipe
-        self._engines = Engines(self._engine)
+        self._engines = Engines(self._engine, keep=recipe.ahead > 0)
         require_machine(recipe.machine, processes_started(), len(self._engines.admins))
         check_arguments(recipe)
         if recipe.tasks is None or recipe.harness is None:
@@ -146,7 +151,8 @@ class OnlineTraces:
             stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
             stack.enter_context(self._worker)
             serving = Serving(self._recipe, self._engines, folder, self._run)
-            self.take(self._tasks.values(), attempt, serving, self._roll_out)
+            stack.enter_context(self._beside)
+            self.take(self._tasks.values(), attempt, serving, self._roll_out, partial(Schedule, self._worker.stage))
             self._cleanup = stack.pop_all()
 
     def __exit__(
@@ -158,13 +164,20 @@ class OnlineTraces:
         with watched(self._engines.silent, self._console) as advance:
             return run_blocking(self._worker.run(groups, policy_version=version, advance=advance))
 
-    def take(self, tasks: Iterable[Task], attempt: Attempt, serving: Serving, run_sessions: RunSessions) -> None:
+    def take(
+        self,
+        tasks: Iterable[Task],
+        attempt: Attempt,
+        serving: Serving,
+        run_sessions: RunSessions,
+        open_schedule: Callable[[Advance], Schedule],
+    ) -> None:
         """Take what the claims gave, and read what the run folder has already. On the main process."""
         self._tasks = {task.id: task for task in tasks}
         self._attempt, self._serving = attempt, serving
-        self._run_sessions = run_sessions
+        self._run_sessions, self._open_schedule = run_sessions, open_schedule
         self._recorded = load_sessions(self._run)
-        self._finished = FinishedSessions(self._recorded.values())
+        self._finished = FinishedSessions(self._recorded.values(), ahead=self._recipe.ahead > 0)
         self._trained = TrainedBatches(self._run)
 
     def begin(self, trainer: TraceGRPOTrainer) -> None:
@@ -178,15 +191,24 @@ class OnlineTraces:
     def before_batch(self) -> None:
         """Publish the weights that sample the next batch, unless the batch is on the disk.
 
+        With `ahead`, sessions that are too old for it whatever they do are stopped before, and others start after it.
         Raises what `Serving.publish` raises.
         """
         version = self._attempt.version(self.trainer.state.global_step)
         self._publish_seconds = 0.0
-        if self._trained.get(version.step) is None:
-            self._publish(version, self._serving.publish)
+        if self._trained.get(version.step) is not None:
+            return
+        if self._ahead is not None and self._recipe.publish == "lora":  # they keep the adapter that they began with
+            why = f"its weights are older than {version} by more than ahead = {self._recipe.ahead}"
+            self._ahead.cancel_running(partial(is_older, options=self._options(version)), why)
+        self._publish(version, self._serving.publish)
+        if self._recipe.ahead:
+            self._ahead = self._ahead or self._start_ahead()
+            self._ahead.publish(version.step // self._recipe.iterations)
 
     def finish(self, steps: int) -> None:
         """Publish the trained weights, of so many steps. The model is saved as `FINISHED`. Raises `EngineError`."""
+        self._beside.close()
         try:
             self._publish(self._attempt.version(steps), self._serving.publish_last)
         except RolltapError as error:
@@ -207,14 +229,20 @@ class OnlineTraces:
         counts = _Counts()
         trained = self._trained.get(version.step)
         if trained is None:
-            sessions = self._sessions_of(rows, version, counts)
+            stale: list[str] = []
+            if self._ahead is None:
+                groups = self._groups_of(rows, version, counts)
+            else:
+                groups = self._take(self._ahead, version, counts, stale)
+            sessions = [session for group in groups for session in group]
+            self._require_reward(sessions, version)
             self._serving.engines.require_owned()
-            batch = self._load(sessions, version)
-            self._trained.add(version.step, [(session.session_id, session.revision) for session in sessions])
+            batch = self._load(sessions, version, stale)
+            self._trained.add(version.step, [(session.session_id, session.revision) for session in sessions], stale)
         else:
             counts.recorded_before = len(trained)
             sessions = [self._revision(name, number) for name, number in trained]
-            batch = self._load(sessions, version)
+            batch = self._load(sessions, version, self._trained.stale(version.step))
         self._print(len(sessions), version, counts)
         return batch
 
@@ -230,8 +258,45 @@ class OnlineTraces:
             )
         return known
 
-    def _sessions_of(self, rows: list[dict[str, Any]], version: Version, counts: _Counts) -> list[Session]:
-        """Return the sessions of a step that was not trained before."""
+    def _start_ahead(self) -> Ahead:
+        recipe, over = self._recipe, self._trained.groups()
+        flow = Flow(recipe.ahead, recipe.groups_per_step, recipe.steps, lambda n: self._group(n).group_id in over)
+        show = self._beside.enter_context(watched(self._serving.engines.silent, self._console))
+        ahead = Ahead(flow, self._open_schedule, group_of=self._group, finished=self._finished.of, show=show)
+        return self._beside.enter_context(ahead)
+
+    def _group(self, number: int) -> Group:
+        """Return a group of the rollouts ahead."""
+        step, position = divmod(number, self._recipe.groups_per_step)
+        task = self._tasks[self.trainer.rows_of(step)[position]["task_id"]]
+        return step_group(self._attempt.version(step * self._recipe.iterations), position, task, self._recipe.sessions)
+
+    def _take(self, ahead: Ahead, version: Version, counts: _Counts, stale: list[str]) -> list[list[Session]]:
+        """Return the groups of a step out of those that ran ahead. The sessions of those too old are added to `stale`.
+
+        As many as `replace_zero_variance` without signal are replaced by others, and stay in the step.
+        """
+        groups: list[list[Session]] = []
+        replaced = 0
+        while len(groups) - replaced < self._recipe.groups_per_step:
+            started = time.monotonic()
+            group = ahead.take()
+            counts.session_seconds += time.monotonic() - started
+            if is_stale(self._run, group, self._options(version)):
+                stale += [session.session_id for session in group]
+                ahead.give_up()
+                continue
+            if replaced < self._recipe.replace_zero_variance and not has_signal(group, self._trace_options.rewards):
+                replaced += 1
+                ahead.give_up()
+            groups.append(group)
+        if not self._checked:
+            self._to_check = [session.session_id for group in groups for session in group]
+        self.trainer.log_metrics({"seconds_waited": counts.session_seconds, "seconds_idle": ahead.idle_seconds()})
+        return groups
+
+    def _groups_of(self, rows: list[dict[str, Any]], version: Version, counts: _Counts) -> list[list[Session]]:
+        """Return the groups of a step that was not trained before."""
         tasks = [self._tasks[row["task_id"]] for row in rows]
         groups = self._record(tasks, 0, version, counts)
         every, most = list(self._tasks.values()), self._recipe.replace_zero_variance
@@ -241,7 +306,10 @@ class OnlineTraces:
         ):
             drawn, further = further[:lacking], further[lacking:]
             groups += self._record(drawn, len(groups), version, counts)
-        sessions = [session for group in groups for session in group]
+        return groups
+
+    def _require_reward(self, sessions: Sequence[Session], version: Version) -> None:
+        """Raise `RecorderError` when no session of a step has a reward."""
         labels = [label_session(session, self._trace_options.rewards) for session in sessions]
         if all(label.reward is None for label in labels):
             why = Counter(session.error or label.reason for session, label in zip(sessions, labels, strict=True))
@@ -251,7 +319,6 @@ class OnlineTraces:
                 f"frequent reason ({number}): {first}; put it right and start the training again, which goes on from "
                 "here"
             )
-        return sessions
 
     def _record(self, tasks: Sequence[Task], position: int, version: Version, counts: _Counts) -> list[list[Session]]:
         """Return the sessions of one group for each task. `position` is the place of the first group in the step."""
@@ -302,36 +369,36 @@ class OnlineTraces:
                 f"`rolltap check {self._run}`"
             )
 
-    def _load(self, sessions: Sequence[Session], version: Version) -> TraceBatch:
-        """Return the batch of sessions, in their order.
+    def _load(self, sessions: Sequence[Session], version: Version, stale: Sequence[str] = ()) -> TraceBatch:
+        """Return the batch of sessions, in their order. Its ledger has the tokens of the `stale` ones too.
 
         The order on the disk is another one after an interruption, and sums of floats depend on it.
         """
         order = {session.session_id: place for place, session in enumerate(sessions)}
         rows = {session.session_id: session for session in sessions}
-        batch = load_batch(self._run, order.keys(), replace(self._trace_options, weights=version), rows)
-        if left_out := batch.ledger.left_out.get("stale", 0):
-            self._tell_other_weights(order.keys(), version, left_out, nothing_left=not batch.traces)
+        options = self._options(version)
+        batch = load_batch(self._run, order.keys(), options, rows)
+        if batch.ledger.left_out.get("stale") and (others := other_weights(self._run, order.keys(), options)):
+            self._tell_other_weights(others, version, nothing_left=not batch.traces)
+        if stale:
+            batch.ledger += load_batch(self._run, stale, options).ledger
+        ages = token_ages(batch, version)
+        if ahead := self._recipe.ahead:
+            self.trainer.log_metrics(age_metrics(batch, ages, iterations=self._recipe.iterations, ahead=ahead))
         return replace(
             batch,
             traces=sorted(batch.traces, key=lambda trace: order[trace.session_id]),
             rewards={name: batch.rewards[name] for name in order if name in batch.rewards},
-            on_policy=True,  # the weights of the step sampled all that is trained, in whatever attempt
+            on_policy=not any(ages),  # the weights of the step sampled all that is trained, in whatever attempt
         )
 
-    def _tell_other_weights(
-        self, session_ids: Collection[str], version: Version, left_out: int, *, nothing_left: bool
-    ) -> None:
+    def _options(self, version: Version) -> TraceOptions:
+        return replace(self._trace_options, weights=version)
+
+    def _tell_other_weights(self, others: Counter[str], version: Version, *, nothing_left: bool) -> None:
         """Warn of tokens that are left out because other weights sampled them, or raise `EngineError`."""
-        others = {
-            span.version
-            for session in iter_sessions(self._run, session_ids)
-            for call in session.calls
-            for span in call.weight_versions
-            if version.age(span.version) != 0
-        }
         what = (
-            f"{left_out:,} tokens of step {version.step + 1} were sampled by other weights than {version} "
+            f"{others.total():,} tokens of step {version.step + 1} were sampled by other weights than {version} "
             f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
         )
         if nothing_left:
@@ -342,7 +409,8 @@ class OnlineTraces:
 
     def _print(self, sessions: int, version: Version, counts: _Counts) -> None:
         before = f" ({counts.recorded_before} recorded before)" if counts.recorded_before else ""
+        took = f"{'in' if self._ahead is None else 'waited for'} {counts.session_seconds:.1f} s"
         self._console.print(
-            f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} in "
-            f"{counts.session_seconds:.1f} s, weights published in {self._publish_seconds:.1f} s"
+            f"step {version.step + 1}/{self.trainer.args.max_steps}  {sessions} sessions{before} {took}, weights "
+            f"published in {self._publish_seconds:.1f} s"
         )

@@ -1,9 +1,10 @@
 """Training recipe: one TOML file with the model, the tasks, the harness and TRL's arguments."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import require_options
@@ -52,6 +53,10 @@ class Recipe(RolloutConfig):
     """Groups per step, each of one task."""
     sessions: int = Field(default=8, ge=2)
     """Sessions of a group, which GRPO compares with each other."""
+    ahead: int = Field(default=0, ge=0)
+    """Steps by which rollouts may be ahead of the trainer. With 0 a step waits for its own sessions; with more they run
+    beside the steps, and a token is trained by weights that are at most so many steps newer than those that sampled
+    it."""
     replace_zero_variance: int = Field(default=0, ge=0)
     """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
     rewards are all equal, which trains nothing."""
@@ -77,7 +82,8 @@ class Recipe(RolloutConfig):
     """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
     default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""
     adapters: int = Field(default=4, ge=2)
-    """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with."""
+    """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with. At least
+    `ahead + 2`, which is the default where it is more."""
     max_difference: float | None = Field(default=None, gt=0)
     """Largest mean difference, in nats, between the log-probabilities of a fixed text by the trainer and by an engine.
     A larger one ends the training. By default 0.001 for float32, 0.1 for bfloat16 and 0.05 for float16."""
@@ -90,10 +96,26 @@ class Recipe(RolloutConfig):
     lora: dict[str, Any] = Field(default_factory=dict)
     """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_for_ahead(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and isinstance(ahead := settings.get("ahead"), int):
+            settings = {"adapters": max(4, ahead + 2), **settings}
+            if isinstance(adapters := settings["adapters"], int) and adapters < ahead + 2:
+                raise ValueError(f"adapters = {adapters} with ahead = {ahead}: give at least {ahead + 2}, or remove it")
+        return settings
+
+    @property
+    def iterations(self) -> int:
+        """Optimizer steps of a step."""
+        given = self.grpo.get("num_iterations", 1)
+        return given if isinstance(given, int) else 1  # `check_arguments` refuses others
+
     def trace_options(self) -> TraceOptions:
         """Return the way from its sessions to labelled traces."""
         rules = RewardRules(self.outcomes, self.suspicious)
-        return TraceOptions(self.strategy, self.roles, self.max_tokens, rewards=rules)
+        age = self.ahead * self.iterations  # a version has the number of its optimizer steps
+        return TraceOptions(self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules)
 
 
 def load_recipe(path: Path) -> Recipe:

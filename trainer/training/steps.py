@@ -2,7 +2,8 @@
 
 `batches.jsonl` in the run folder has the sessions of each step that was trained, one JSON object a line. A session is
 `[id, revision]`: a step that is taken again takes these sessions with the rewards of these revisions, and no attempt at
-one that was a fault.
+one that was a fault. `stale` are the ids of sessions that were too old when the step could have taken them. Sessions
+with a row that are in no line are still to be trained.
 """
 
 import json
@@ -36,6 +37,7 @@ class TrainedBatches:
     def __init__(self, run: Path) -> None:
         self._path = run / BATCHES
         self._steps: dict[int, list[tuple[str, int]]] = {}
+        self._stale: dict[int, list[str]] = {}
         text = self._path.read_bytes() if self._path.exists() else b""
         *lines, torn = text.split(b"\n")
         if torn:
@@ -44,6 +46,7 @@ class TrainedBatches:
             try:
                 batch = json.loads(line)
                 self._steps[int(batch["step"])] = [(str(name), int(number)) for name, number in batch["sessions"]]
+                self._stale[int(batch["step"])] = list(map(str, batch.get("stale", [])))
             except (ValueError, TypeError, LookupError) as error:
                 raise RunError(f"{self._path}, line {number} is damaged ({error}): train into a new folder") from error
 
@@ -51,11 +54,21 @@ class TrainedBatches:
         """Return id and revision of a step's sessions in their order; None when its batch was not trained before."""
         return self._steps.get(step)
 
-    def add(self, step: int, sessions: Sequence[tuple[str, int]]) -> None:
+    def stale(self, step: int) -> list[str]:
+        """Return the ids of the sessions that were too old for a step that was trained."""
+        return self._stale.get(step, [])
+
+    def groups(self) -> set[str]:
+        """Return the groups that were trained or too old, by the ids that they were run with."""
+        names = [name for step, sessions in self._steps.items() for name in [*dict(sessions), *self._stale[step]]]
+        return {found[1] for name in names if (found := _PLACE.fullmatch(place_of(name)))}
+
+    def add(self, step: int, sessions: Sequence[tuple[str, int]], stale: Sequence[str] = ()) -> None:
         """Write the batch of a step, id and revision of each. It is on the disk after the return. Raises `OSError`."""
-        self._steps[step] = list(sessions)
+        self._steps[step], self._stale[step] = list(sessions), list(stale)
+        line = {"step": step, "sessions": self._steps[step], **({"stale": self._stale[step]} if stale else {})}
         with self._path.open("ab") as file:
-            file.write(json.dumps({"step": step, "sessions": self._steps[step]}).encode() + b"\n")
+            file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -77,14 +90,15 @@ def step_group(version: Version, position: int, task: Task, sessions: int) -> Gr
 
 class FinishedSessions:
     """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
-    sampled the first token of each."""
+    sampled the first token of each, or with `ahead` any weights of their training."""
 
-    def __init__(self, sessions: Iterable[Session]) -> None:
+    def __init__(self, sessions: Iterable[Session], *, ahead: bool = False) -> None:
         self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
         for session in sessions:
             found = _PLACE.fullmatch(place_of(session.session_id))
             weights = (session.policy_version or "").rpartition(".")[0]
-            if found and session.status not in RERUN and weights == found[2]:
+            same = found and (weights.partition(".")[0] == found[2].partition(".")[0] if ahead else weights == found[2])
+            if found and same and session.status not in RERUN:
                 index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
                 group = self._groups[found[1]]
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))

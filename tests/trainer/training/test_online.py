@@ -1,7 +1,11 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
+import asyncio
+from contextlib import ExitStack
+from functools import partial
 from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -44,9 +48,12 @@ class Loop:
         self.faults = ""
         self.other: dict[str, str] = {}
         self.stolen = False
+        self.metrics: dict[str, float] = {}
+        self.held: set[str] = set()
+        self.waiting: dict[str, Any] = {}
         self.refusal: EngineError | None = None
         admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
-        self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned)
+        self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned, silent=list)
         self.console = Console(file=StringIO(), width=1000)
 
     def require_owned(self):
@@ -90,9 +97,13 @@ class Loop:
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions)
+        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions, partial(AtOnce, self))
         source.trainer = SimpleNamespace(
-            state=SimpleNamespace(global_step=number), args=SimpleNamespace(max_steps=9), model=None
+            state=SimpleNamespace(global_step=number),
+            args=SimpleNamespace(max_steps=9),
+            model=None,
+            rows_of=lambda step: [{"task_id": TASKS[step % 5].id}],
+            log_metrics=self.metrics.update,
         )
         return source
 
@@ -101,6 +112,35 @@ class Loop:
         source = self.source(number, attempt)
         source.before_batch()
         return source([{"task_id": task} for task in tasks])
+
+
+class AtOnce:
+    """A schedule that runs a group as soon as it gets it, by the weights that are published then. Those of the tasks in
+    `loop.held` end when the test calls what is in `loop.waiting`."""
+
+    running = 0
+
+    def __init__(self, loop, advance):
+        self.loop = loop
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+    async def submit(self, group):
+        events = asyncio.get_running_loop()
+        result = events.create_future()
+        sessions = self.loop.run_sessions([group], self.loop.published[-1])
+        if group.task.id in self.loop.held:
+            self.loop.waiting[group.task.id] = partial(events.call_soon_threadsafe, result.set_result, sessions)
+        else:
+            result.set_result(sessions)
+        return result
+
+    def cancel_running(self, too_old, why):
+        self.loop.cancelled = [version for version in self.loop.published if too_old(version)]
 
 
 @pytest.fixture
@@ -171,10 +211,7 @@ class TestOtherWeights:
         assert [trace.session_id for trace in batch.traces] == [name for name in loop.run if name not in loop.other]
         assert batch.ledger == Ledger(sampled=8, trained=6, left_out={"stale": 2})
         printed = loop.console.file.getvalue()
-        assert (
-            f"warning: 2 tokens of step 4 are in calls that other weights than 1a2b3c4d.3.0 sampled ({other}): "
-            in printed
-        )
+        assert f"warning: 2 tokens of step 4 were sampled by other weights than 1a2b3c4d.3.0 ({other}): " in printed
         assert {call.session_id for s in iter_sessions(loop.folder) for call in s.calls} == {*loop.run}
 
     def test_a_step_with_nothing_else_is_not_trained_and_is_run_again_at_the_next_start(self, loop):
@@ -192,6 +229,90 @@ class TestOtherWeights:
         with pytest.raises(EngineError, match="another training owns the engine"):
             loop.step(3, "b")
         assert TrainedBatches(loop.folder).get(3) is None
+
+
+class TestAhead:
+    """Rollouts of one group a step, beside the steps: task `a` is of the first step, `b` of the second."""
+
+    @pytest.fixture
+    def make(self, tmp_path):
+        with ExitStack() as stack:
+
+            def make(number=0, attempt=0, **settings):
+                settings = {"ahead": 1, "publish": "lora", "lora": {"r": 1}, **settings}
+                self.loop = Loop(tmp_path, **settings)
+                source = self.loop.source(number, attempt)
+                stack.callback(source._beside.close)
+                return source
+
+            yield make
+
+    def step(self, source, number):
+        source.trainer.state.global_step = number
+        source.before_batch()
+        return source([])
+
+    def test_a_step_trains_what_older_weights_sampled_and_says_how_old_they_are(self, make):
+        source = make()
+        first, second, third = (self.step(source, number) for number in range(3))
+        assert [batch.on_policy for batch in (first, second, third)] == [True, False, False]
+        found = [
+            {(trace.task_id, span.version) for trace in batch.traces for span in trace.weight_versions}
+            for batch in (first, second, third)
+        ]
+        assert found == [{("a", "1a2b3c4d.0.0")}, {("b", "1a2b3c4d.0.0")}, {("c", "1a2b3c4d.1.0")}]
+        assert third.ledger == Ledger(sampled=4, trained=4)
+        expected = {"age/mean": 1.0, "age/max": 1.0, "age/share/0": 0.0, "age/share/1": 1.0, "stale_share": 0.0}
+        assert self.loop.metrics.items() >= expected.items()
+        assert {"seconds_waited", "seconds_idle"} <= self.loop.metrics.keys()
+        assert self.loop.cancelled == ["1a2b3c4d.0.0"], "of these no token could be trained in the third step"
+
+    def test_a_group_that_is_too_old_is_left_out_as_stale_and_its_place_is_filled(self, make):
+        source = make()
+        self.loop.held = {"b"}
+        self.step(source, 0)
+        assert {trace.task_id for trace in self.step(source, 1).traces} == {"c"}
+        self.loop.waiting["b"]()
+        batch = self.step(source, 2)
+        assert {reward.task_id for reward in batch.rewards.values()} == {"d"}
+        assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
+        stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
+        assert TrainedBatches(self.loop.folder).stale(2) == stale
+        assert "other weights" not in self.loop.console.file.getvalue()
+        assert self.step(make(2, attempt=1), 2) == batch
+
+    def test_after_a_restart_only_groups_that_were_not_taken_go_on_and_nothing_ended_is_run_again(self, make):
+        source = make()
+        first = self.step(source, 0)
+        run = self.loop.run
+        again = make(0, attempt=1)
+        assert self.step(again, 0) == first
+        second = self.step(again, 1)
+        assert list(second.rewards) == run[2:4], "by the weights of the first attempt"
+        assert {name.partition("-")[0] for name in self.loop.run} == {"c"}
+        assert {trace.task_id for trace in self.step(again, 2).traces} == {"c"}
+
+    def test_groups_without_signal_are_replaced_by_those_that_run_ahead(self, make):
+        source = make(replace_zero_variance=2, silent="ab")
+        batch = self.step(source, 0)
+        assert [reward.task_id for reward in batch.rewards.values()] == ["a", "a", "b", "b", "c", "c"]
+        assert {trace.task_id for trace in self.step(source, 1).traces} == {"d"}
+
+    def test_what_the_age_of_the_rollouts_does_not_explain_is_told_or_ends_the_training(self, make):
+        source = make()
+        self.loop.other = {"a-1a2b3c4d.0.0-0.0": "deadbeef.3.0"}
+        assert self.step(source, 0).ledger == Ledger(sampled=4, trained=2, left_out={"stale": 2})
+        assert "warning: 2 tokens of step 1 were sampled by other weights" in self.loop.console.file.getvalue()
+        self.loop.other = {".0": "default"}
+        self.step(source, 1)
+        with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
+            self.step(source, 2)
+
+    def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, make):
+        source = make(grpo={"num_iterations": 2})
+        self.step(source, 0)
+        batch = self.step(source, 2)
+        assert (batch.ledger.trained, self.loop.metrics["age/max"]) == (4, 1.0)
 
 
 def report_of(**kinds):

@@ -154,7 +154,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             _ = self._forward  # probes the model, which is collective
             if self.before_batch is not None:
                 self.before_batch()
-            batch = on_main(lambda: self.trace_source(self._rows_of(generation)))
+            batch = on_main(lambda: self.trace_source(self.rows_of(generation)))
             self._micro_batches = together(lambda: self._build(batch))
             self._generation = generation
             self._on_policy = batch.on_policy
@@ -171,7 +171,8 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         micro_batch: dict[str, Any] = self._micro_batches[self._step % self.args.gradient_accumulation_steps]
         return micro_batch
 
-    def _rows_of(self, generation: int) -> list[dict[str, Any]]:
+    def rows_of(self, generation: int) -> list[dict[str, Any]]:
+        """Return the rows of a generation batch, counted from 0."""
         rows, args = len(self.train_dataset), self.args
         indices = rows_of_step(generation, rows, self.groups_per_step, seed=args.seed, shuffle=args.shuffle_dataset)
         return [self.train_dataset[i] for i in indices]

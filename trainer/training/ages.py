@@ -1,0 +1,68 @@
+"""The age of weights: how many steps they are older than those that a step trains.
+
+A version has the number of its optimizer steps, of which a step has as many as `grpo.num_iterations`. So ages are in
+optimizer steps, and `TraceOptions.ahead` too; metrics have them in steps.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rolltap.addons.store.records import Session
+from rolltap.trainer.names import Version
+from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+
+
+def is_older(version: str | None, options: TraceOptions) -> bool:
+    """Return True for weights that are too old for the step of `options.weights`; False for those of another run."""
+    age = options.weights.age(version) if options.weights and version else None
+    return age is not None and age > options.ahead
+
+
+def is_stale(run: Path, group: Sequence[Session], options: TraceOptions) -> bool:
+    """Return True for a group of which age leaves no token to train, and for one without sessions.
+
+    Raises as `load_batch`.
+    """
+    if not all(is_older(session.policy_version, options) for session in group):
+        return False
+    return not group or not load_batch(run, [session.session_id for session in group], options).traces
+
+
+def other_weights(run: Path, session_ids: Collection[str], options: TraceOptions) -> Counter[str]:
+    """Return version -> tokens of the sessions, for weights that no rollout of the step could have begun with."""
+    tokens = Counter[str]()
+    for session in iter_sessions(run, session_ids):
+        for span in (span for call in session.calls for span in call.weight_versions):
+            age = options.weights.age(span.version) if options.weights else 0
+            if age is None or age < 0 or (age > 0 and not options.ahead):
+                tokens[span.version] += span.end - span.start
+    return tokens
+
+
+def token_ages(batch: TraceBatch, weights: Version) -> Counter[int]:
+    """Return age in optimizer steps -> tokens that the traces train."""
+    ages = Counter[int]()
+    for trace in batch.traces:
+        for span in trace.weight_versions:
+            ages[weights.age(span.version) or 0] += span.end - span.start
+    return ages
+
+
+def age_metrics(batch: TraceBatch, ages: Counter[int], *, iterations: int, ahead: int) -> dict[str, float]:
+    """Return the metrics of the ages of a batch's tokens, and the share that is too old.
+
+    `age/share/N` is the share of the tokens in traces whose weights are N steps old. `ahead` is the recipe's.
+    """
+    tokens = max(1, ages.total())
+    steps = Counter[int]()
+    for age, count in ages.items():
+        steps[age // iterations] += count
+    return {
+        "age/mean": sum(age * count for age, count in steps.items()) / tokens,
+        "age/max": float(max(steps, default=0)),
+        **{f"age/share/{age}": steps[age] / tokens for age in range(ahead + 1)},
+        "stale_share": batch.ledger.left_out.get("stale", 0) / max(1, batch.ledger.sampled),
+    }
