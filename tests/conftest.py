@@ -117,11 +117,12 @@ def vllm_program() -> str:
 
 @contextmanager
 def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
-    """Run a vLLM server with LoRA loading. Skips the test when vLLM is not installed."""
+    """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not installed."""
     vllm = vllm_program()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = EngineServer(str(model), vllm=vllm, port=port, max_model_len=context, lora_rank=8, log=log, extra=extra)
+    settings = {"max_model_len": context, "lora_rank": 8, "ahead": 1, "log": log, "extra": extra}
+    server = EngineServer(str(model), vllm=vllm, port=port, **settings)
     with server:
         engine = RunningEngine(server, model)
         with engine.http:

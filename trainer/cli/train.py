@@ -41,10 +41,18 @@ from rolltap.trainer.console import plain_console, runs_first
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
 @click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
+@click.option("--ahead", type=click.IntRange(0), default=0, help="The recipe's `ahead`: so many more adapters at once.")
 @engine_key_option("File with the key that the engine requires; made if it does not exist. By default a new file.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 def serve_command(
-    model: str, host: str, port: int, vllm: str, max_model_len: int | None, lora_rank: int, extra: tuple[str, ...]
+    model: str,
+    host: str,
+    port: int,
+    vllm: str,
+    max_model_len: int | None,
+    lora_rank: int,
+    ahead: int,
+    extra: tuple[str, ...],
 ) -> None:
     """Start vLLM for recording and publishing.
 
@@ -53,7 +61,14 @@ def serve_command(
     more than two hours is stopped.
     """
     server = rolltap.EngineServer(
-        model, vllm=vllm, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, extra=extra
+        model,
+        vllm=vllm,
+        host=host,
+        port=port,
+        max_model_len=max_model_len,
+        lora_rank=lora_rank,
+        ahead=ahead,
+        extra=extra,
     )
     with server:
         console = plain_console()

@@ -156,14 +156,23 @@ class EngineAdmin:
         found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
-    def adapter_slots(self) -> tuple[int, int]:
-        """Return how many adapters a batch may have, and how many the engine keeps in memory; 0 without adapters."""
+    def require_adapters(self, ahead: int, adapters: int) -> None:
+        """Raise `EngineError` when the engine has too few places for the adapters of a training: see a recipe's keys.
+
+        Sessions with adapters that do not fit into a batch would wait for each other.
+        """
 
         def read(answer: Any) -> tuple[int, int]:
-            config = answer["vllm_config"]["lora_config"]
-            return (0, 0) if config is None else (int(config["max_loras"]), int(config["max_cpu_loras"]))
+            config = answer["vllm_config"]["lora_config"] or {"max_loras": 0, "max_cpu_loras": 0}
+            return int(config["max_loras"]), int(config["max_cpu_loras"])
 
-        return self._ask("GET", "/server_info?config_format=json", read)
+        batch, memory = self._ask("GET", "/server_info?config_format=json", read)
+        if batch < ahead + 2 or memory <= adapters:
+            raise EngineError(
+                f"the engine at {self.url} has places for {batch} adapters in a batch (--max-loras) and {memory} in "
+                f"memory (--max-cpu-loras): ahead = {ahead} and adapters = {adapters} need {ahead + 2} and "
+                f"{adapters + 1}; start it with `rolltap serve --lora-rank RANK --ahead {ahead}`"
+            )
 
     def is_paused(self) -> bool:
         """Return True when new calls wait for a resume."""

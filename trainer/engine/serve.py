@@ -93,7 +93,16 @@ class Parts(NamedTuple):
 
 
 def engine_command(
-    vllm: str, model: str, *, host: str, port: int, max_model_len: int | None, lora_rank: int, cpu: bool, has: Parts
+    vllm: str,
+    model: str,
+    *,
+    host: str,
+    port: int,
+    max_model_len: int | None,
+    lora_rank: int,
+    ahead: int,
+    cpu: bool,
+    has: Parts,
 ) -> list[str]:
     """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
@@ -109,8 +118,9 @@ def engine_command(
     if length is not None:
         command += ["--max-model-len", str(length)]
     if lora_rank:
-        # in memory: those of a recipe's `adapters`, the next one and another training's; a batch has two of them
-        command += ["--enable-lora", "--max-lora-rank", str(lora_rank), "--max-loras", "2", "--max-cpu-loras", "8"]
+        # a batch has those of `ahead`, of the step and the next one; memory those of `adapters` and another training's
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
+        command += ["--max-loras", str(ahead + 2), "--max-cpu-loras", str(ahead + 8)]
     if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
     if cpu:
@@ -147,7 +157,8 @@ class EngineServer:
     """A vLLM server for recording and publishing, as a child process. A context manager: starts it, and stops it.
 
     `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
-    window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted. The output goes to `log`, by
+    window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted, as many as a training with
+    `ahead` needs. The output goes to `log`, by
     default to this process's. `extra` are further arguments of `vllm serve`.
 
     Every route but `/health` requires the key in `key_file`. This is the file that the environment variable
@@ -169,6 +180,7 @@ class EngineServer:
         port: int = 8000,
         max_model_len: int | None = None,
         lora_rank: int = 0,
+        ahead: int = 0,
         log: str | Path | None = None,
         extra: Sequence[str] = (),
     ) -> None:
@@ -183,7 +195,15 @@ class EngineServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._model, self._log = model, None if log is None else Path(log)
         self._command = engine_command(
-            found, model, host=host, port=port, max_model_len=max_model_len, lora_rank=lora_rank, cpu=cpu, has=has
+            found,
+            model,
+            host=host,
+            port=port,
+            max_model_len=max_model_len,
+            lora_rank=lora_rank,
+            ahead=ahead,
+            cpu=cpu,
+            has=has,
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank

@@ -47,6 +47,7 @@ def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: 
         "tasks": _digest([task.digest() for task in tasks]),
         "harness": _DIGEST + harness.digest(),
         **{key: getattr(recipe, key) for key in _ROLLOUT_KEYS},
+        **({"ahead": recipe.ahead} if recipe.ahead else {}),
         **_table("recorder", recipe.recorder),
         **_table("budget", recipe.budget.model_dump(exclude_none=True)),
         **_common(recipe, seed),

@@ -134,6 +134,8 @@ class OnlineTraces:
         if recipe.publish == "nccl":
             require_transfer()
         self._engines.each(lambda engine: engine.require_endpoints())
+        if recipe.ahead and recipe.publish == "lora":
+            self._engines.each(lambda engine: engine.require_adapters(recipe.ahead, recipe.adapters))
         tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks

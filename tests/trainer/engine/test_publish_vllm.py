@@ -53,8 +53,8 @@ def restore(engine) -> None:
 def publisher(engine, tmp_path):
     """Return a function that returns a publisher to some engines, by default to one."""
 
-    def publisher(kind, *urls, adapters=2):
-        engines = Engines(urls or engine.url)
+    def publisher(kind, *urls, adapters=2, keep=False):
+        engines = Engines(urls or engine.url, keep=keep)
         folder = tmp_path / "published"
         return make_publisher(kind, engines, folder=folder, run=tmp_path, base=engine.model_dir, adapters=adapters)
 
@@ -143,7 +143,8 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, publisher):
+def generated_meanwhile(engine, publish) -> list[dict]:
+    """Return the choices of a stream of 1,000 tokens during which `publish` is called."""
     sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
     with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
@@ -151,13 +152,33 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
         events = [next(lines)]
         reader = threading.Thread(target=lambda: events.extend(lines))
         reader.start()
-        publisher("checkpoint").publish(perturbed(base), f"{RUN}.1.0", agreed)
+        publish()
         reader.join()
     events = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    versions = [
-        choice["weight_versions"] for event in events for choice in event["choices"] if choice["weight_versions"]
-    ]
+    return [choice for event in events for choice in event["choices"]]
+
+
+def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, restored, publisher):
+    choices = generated_meanwhile(
+        engine, lambda: publisher("checkpoint").publish(perturbed(base), f"{RUN}.1.0", agreed)
+    )
+    versions = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
     assert versions == [[{"version": "default", "start": 0, "end": 1000}]]
+
+
+def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_keys(engine, base, restored, publisher):
+    model = perturbed(base)
+    choices = generated_meanwhile(
+        engine, lambda: publisher("checkpoint", keep=True).publish(model, f"{RUN}.1.0", agreed)
+    )
+    ((old, new),) = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, f"{RUN}.1.0", 1000)
+    assert 0 < old["end"] == new["start"] < 1000
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    reported = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
+    own = [score(weights, PROMPT + ids)[len(PROMPT) - 1 :] for weights in (base, model)]
+    expected = own[0][: old["end"]] + own[1][old["end"] :]
+    assert max(abs(one - other) for one, other in zip(reported, expected, strict=True)) < 1e-4
 
 
 def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(

@@ -13,7 +13,7 @@ from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is
 from rolltap.trainer.training.recipe import Recipe
 from tests.trainer.engine.answering import AS_VLLM
 
-DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "has": Parts()}
+DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "ahead": 0, "has": Parts()}
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,9 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
     assert int(flag(command, "--max-cpu-loras")) > Recipe.model_fields["adapters"].default
+    command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "ahead": 5}, cpu=False)
+    assert int(flag(command, "--max-loras")) == 7
+    assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, ahead=5).adapters == 7
 
 
 def test_on_cpu_a_prefill_is_never_split():

@@ -1,11 +1,13 @@
 """The online loop on real parts."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from click.testing import CliRunner
@@ -14,10 +16,12 @@ from safetensors.torch import load_file
 from rolltap import plan_training
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.names import Version
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
+from rolltap.trainer.training.steps import TrainedBatches
 from tests import tiny_checkpoints
 from tests.conftest import running_engine
 from tests.deep import cases
@@ -103,6 +107,44 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     assert all(line["engine_difference"] < 1e-3 for line in read_metrics(run / METRICS))
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
+
+
+@pytest.mark.engine
+@pytest.mark.harness
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("publish", cases(["lora", "checkpoint"]))
+def test_rollouts_one_step_ahead_train_what_they_sampled_and_say_how_old_it_is(engine, tmp_path, publish):
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
+    run, lora = tmp_path / "run", '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
+    settings = {"steps": 4, "publish": publish, "model": str(engine.model_dir), "tasks": str(write_task(tmp_path))}
+
+    def train(ahead):
+        recipe = write_recipe(tmp_path, f"[grpo]\nlearning_rate = 1e-3\n{lora}", ahead=ahead, **settings)
+        arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
+        return CliRunner().invoke(main.rolltap, arguments)
+
+    try:
+        if publish == "lora":
+            refused = train(2).output
+            assert re.search(r"places for 3 adapters in a batch .* ahead = 2 .* need 4 and 5; .*--ahead 2`", refused)
+        trained = train(1)
+        assert trained.exit_code == 0, trained.output
+    finally:
+        restore(engine)
+    ((differs,),) = [re.findall("a token differs by (.*) nats", trained.output)]
+    assert float(differs) < 1e-3
+    batches, recorded = TrainedBatches(run), dict(RecordedCalls(run).items())
+    lines = read_metrics(run / METRICS)
+    for step, line in enumerate(lines):
+        spans = [span for name, _ in batches.get(step) for call in recorded[name] for span in call.weight_versions]
+        ages = [step - Version.parse(span.version).step for span in spans for _ in range(span.start, span.end)]
+        kept = [age for age in ages if age <= 1]
+        assert line["age/mean"] == pytest.approx(fmean(kept))
+        assert line["left_out/stale"] >= len(ages) - len(kept)
+    assert [line["age/max"] for line in lines][:2] == [0, 1]
+    assert {name.split("-")[-1] for name in recorded} == {"0.0", "1.0"}, "no session was run twice"
+    assert len(recorded) >= 8
 
 
 @pytest.fixture(scope="module")
