@@ -144,8 +144,8 @@ def test_an_adapter_is_merged_into_the_checkpoint_and_stays_as_it_was_in_trainin
 
 
 def generated_meanwhile(engine, publish) -> list[dict]:
-    """Return the choices of a stream of 1,000 tokens during which `publish` is called."""
-    sampling = {"max_tokens": 1000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    """Return the choices of a stream of 4,000 tokens during which `publish` is called."""
+    sampling = {"max_tokens": 4000, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": sampling, "stream": True}
     with engine.http.stream("POST", "/inference/v1/generate", json=body, timeout=120) as response:
         lines = response.iter_lines()
@@ -163,7 +163,7 @@ def test_a_call_in_flight_ends_with_the_weights_it_began_with(engine, base, rest
         engine, lambda: publisher("checkpoint").publish(perturbed(base), f"{RUN}.1.0", agreed)
     )
     versions = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
-    assert versions == [[{"version": "default", "start": 0, "end": 1000}]]
+    assert versions == [[{"version": "default", "start": 0, "end": 4000}]]
 
 
 def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_keys(engine, base, restored, publisher):
@@ -172,8 +172,8 @@ def test_a_call_in_flight_that_is_kept_goes_on_with_the_new_weights_and_their_ke
         engine, lambda: publisher("checkpoint", keep=True).publish(model, f"{RUN}.1.0", agreed)
     )
     ((old, new),) = [choice["weight_versions"] for choice in choices if choice["weight_versions"]]
-    assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, f"{RUN}.1.0", 1000)
-    assert 0 < old["end"] == new["start"] < 1000
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, f"{RUN}.1.0", 4000)
+    assert 0 < old["end"] == new["start"] < 4000
     ids = [token for choice in choices for token in choice["token_ids"]]
     reported = [token["logprob"] for choice in choices for token in choice["logprobs"]["content"]]
     own = [score(weights, PROMPT + ids)[len(PROMPT) - 1 :] for weights in (base, model)]
