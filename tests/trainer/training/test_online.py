@@ -97,15 +97,23 @@ class Loop:
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions, partial(AtOnce, self))
+        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions, self.open_schedule)
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),
             model=None,
-            rows_of=lambda step: [{"task_id": TASKS[step % 5].id}],
+            rows_of=self.rows_of,
             log_metrics=self.metrics.update,
         )
         return source
+
+    def rows_of(self, step):
+        """Return the rows of a step of the rollouts ahead."""
+        groups = self.recipe.groups_per_step
+        return [{"task_id": TASKS[number % 5].id} for number in range(step * groups, (step + 1) * groups)]
+
+    def open_schedule(self, advance):
+        return AtOnce(self, advance)
 
     def step(self, number, tasks, attempt=0):
         """Return the batch of a step, by a source of its own as after a restart."""
