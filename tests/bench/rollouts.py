@@ -1,28 +1,37 @@
-"""Rollouts beside the trainer's steps: steps an hour, and how busy the engine is, by the recipe's `ahead`.
+"""The phases of a rollout; and rollouts beside the trainer's steps: how busy the engine is, by the recipe's `ahead`.
 
-The loop, its schedule and its run folder are those of a training. Sessions and training steps take time, and compute
-nothing: sessions log-normal times with sigma 1, a judge a tenth of their median. The engine is busy while a session
-runs. `optimum` are the steps of a trainer that never waits, or of an engine whose slots are never free, if these are
-fewer.
+A rollout runs programs that call the model twice and take a log-normal time in between, with sigma 1.
+
+Of trainings the loop, its schedule and its run folder are real. Sessions and steps take time, and compute nothing:
+sessions log-normal times, a judge a tenth of their median. The engine is busy while a session runs. `optimum` are the
+steps of a trainer that never waits, or of an engine whose slots are never free, if these are fewer.
 """
 
 import asyncio
+import math
 import random
+import shutil
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import click
+from transformers import AutoTokenizer
 
+import rolltap
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.rollouts import schedule
+from rolltap.trainer.rollouts import schedule, session
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.tasks.task import Task
-from tests.bench.frame import Rows, command
+from tests.bench.frame import Rows, command, model_option
+from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.training.test_online import TASKS, Loop, sampled
 
 GROUPS, SESSIONS = 8, 8
@@ -112,13 +121,103 @@ class Timed(Loop):
         return taken
 
 
+HARNESS = """
+import json, math, os, random, sys, time, urllib.parse, urllib.request
+def ask(text):
+    body = json.dumps({"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request("https://api.openai.com/v1/chat/completions", body, headers)
+    urllib.request.urlopen(request, timeout=600).read()
+ask("Hello")
+name = urllib.parse.unquote(urllib.parse.urlsplit(os.environ["HTTPS_PROXY"]).username)
+time.sleep(random.Random(name.rpartition("-")[2]).lognormvariate(math.log(float(sys.argv[1])), 1))
+ask("More")
+"""
+FILES = 2_000
+"""Files of the workspace."""
+
+
+async def hold_a_slot(stage, own, group, enter) -> Facts:
+    """Run a session that keeps its slot until it is judged."""
+
+    async def enter_once(phase) -> None:
+        if phase == "running":
+            await enter(phase)
+
+    return await session.run_session(stage, own, group, enter_once)
+
+
+@contextmanager
+def scripted(model: Path) -> Iterator[str]:
+    """Yield the URL of a scripted engine that always answers."""
+    with ScriptedEngine(AutoTokenizer.from_pretrained(model)) as engine:
+        engine.otherwise = lambda request: Say("Done.")
+        yield engine.url
+
+
+def phases(model: Path, folder: Path, median: float, slots: int, engine: str | None) -> Rows:
+    """Roll out 32 sessions in each case, whose programs take log-normal times. Each has a large workspace."""
+    workspace = folder / "workspace"
+    for number in range(FILES):
+        file = workspace / str(number // 100) / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}\n" * 100)
+    judge = {"kind": "command", "command": ["true"]}
+    tasks = [Task(id=f"t{n}", instruction="go", judge=judge, workspace=workspace) for n in range(4)]
+    program = {"program": sys.executable, "headless": ["-I", "-c", HARNESS, str(median)]}
+    cases = {
+        "judges hold a slot": {"ready": 0},
+        "ready 0": {"ready": 0},
+        "ready 4, judges not warmed": {},
+        "ready 4": {},
+    }
+    if engine is not None:
+        cases["ready 4, admission by the engine"] = {"admission": "engine"}
+    drawn = [random.Random(str(n)).lognormvariate(math.log(median), 1) for _ in tasks for n in range(SESSIONS)]
+    rows: Rows = []
+    for name, settings in cases.items():
+        with ExitStack() as stack:
+            if name != "ready 4":
+                stack.enter_context(patch.object(session, "prepare_ahead", lambda job: None))
+            if name == "judges hold a slot":
+                stack.enter_context(patch.object(schedule, "run_session", hold_a_slot))
+            began = time.monotonic()
+            rolltap.rollout(
+                tasks,
+                harness=rolltap.Harness(name="timed", **program),
+                engine=engine or stack.enter_context(scripted(model)),
+                model=model,
+                out=folder / name,
+                sessions=SESSIONS,
+                concurrency=slots,
+                runtime="sandbox" if shutil.which("bwrap") else "process",
+                progress=False,
+                **settings,
+            )
+            taken = time.monotonic() - began
+        rows.append(
+            {
+                "case": name,
+                "sessions an hour": len(drawn) / taken * 3600,
+                "of the first": (rows[0]["sessions an hour"] * taken / len(drawn) / 3600) ** -1 if rows else 1.0,
+                "slots used": sum(drawn) / slots / taken,
+            }
+        )
+    return rows
+
+
 @command
-@click.option("--ahead", "ahead", type=int, multiple=True, default=(0, 1, 2), show_default=True, help="Steps ahead.")
-@click.option("--median", default=0.2, show_default=True, help="Median seconds of a session.")
+@model_option
+@click.option("--ahead", is_flag=True, help="Measure trainings whose rollouts run ahead, in place of a rollout.")
+@click.option("--engine", help="URL of a vLLM server with the model, in place of a scripted engine.")
+@click.option("--median", default=0.5, show_default=True, help="Median seconds of a session.")
 @click.option("--slots", default=32, show_default=True, help="Sessions that run at a time.")
 @click.option("--steps", default=8, show_default=True, help="Steps of each training.")
-def main(ahead: tuple[int, ...], median: float, slots: int, steps: int) -> dict[str, Rows]:
-    """Train with steps that take half of a synchronous rollout, and as long as one."""
+def main(model: Path, ahead: bool, engine: str | None, median: float, slots: int, steps: int) -> dict[str, Rows]:
+    """Measure the phases of a rollout, or with `--ahead` trainings by how far their rollouts may run ahead."""
+    if not ahead:
+        with tempfile.TemporaryDirectory() as folder:
+            return {f"{slots} slots, median {median} s": phases(model, Path(folder), median, slots, engine)}
 
     def timed(number: int, seconds: float) -> tuple[Timed, float]:
         with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +229,7 @@ def main(ahead: tuple[int, ...], median: float, slots: int, steps: int) -> dict[
     tables = {}
     for share in (0.5, 1.0):
         rows: Rows = []
-        for number in ahead:
+        for number in (0, 1, 2):
             training, taken = timed(number, share * rollout)
             synchronous = rows[0]["steps an hour"] if rows else steps / taken * 3600
             rows.append(

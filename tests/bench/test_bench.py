@@ -121,3 +121,23 @@ def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all():
     (rows,) = measured("scheduler", "--sessions", 160, "--slots", 8).values()
     busy = {row["case"]: row["busy"] for row in rows}
     assert busy["one slot for all"] < busy["ready 0"] < busy["ready 4"] <= 1
+
+
+@deep
+def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(tokenizer_folder):
+    tables = measured("rollouts", "--ahead", "--model", tokenizer_folder, "--median", 0.02, "--steps", 3)
+    for rows in tables.values():
+        assert [(row["ahead"], row["oldest"] <= row["ahead"]) for row in rows] == [(0, True), (1, True), (2, True)]
+        assert all(row["steps an hour"] > 0 and 0 < row["engine busy"] <= 1 for row in rows)
+
+
+@deep
+def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
+    (rows,) = measured("rollouts", "--model", tokenizer_folder, "--median", 0.02, "--slots", 8).values()
+    assert [row["case"] for row in rows] == [
+        "judges hold a slot",
+        "ready 0",
+        "ready 4, judges not warmed",
+        "ready 4",
+    ]
+    assert_above_zero(rows)

@@ -27,6 +27,13 @@ def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
     assert load(GOOD + 'publish_folder = "/dev/shm"\n').publish_folder == Path("/dev/shm")
 
 
+def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
+    assert [load(f"{GOOD}ahead = {ahead}\n").adapters for ahead in (0, 1, 2, 3, 7)] == [4, 4, 4, 5, 9]
+    assert load(f"{GOOD}ahead = 1\nadapters = 3\n").adapters == 3
+    with pytest.raises(InputError, match="adapters = 4 with ahead = 3: give at least 5, or remove it"):
+        load(f"{GOOD}ahead = 3\nadapters = 4\n")
+
+
 def test_a_harness_may_be_a_name(load):
     assert load(GOOD.replace("h.toml", "codex")).harness == "codex"
 

@@ -135,6 +135,7 @@ def test_lines_start_as_many_engines_and_processes_as_there_are(model):
         *(f"CUDA_VISIBLE_DEVICES={i} {served % i}" for i in range(2)),
         f"CUDA_VISIBLE_DEVICES=2,3,4 {program} --engine {engines} --out o",
     ]
+    assert " --lora-rank 8 --ahead 3 -- " in planned(model, lora=LORA, publish="lora", ahead=3).lines[1]
 
 
 def test_engines_of_other_machines_have_lines_and_gpus_of_their_own(model):
