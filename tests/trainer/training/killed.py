@@ -34,7 +34,14 @@ from rolltap.trainer.training import attempt, loop, online, report
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
-from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by, write_inputs
+from tests.trainer.training.stand_ins import (
+    FakeRecorder,
+    FolderEngine,
+    Points,
+    schedule_by,
+    sessions_by,
+    write_inputs,
+)
 
 STEPS = 5
 SAVE_STEPS = 2
@@ -105,9 +112,18 @@ POINTS = {
         ["3: half of policy- was removed 1"],
         ["4: before save_finished 1"],
     ],
+    "ahead": [
+        ["0: after a session was recorded 3"],
+        ["3: after a session was recorded 2"],
+        ["3: after load_batch 1"],
+        ["3: after the optimizer's step 1"],
+        ["4: after write_policy 1"],
+        ["3: after a call was recorded 3", "3: after a session was recorded 1"],
+    ],
     "twice": [["2: after a micro-batch 1", "6: after a session was recorded 1"], ["6: after the optimizer's step 2"]],
 }
-"""Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch) -> lists of points at which one
+"""Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch; `ahead`: adapters, and rollouts one
+step ahead) -> lists of points at which one
 training is killed, one after the other. The file before `training_args.bin` is the model. The sessions from the fifth
 on are those of a further group."""
 
@@ -119,6 +135,7 @@ SHORT = {
         ["3: half of scheduler.pt 1"],
     ],
     "lora": [["4: before save_finished 1"]],
+    "ahead": [["3: after a session was recorded 2"]],
 }
 """A point of each kind: at the start, while weights are published, in a rollout, in a checkpoint, at the end."""
 
@@ -175,6 +192,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
         worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
+        online.Schedule = schedule_by(points)
         report.plot_run = lambda run, title: None  # which takes longer than such a training
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
@@ -254,7 +272,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
         "weights": weights_of(folder) == weights_of(plain),
         "sessions": names_of(run) == names_of(plain / "run"),
         "metrics": [line["step"] for line in read_metrics(run / METRICS)] == list(range(1, STEPS * iterations + 1)),
-        "tidy": len(left) <= 2
+        "tidy": len(left) <= load_recipe(folder.parent / "recipe.toml").adapters
         and not any(name.startswith(".") for name in left)
         and all(whole)
         and not hidden
@@ -273,9 +291,11 @@ def names_of(run: Path) -> list[str]:
 
 
 def recipe_of(kind: str) -> str:
-    publishing = "lora" if kind == "lora" else "checkpoint"
-    recipe = RECIPE.format(publish=publishing, iterations=2 if kind == "twice" else 1)
-    return recipe + (LORA if kind == "lora" else "")
+    adapted = kind in ("lora", "ahead")
+    recipe = RECIPE.format(publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1)
+    if kind == "ahead":
+        recipe = recipe.replace("adapters = 2", "ahead = 1")
+    return recipe + (LORA if adapted else "")
 
 
 def main(folder: Path, points: dict[str, list[list[str]]]) -> None:

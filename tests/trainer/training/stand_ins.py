@@ -1,6 +1,7 @@
 """Stand-ins of an online training: a folder for the engine, a function for harness and recorder; points to be killed
 at."""
 
+import asyncio
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import Whitespace
 
+from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
@@ -87,6 +89,9 @@ class FolderEngine:
             (self.place / "version").write_text("default")
 
     def require_endpoints(self) -> None:
+        """Do nothing."""
+
+    def require_adapters(self, ahead: int, adapters: int) -> None:
         """Do nothing."""
 
     def healthy(self) -> bool:
@@ -232,6 +237,34 @@ def sessions_by(points: Points) -> Callable[..., Any]:
         return ended
 
     return run_groups
+
+
+def schedule_by(points: Points) -> type:
+    """Return a class that stands in for `Schedule`. A group ends as soon as it is submitted."""
+    run_groups = sessions_by(points)
+
+    class AtOnce:
+        running = 0
+
+        def __init__(self, stage: Stage, advance: Any, share: float = 0.0) -> None:
+            self.stage = stage
+
+        async def __aenter__(self) -> "AtOnce":
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
+
+        async def submit(self, group: Group) -> asyncio.Future[list[Session]]:
+            result = asyncio.get_running_loop().create_future()
+            version = PolicyFile(self.stage.recorder.path).read().version
+            result.set_result(await run_groups([group], self.stage, policy_version=version, advance=None))
+            return result
+
+        def cancel_running(self, too_old: Any, why: str) -> None:
+            """Do nothing: no session runs."""
+
+    return AtOnce
 
 
 def policy_of(place: Path, version: str) -> tuple[Any, str]:
