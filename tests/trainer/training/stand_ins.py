@@ -196,7 +196,9 @@ class FakeRecorder:
 def sessions_by(points: Points) -> Callable[..., Any]:
     """Return a function that stands in for `run_groups`."""
 
-    async def run_groups(groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any) -> list[Session]:
+    async def run_groups(
+        groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any, evaluation: Any
+    ) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
         recorder = stage.recorder
         places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
