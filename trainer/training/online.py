@@ -40,6 +40,7 @@ from rolltap.trainer.traces.reader import iter_sessions, load_sessions
 from rolltap.trainer.traces.sessions import label_session, load_batch
 from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling
 from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
+from rolltap.trainer.training.evaluation import Evaluations
 from rolltap.trainer.training.grpo.ranks import on_main
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -53,9 +54,9 @@ from rolltap.trainer.training.steps import (
     step_group,
 )
 
-RunSessions = Callable[[Sequence[Group], str], list[Session]]
+RunSessions = Callable[[Sequence[Group], str, Sequence[Group]], list[Session]]
 """Runs and records the sessions of groups, and returns all tries in the order in which they ended. The second argument
-is their policy version."""
+is their policy version, the third groups of an evaluation, which are run beside them and not returned."""
 
 
 CHECKED_CALLS = 16
@@ -97,6 +98,7 @@ class OnlineTraces:
         self._console = console
         self._steal = steal
         self._trace_options = recipe.trace_options()
+        self._evaluations = Evaluations(recipe, run)
         self._cleanup = ExitStack()
         self._publish_seconds = 0.0
         self._to_check: list[str] = []
@@ -129,6 +131,7 @@ class OnlineTraces:
         if recipe.publish == "nccl":
             require_transfer()
         self._engines.each(lambda engine: engine.require_endpoints())
+        self._evaluations.check(self._worker, tasks, self._console.print)
         tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks
@@ -145,6 +148,7 @@ class OnlineTraces:
             about = f"the training {self._run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since "
             stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
             stack.enter_context(self._worker)
+            stack.enter_context(self._evaluations)
             serving = Serving(self._recipe, self._engines, folder, self._run)
             self.take(self._tasks.values(), attempt, serving, self._roll_out)
             self._cleanup = stack.pop_all()
@@ -154,9 +158,10 @@ class OnlineTraces:
     ) -> None:
         self._cleanup.__exit__(kind, value, traceback)
 
-    def _roll_out(self, groups: Sequence[Group], version: str) -> list[Session]:
+    def _roll_out(self, groups: Sequence[Group], version: str, evaluated: Sequence[Group]) -> list[Session]:
+        beside = self._evaluations.beside(evaluated)
         with watched(self._engines.silent, self._console) as advance:
-            return run_blocking(self._worker.run(groups, policy_version=version, advance=advance))
+            return run_blocking(self._worker.run(groups, policy_version=version, advance=advance, evaluation=beside))
 
     def take(self, tasks: Iterable[Task], attempt: Attempt, serving: Serving, run_sessions: RunSessions) -> None:
         """Take what the claims gave, and read what the run folder has already. On the main process."""
@@ -186,13 +191,21 @@ class OnlineTraces:
             self._publish(version, self._serving.publish)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps. The model is saved as `FINISHED`. Raises `EngineError`."""
+        """Publish the trained weights, of so many steps, and evaluate them. The model is saved as `FINISHED`.
+
+        Raises `EngineError`.
+        """
+        version, what = self._attempt.version(steps), "publication to the engines"
         try:
-            self._publish(self._attempt.version(steps), self._serving.publish_last)
+            self._publish(version, self._serving.publish_last)
+            what = "evaluation"
+            if groups := self._evaluations.groups(version, last=True):
+                self._run_sessions([], str(version), groups)
+            self._evaluations.append_last(version, self._console.print)
         except RolltapError as error:
             raise EngineError(
-                f"the training is finished, and its model is in {self._run / FINISHED}: only the last publication to "
-                f"the engines failed: {error}"
+                f"the training is finished, and its model is in {self._run / FINISHED}: only the last {what} failed: "
+                f"{error}"
             ) from error
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
@@ -215,6 +228,8 @@ class OnlineTraces:
             counts.recorded_before = len(trained)
             sessions = [self._revision(name, number) for name, number in trained]
             batch = self._load(sessions, version)
+        if metrics := self._evaluations.metrics(version, self._console.print):
+            self.trainer.log_metrics(metrics)
         self._print(len(sessions), version, counts)
         return batch
 
@@ -262,9 +277,10 @@ class OnlineTraces:
         missing = [
             replace(group, session_ids=[name for name in group.session_ids if name not in sessions]) for group in groups
         ]
-        if any(group.session_ids for group in missing):
+        evaluated = self._evaluations.groups(version)
+        if any(group.session_ids for group in [*missing, *evaluated]):
             started = time.monotonic()
-            ended = self._run_sessions(missing, str(version))
+            ended = self._run_sessions(missing, str(version), evaluated)
             sessions |= {place_of(session.session_id): session for session in ended}  # of several tries the last
             counts.session_seconds += time.monotonic() - started
             if not self._checked:

@@ -387,13 +387,7 @@ class TestWithoutPrograms:
         dead = stage_of(SimpleNamespace(engine=recorder.engine, check=check), tmp_path, "true")
         evaluation = Evaluation([self.group("b", 0)], dead, 0.5)
         with pytest.raises(RecorderError, match="the second recorder died"):
-            await run_groups(
-                [],
-                stage_of(recorder, tmp_path, "true"),
-                policy_version="7",
-                advance=lambda *_: 0,
-                evaluation=evaluation,
-            )
+            await run_groups([], stage, policy_version="7", advance=lambda *_: 0, evaluation=evaluation)
 
     async def test_groups_that_evaluate_have_their_share_from_the_start_and_then_what_is_left(
         self, recorder, tmp_path, played
