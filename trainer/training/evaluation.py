@@ -101,9 +101,7 @@ class Evaluations:
         if not self._is_due(version, last) or version.step in self._begun:
             return []
         self._begun.add(version.step)
-        folder = self._run / EVALUATION
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / POLICY_FILE, (self._run / POLICY_FILE).read_text())
+        write_atomically(self._run / EVALUATION / POLICY_FILE, (self._run / POLICY_FILE).read_text())
         ended = self._ended(version)
         missing = [[name for name in group.session_ids if name not in ended] for group in self._all(version)]
         groups = zip(self._all(version), missing, strict=True)

@@ -197,9 +197,11 @@ def sessions_by(points: Points) -> Callable[..., Any]:
     """Return a function that stands in for `run_groups`."""
 
     async def run_groups(
-        groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any, evaluation: Any
+        groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any, evaluation: Any = None
     ) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
+        if evaluation is not None:
+            await run_groups(evaluation.groups, evaluation.stage, policy_version=policy_version, advance=advance)
         recorder = stage.recorder
         places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
         policies = [policy_of(place, policy_version) for place in places]

@@ -11,16 +11,19 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempt import Attempt
+from rolltap.trainer.training.evaluation import EVALUATION
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.steps import BATCHES, TrainedBatches
 from tests.factories import make_call
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
+HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
 
 
 def sampled(session_id, version):
@@ -31,15 +34,19 @@ def sampled(session_id, version):
 
 class Loop:
     """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run` and `published` note what it did. `other` are weights that sample in place of the published
-    ones: a session's end -> their version."""
+    first attempt; `run`, `evaluated` and `published` note what it did. `other` are weights that sample in place of the
+    published ones: a session's end -> their version."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
-        write_metadata(folder, {})
+        for run in (folder, folder / EVALUATION) if "evaluation" in settings else (folder,):
+            run.mkdir(exist_ok=True)
+            write_metadata(run, {})
         self.at_first = at_first
         self.folder, self.silent = folder, silent
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
         self.run: list[str] = []
+        self.evaluated: list[str] = []
+        self.logged: list[dict[str, float]] = []
         self.published: list[str] = []
         self.faults = ""
         self.other: dict[str, str] = {}
@@ -60,10 +67,17 @@ class Loop:
         if self.refusal is not None:
             raise self.refusal
         self.published.append(version)
+        write_policy(self.folder, None, version)
 
     publish_last = publish
 
-    def run_sessions(self, groups, version):
+    def run_sessions(self, groups, version, evaluated):
+        self.evaluated += [session.session_id for session in self.record(self.folder / EVALUATION, evaluated, version)]
+        sessions = self.record(self.folder, groups, version)
+        self.run += [session.session_id for session in sessions]
+        return sessions
+
+    def record(self, folder, groups, version):
         sessions = [
             Session(
                 session_id=session_id,
@@ -80,19 +94,22 @@ class Loop:
             if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
                 session.status, session.reward = self.faults or "infrastructure", None
                 session.error = "the engine is down"
-        with RunWriter(self.folder, "never") as writer:
+        with RunWriter(folder, "never") as writer:
             for session in reversed(sessions):
                 writer.add_call(sampled(session.session_id, session.policy_version))
                 writer.add_session(session)
-        self.run += [session.session_id for session in sessions]
         return sessions
 
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
         source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions)
+        source._evaluations.take(HELD_OUT)
         source.trainer = SimpleNamespace(
-            state=SimpleNamespace(global_step=number), args=SimpleNamespace(max_steps=9), model=None
+            state=SimpleNamespace(global_step=number),
+            args=SimpleNamespace(max_steps=9),
+            model=None,
+            log_metrics=self.logged.append,
         )
         return source
 
