@@ -122,16 +122,20 @@ class Evaluations:
         - `eval/reward`, `eval/reward/task/ID` (of at most `MOST_TASKS` tasks), `eval/reward/harness/NAME`.
         - `eval/pass@K`, `eval/pass^K`: see `PassRow`; with `_low` and `_high` the ends of the interval of 95 %.
         """
-        if not self._is_due(version, last):
+        if self._recipe.evaluation is None or not self._is_due(version, last):
             return {}
         sessions = [each for each in self._ended(version).values() if session_reward(each) is not None]
         if not sessions:
+            if version.step in self._begun:
+                number = len(self._tasks) * self._recipe.evaluation.sessions
+                say(f"warning: none of the {number} sessions of the evaluation of {version} has a reward")
             return {}
         rewards = rewards_of(sessions)
         means = {name: fmean(given) for name, given in rewards.items()}
         metrics = {"eval/step": float(version.step), "eval/sessions": float(len(sessions))}
         metrics["eval/reward"] = fmean(means.values())
-        metrics[f"eval/reward/harness/{file_name(sessions[0].harness)}"] = metrics["eval/reward"]
+        if harness := sessions[0].harness:
+            metrics[f"eval/reward/harness/{file_name(harness)}"] = metrics["eval/reward"]
         if len(self._tasks) <= MOST_TASKS:
             metrics |= {f"eval/reward/task/{file_name(name)}": mean for name, mean in means.items()}
         rows = pass_rows(rewards)

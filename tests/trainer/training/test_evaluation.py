@@ -19,11 +19,13 @@ from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import evaluation
+from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.evaluation import EVALUATION, Evaluations
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.report import METRICS, append_metrics, read_metrics
+from rolltap.trainer.training.report import METRICS, Plots, append_metrics, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests.trainer.training.test_online import HELD_OUT, Loop
+from tests.trainer.training.trainings import ENGINES, RECIPE, Training
 
 OF_STEP_0 = [f"evaluation-{task}-1a2b3c4d.0.0-{index}.0" for task in "xy" for index in (0, 1)]
 
@@ -82,7 +84,10 @@ def test_a_step_with_further_groups_is_evaluated_once_also_when_an_evaluation_fa
     loop.record = fail
     loop.step(0, "a")
     assert (len(loop.run), loop.evaluated) == (4, OF_STEP_0)
-    assert loop.logged == []  # no session has a reward
+    assert loop.logged == []
+    assert "warning: none of the 4 sessions of the evaluation of 1a2b3c4d.0.0 has a reward" in (
+        loop.console.file.getvalue()
+    )
 
 
 class TestRestart:
@@ -92,6 +97,12 @@ class TestRestart:
         loop.step(0, "a", attempt=1)
         assert loop.evaluated == OF_STEP_0
         assert loop.logged == [loop.logged[0]] * 2
+
+    def test_a_step_that_was_trained_before_there_was_a_table_is_not_evaluated(self, make_loop, tmp_path):
+        Loop(tmp_path).step(0, "a")
+        loop = make_loop()
+        loop.step(0, "a", attempt=1)
+        assert (loop.evaluated, loop.logged, "warning" in loop.console.file.getvalue()) == ([], [], False)
 
     def test_only_the_missing_sessions_are_run_though_those_of_the_step_have_ended(self, make_loop):
         loop = make_loop()
@@ -136,6 +147,44 @@ class TestLast:
         loop.record = fail
         with pytest.raises(EngineError, match=r"is finished, and its model is in .*: only the last evaluation .*gave"):
             loop.source(9).finish(9)
+
+
+def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_path, monkeypatch):
+    training, drawn = Training(tmp_path), []
+    lines = [json.dumps({"id": name, "instruction": name, "evaluate": ["true"]}) for name in "xa"]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(lines))
+    recipe = RECIPE.replace("steps = 2", "steps = 3")
+    training.recipe(recipe + "[evaluation]\ntasks = 'held_out.jsonl'\nsessions = 1\nevery = 2\n")
+    monkeypatch.setattr(Plots, "draw", lambda plots: drawn.append(len(read_metrics(tmp_path / "run" / METRICS))))
+    ended = training.here(monkeypatch)
+    assert ended.exit_code == 0, ended.output
+    assert "warning: 1 task of evaluation.tasks, which the training has too: a\n" in ended.output
+    lines = read_metrics(tmp_path / "run" / METRICS)
+    name = json.loads((tmp_path / "run" / TRAINING_FILE).read_text())["run"]
+    assert [(line["step"], line.get("eval/step"), "reward" in line) for line in lines] == [
+        (1, 0, True),
+        (2, None, True),
+        (3, None, True),  # its evaluation's sessions were all faults
+        (3, 3, False),
+    ]
+    assert f"warning: none of the 2 sessions of the evaluation of {name}.2.0 has a reward" in ended.output
+    assert drawn[-1] == 4
+    sessions = load_sessions(tmp_path / "run" / EVALUATION).values()
+    versions = sorted((session.policy_version.partition(".")[2], session.task_id) for session in sessions)
+    assert versions == [(f"{step}.0", task) for step in (0, 2, 3) for task in "ax"]
+    assert not [each for each in load_sessions(tmp_path / "run").values() if each.task_id == "x"]
+
+
+def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_plan(tmp_path, monkeypatch):
+    training = Training(tmp_path)
+    training.recipe(RECIPE + "[evaluation]\ntasks = 'none.jsonl'\n")
+    refused = training.here(monkeypatch)
+    with pytest.raises(InputError, match=r"recipe\.toml: evaluation\.tasks: .*none\.jsonl"):
+        raise refused.exception
+    assert not (tmp_path / "run").exists()
+    assert training.here(monkeypatch, more=(*ENGINES, "--dry-run")).exit_code == 0
+    recorded = training.here(monkeypatch, more=("--from", str(tmp_path / "first")))
+    assert "none.jsonl" not in str(recorded.exception)  # it needs no tasks
 
 
 class TestMetrics:
