@@ -7,12 +7,9 @@ that is made when the evaluation begins.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Self
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.records import Session
@@ -36,24 +33,22 @@ from rolltap.trainer.training.steps import FinishedSessions, step_group
 EVALUATION = "evaluation"
 """Folder in the run with the sessions of evaluations."""
 
-Say = Callable[[str], object]
-
 
 class Evaluations:
-    """The evaluations of a training into the folder `run`; none for a recipe without the table. A context manager.
+    """The evaluations of a training into the folder `run`, on the main process; none for a recipe without the table.
 
-    All of it happens on the main process.
+    `worker` runs their sessions. It is made by `check`, and entered and left by the caller.
     """
 
     def __init__(self, recipe: Recipe, run: Path) -> None:
         self.worker: Worker
         self._recipe, self._run = recipe, run
-        self._tasks: Sequence[Task] = ()
+        self.tasks: Sequence[Task] = ()
+        """Held-out tasks, as they will be run."""
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
-        self._cleanup = ExitStack()
 
-    def check(self, training: Worker, tasks: Sequence[Task], say: Say) -> None:
+    def check(self, training: Worker, tasks: Sequence[Task], say: Callable[[str], object]) -> None:
         """Check the table and its tasks, and build their images. `training` has these `tasks`, as they will be run.
 
         Harness, runtime and engines are the training's: boxes of both hide what sessions of both must not see. Says
@@ -74,46 +69,34 @@ class Evaluations:
         self.worker.runtime = training.runtime
         # those that are refused were named when the recipe was read
         held_out = self.worker.fit(load_tasks(table.tasks, repositories=self._recipe.repositories, refused=[]))
-        known = {task.id for task in tasks} | {_content(task) for task in tasks}
-        if same := [task.id for task in held_out if not known.isdisjoint((task.id, _content(task)))]:
+        contents = {task.id: task.model_copy(update={"id": ""}).digest() for task in [*held_out, *tasks]}
+        known = {name for task in tasks for name in (task.id, contents[task.id])}
+        if same := [task.id for task in held_out if not known.isdisjoint((task.id, contents[task.id]))]:
             say(f"warning: {counted(len(same), 'task')} of evaluation.tasks, which the training has too: {some(same)}")
-        self.take(run_blocking(self.worker.build(held_out)))
-
-    def take(self, tasks: Sequence[Task]) -> None:
-        """Take the tasks as they will be run."""
-        self._tasks = tasks
-
-    def __enter__(self) -> Self:
-        if self._recipe.evaluation is not None:
-            self._cleanup.enter_context(self.worker)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._cleanup.__exit__(kind, value, traceback)
+        self.tasks = run_blocking(self.worker.build(held_out))
 
     def groups(self, version: Version, *, last: bool = False) -> list[Group]:
         """Return the groups to run with the published weights `version`, without the sessions that have ended.
 
         There are none when no evaluation is due, and when they were returned before.
         """
-        if not self._is_due(version, last) or version.step in self._begun:
+        table, steps = self._recipe.evaluation, self._recipe.grpo.get("num_iterations", 1)  # of the optimizer in one
+        due = table is not None and (last or version.step % (table.every * steps) == 0)
+        if not due or version.step in self._begun:
             return []
         self._begun.add(version.step)
         write_atomically(self._run / EVALUATION / POLICY_FILE, (self._run / POLICY_FILE).read_text())
         ended = self._ended(version)
-        missing = [[name for name in group.session_ids if name not in ended] for group in self._all(version)]
-        groups = zip(self._all(version), missing, strict=True)
-        return [replace(group, session_ids=names) for group, names in groups if names]
+        missing = [(group, [name for name in group.session_ids if name not in ended]) for group in self._all(version)]
+        return [replace(group, session_ids=names) for group, names in missing if names]
 
     def beside(self, groups: Sequence[Group]) -> Evaluation | None:
         """Return the groups as a schedule takes them; None without groups."""
         table = self._recipe.evaluation
         return Evaluation(groups, self.worker.stage, table.share) if table is not None and groups else None
 
-    def metrics(self, version: Version, say: Say, *, last: bool = False) -> dict[str, float]:
-        """Return the metrics of the weights `version` by name, and say the first ones; none when nothing was due.
+    def metrics(self, version: Version, say: Callable[[str], object]) -> dict[str, float]:
+        """Return the metrics of the weights `version` by name, and say the first ones; none without an evaluation.
 
         They are of the sessions that the run folder has, of whatever start of the training. Sessions without a reward
         do not count. Each task has the same weight.
@@ -122,12 +105,13 @@ class Evaluations:
         - `eval/reward`, `eval/reward/task/ID` (of at most `MOST_TASKS` tasks), `eval/reward/harness/NAME`.
         - `eval/pass@K`, `eval/pass^K`: see `PassRow`; with `_low` and `_high` the ends of the interval of 95 %.
         """
-        if self._recipe.evaluation is None or not self._is_due(version, last):
+        table = self._recipe.evaluation
+        if table is None:
             return {}
         sessions = [each for each in self._ended(version).values() if session_reward(each) is not None]
         if not sessions:
             if version.step in self._begun:
-                number = len(self._tasks) * self._recipe.evaluation.sessions
+                number = len(self.tasks) * table.sessions
                 say(f"warning: none of the {number} sessions of the evaluation of {version} has a reward")
             return {}
         rewards = rewards_of(sessions)
@@ -136,7 +120,7 @@ class Evaluations:
         metrics["eval/reward"] = fmean(means.values())
         if harness := sessions[0].harness:
             metrics[f"eval/reward/harness/{file_name(harness)}"] = metrics["eval/reward"]
-        if len(self._tasks) <= MOST_TASKS:
+        if len(self.tasks) <= MOST_TASKS:
             metrics |= {f"eval/reward/task/{file_name(name)}": mean for name, mean in means.items()}
         rows = pass_rows(rewards)
         for row in rows:
@@ -146,28 +130,18 @@ class Evaluations:
         say(f"evaluated {version}: reward {metrics['eval/reward']:.3f}, pass@1 {rows[0].pass_at}, {what}")
         return metrics
 
-    def append_last(self, version: Version, say: Say) -> None:
+    def append_last(self, version: Version, say: Callable[[str], object]) -> None:
         """Append the metrics of the finished weights to the file, unless it has them. Raises `RunError`, `OSError`."""
-        path, metrics = self._run / METRICS, self.metrics(version, say, last=True)
+        path, metrics = self._run / METRICS, self.metrics(version, say)
         if metrics and all(line.get("eval/step") != version.step for line in read_metrics(path)):
             append_metrics(path, version.step, metrics)
-
-    def _is_due(self, version: Version, last: bool) -> bool:
-        table = self._recipe.evaluation
-        steps = self._recipe.grpo.get("num_iterations", 1)  # of the optimizer in a step of the recipe
-        return table is not None and (last or version.step % (table.every * steps) == 0)
 
     def _all(self, version: Version) -> list[Group]:
         """Return a group of each task. Its id is of no training group, not even of one of the same task."""
         table = self._recipe.evaluation
-        return [step_group(version, 0, task, table.sessions, EVALUATION) for task in self._tasks] if table else []
+        return [step_group(version, 0, task, table.sessions, EVALUATION) for task in self.tasks] if table else []
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""
         finished = FinishedSessions(load_sessions(self._run / EVALUATION).values())
         return {name: session for group in self._all(version) for name, session in finished.of(group).items()}
-
-
-def _content(task: Task) -> str:
-    """Return the digest of a task whatever its id."""
-    return task.model_copy(update={"id": ""}).digest()

@@ -148,7 +148,8 @@ class OnlineTraces:
             about = f"the training {self._run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since "
             stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
             stack.enter_context(self._worker)
-            stack.enter_context(self._evaluations)
+            if self._recipe.evaluation is not None:
+                stack.enter_context(self._evaluations.worker)
             serving = Serving(self._recipe, self._engines, folder, self._run)
             self.take(self._tasks.values(), attempt, serving, self._roll_out)
             self._cleanup = stack.pop_all()

@@ -126,14 +126,6 @@ def load_recipe(path: Path) -> Recipe:
         raise InputError(
             f'{path}: container_engine and container_arguments are for runtime = "container", not "{recipe.runtime}"'
         )
-    if recipe.evaluation is not None:
-        sampling = {"rolltap_sampling": json.dumps(recipe.evaluation.sampling)}
-        require_options(sampling, f"{path}: evaluation.sampling: ")
-    if recipe.evaluation is not None and recipe.concurrency == 1:
-        raise InputError(
-            f"{path}: evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training with concurrency "
-            "= 1: set concurrency = 2 or more"
-        )
     paths: dict[str, Any] = {
         name: (path.parent / getattr(recipe, name)).resolve()
         for name in ("model", "tasks", "repositories", "publish_folder")
@@ -142,7 +134,12 @@ def load_recipe(path: Path) -> Recipe:
     paths["tools"] = tuple((path.parent / folder).resolve() for folder in recipe.tools)
     if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())
-    if recipe.evaluation is not None:
-        held_out = (path.parent / recipe.evaluation.tasks).resolve()
-        paths["evaluation"] = recipe.evaluation.model_copy(update={"tasks": held_out})
+    if (held_out := recipe.evaluation) is not None:
+        require_options({"rolltap_sampling": json.dumps(held_out.sampling)}, f"{path}: evaluation.sampling: ")
+        if recipe.concurrency == 1:
+            raise InputError(
+                f"{path}: evaluation.share = {held_out.share:g} leaves no slot for the training with concurrency = 1: "
+                "set concurrency = 2 or more"
+            )
+        paths["evaluation"] = held_out.model_copy(update={"tasks": (path.parent / held_out.tasks).resolve()})
     return recipe.model_copy(update=paths)

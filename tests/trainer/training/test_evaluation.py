@@ -192,7 +192,7 @@ class TestMetrics:
     def metrics_of(self, tmp_path):
         """A function: task -> the rewards of its sessions, None for a fault -> the metrics of step 3."""
 
-        def metrics_of(tasks, last=False, step=3):
+        def metrics_of(tasks, step=3):
             folder = tmp_path / EVALUATION
             folder.mkdir()
             write_metadata(folder, {})
@@ -213,8 +213,8 @@ class TestMetrics:
                         )
             recipe = Recipe(model="m", steps=9, evaluation={"tasks": "t", "sessions": 4})
             evaluations = Evaluations(recipe, tmp_path)
-            evaluations.take([Task(id=name, instruction="go", evaluate=["true"]) for name in tasks])
-            return evaluations.metrics(Version("1a2b3c4d", step, 0), lambda line: None, last=last)
+            evaluations.tasks = [Task(id=name, instruction="go", evaluate=["true"]) for name in tasks]
+            return evaluations.metrics(Version("1a2b3c4d", step, 0), lambda line: None)
 
         return metrics_of
 

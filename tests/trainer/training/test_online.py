@@ -104,7 +104,7 @@ class Loop:
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
         source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions)
-        source._evaluations.take(HELD_OUT)
+        source._evaluations.tasks = HELD_OUT
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),
