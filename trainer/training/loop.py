@@ -90,7 +90,7 @@ def train(
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
         on_main(partial(online.finish, steps))
         if recipe.evaluation is not None:  # the last one comes after the trainer's last log
-            on_main(lambda: [report.draw() for report in reports if isinstance(report, Plots)])
+            on_main(next(report.draw for report in reports if isinstance(report, Plots)))
 
 
 def join_processes(recipe: Recipe | None) -> Recipe:
