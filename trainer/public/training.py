@@ -120,6 +120,12 @@ def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Rec
         Harness.load(settings.harness)
     if rollouts and settings.tasks is not None and (out is not None or settings.tasks.exists()):
         load_tasks(settings.tasks, repositories=settings.repositories)
+    held_out = settings.evaluation.tasks if settings.evaluation is not None else None
+    if rollouts and held_out is not None and (out is not None or held_out.exists()):
+        try:
+            load_tasks(held_out, repositories=settings.repositories)
+        except InputError as error:
+            raise InputError(f"{recipe}: evaluation.tasks: {error}") from error
     return settings
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from rolltap.addons.errors import EngineError, RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
@@ -26,11 +26,20 @@ PAUSE_SECONDS = 1.0
 """Pause before the first retry of a session. Each one after it is twice as long."""
 
 
+class Evaluation(NamedTuple):
+    """Groups that run beside others and have a stage of their own. `share` is that of the slots: see `Schedule`."""
+
+    groups: Sequence[Group]
+    stage: Stage
+    share: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Given:
     """A group that was submitted. `ended` are its sessions so far, in the order in which they ended."""
 
     group: Group
+    stage: Stage
     policy_version: str | None
     result: asyncio.Future[list[Session]]
     ended: list[Session] = field(default_factory=list)
@@ -46,13 +55,16 @@ class Schedule:
     consecutive infrastructure failures; `UnreadableModelError` after a call with tools of a model whose tool calls
     cannot be read; and `OSError` when the run folder cannot be written. The sessions that still run are stopped then,
     and have rows.
+
+    Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave.
     """
 
-    def __init__(self, stage: Stage, advance: Advance) -> None:
+    def __init__(self, stage: Stage, advance: Advance, share: float = 0.0) -> None:
         config = stage.config
         most = config.concurrency
         first = most if config.admission == "fixed" else 0  # until the engines have told their load
-        slots = Slots(config.preparing or most, config.ready, first, config.judging or most)
+        slots = Slots(config.preparing or most, config.ready, first, config.judging or most, max(1, int(share * most)))
+        self._share = share
         self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
         self._stage, self._advance = stage, advance
         self._tally = Tally(self._scheduler.counts)
@@ -97,22 +109,26 @@ class Schedule:
             if self._timer is not None:
                 self._timer.cancel()
 
-    async def submit(self, group: Group, policy_version: str | None = None) -> asyncio.Future[list[Session]]:
+    async def submit(
+        self, group: Group, policy_version: str | None = None, *, stage: Stage | None = None, evaluates: bool = False
+    ) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions in the order in which they ended, all attempts.
 
-        It is cancelled when the block fails.
+        It is cancelled when the block fails. A group may have a `stage` of its own; its ids are those of no other.
 
         `policy_version` is that of sessions without a sampled token; None stands for the one that is published when
         they begin. Other sessions have the version that their calls say: see `Recorder.end`. Raises `InputError` for a
         task's path that cannot be read.
         """
+        stage = stage or self._stage
         if group.session_ids:
-            await self._stage.digest(group.task)
+            await stage.digest(group.task)
             self._tally.expect(group.task.id, len(group.session_ids))
-        given = _Given(group, policy_version, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        given = _Given(group, stage, policy_version, loop.create_future())
         self._groups[group.group_id] = given
-        self._scheduler.submit(group.group_id, group.session_ids)
-        self._go_on()
+        self._scheduler.submit(group.group_id, group.session_ids, evaluates=evaluates)
+        loop.call_soon(self._go_on)  # those that are submitted together share the slots from the start
         return given.result
 
     def cancel(self, name: str, why: str) -> None:
@@ -141,7 +157,8 @@ class Schedule:
         while True:
             counts, now = self._scheduler.counts, time.monotonic()
             running = admission.poll(load, running=counts["running"], ended=self._tally.done, now=now)
-            self._scheduler.slots = self._scheduler.slots._replace(running=running)
+            evaluation = max(1, int(self._share * running))
+            self._scheduler.slots = self._scheduler.slots._replace(running=running, evaluation=evaluation)
             self._go_on()
             await asyncio.sleep(POLL_SECONDS)
             load = None
@@ -174,7 +191,7 @@ class Schedule:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._go_on)
 
     def _prepare(self, given: _Given, session_id: str) -> None:
-        session = new_session(self._stage, given.group, session_id, given.policy_version)
+        session = new_session(given.stage, given.group, session_id, given.policy_version)
         task = self._tasks.create_task(self._run(session, given))
         self._running[session_id] = (session, task)
         task.add_done_callback(partial(self._never_begun, session_id))
@@ -195,8 +212,8 @@ class Schedule:
 
         facts = None
         try:
-            self._stage.recorder.check()
-            facts = await run_session(self._stage, session, given.group, enter)
+            given.stage.recorder.check()
+            facts = await run_session(given.stage, session, given.group, enter)
             if facts.unreadable is not None:
                 raise UnreadableModelError(facts.unreadable)
         except asyncio.CancelledError:
@@ -228,16 +245,25 @@ class Schedule:
 
 
 async def run_groups(
-    groups: Sequence[Group], stage: Stage, *, policy_version: str | None, advance: Advance
+    groups: Sequence[Group],
+    stage: Stage,
+    *,
+    policy_version: str | None,
+    advance: Advance,
+    evaluation: Evaluation | None = None,
 ) -> list[Session]:
     """Run the sessions of groups. Return them group by group, in the order in which they ended, all attempts.
 
-    `policy_version` is that of `Schedule.submit`. Raises as `Schedule`.
+    `policy_version` is that of `Schedule.submit`. The sessions of `evaluation` have ended too, and are not returned.
+    Raises as `Schedule`.
     """
-    for group in groups:  # a path that cannot be read is an error before the first session
-        if group.session_ids:
-            await stage.digest(group.task)
-    async with Schedule(stage, advance) as schedule:
+    beside = evaluation or Evaluation((), stage, 0.0)
+    for one, own in [*((each, stage) for each in groups), *((each, beside.stage) for each in beside.groups)]:
+        if one.session_ids:  # a path that cannot be read is an error before the first session
+            await own.digest(one.task)
+    async with Schedule(stage, advance, beside.share) as schedule:
+        for group in beside.groups:
+            await schedule.submit(group, policy_version, stage=beside.stage, evaluates=True)
         results = [await schedule.submit(group, policy_version) for group in groups]
         return [session for result in results for session in await result]
 

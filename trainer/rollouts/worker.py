@@ -26,7 +26,7 @@ from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
 from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
-from rolltap.trainer.rollouts.schedule import run_groups
+from rolltap.trainer.rollouts.schedule import Evaluation, run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
@@ -119,10 +119,17 @@ class Worker:
         await run_to_end(self.__exit__, kind, value, traceback)
 
     async def run(
-        self, groups: Sequence[Group], *, policy_version: str | None = None, advance: Advance = lambda *_: None
+        self,
+        groups: Sequence[Group],
+        *,
+        policy_version: str | None = None,
+        advance: Advance = lambda *_: None,
+        evaluation: Evaluation | None = None,
     ) -> list[Session]:
         """Run the sessions of groups as `run_groups`. May be called again, in another event loop too."""
-        return await run_groups(groups, self.stage, policy_version=policy_version, advance=advance)
+        return await run_groups(
+            groups, self.stage, policy_version=policy_version, advance=advance, evaluation=evaluation
+        )
 
 
 async def roll_out(

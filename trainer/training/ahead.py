@@ -8,7 +8,7 @@ restart the groups that were not taken go on, with the sessions that have ended.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.schedule import Schedule
+from rolltap.trainer.rollouts.schedule import Evaluation, Schedule
 
 T = TypeVar("T")
 
@@ -105,6 +105,7 @@ class Ahead:
         self._group_of, self._finished, self._show = group_of, finished, show
         self._begun: Future[Any] = Future()
         self._ended: Future[Any] = Future()
+        self._evaluated: Sequence[asyncio.Future[list[Session]]] = ()
         self._idle, self._since, self._is_idle = 0.0, time.monotonic(), True
 
     def __enter__(self) -> Self:
@@ -149,6 +150,24 @@ class Ahead:
             await self._start()
 
         self._call(give_up())
+
+    def evaluate(self, evaluation: Evaluation) -> None:
+        """Run the groups of an evaluation beside the others."""
+
+        async def submit() -> None:
+            stage, groups = evaluation.stage, evaluation.groups
+            self._evaluated = [await self._schedule.submit(each, stage=stage, evaluates=True) for each in groups]
+
+        self._call(submit())
+
+    def end_evaluation(self) -> None:
+        """Wait for the end of the sessions that `evaluate` began."""
+
+        async def end() -> None:
+            for result in self._evaluated:
+                await result
+
+        self._call(end())
 
     def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
         """Stop the sessions that run and began with a version that is `too_old`."""

@@ -48,7 +48,7 @@ from rolltap.trainer.training.grpo.ranks import connect, initialise, is_main, on
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.online import OnlineTraces, typed_recipe
 from rolltap.trainer.training.recipe import FINISHED, Recipe
-from rolltap.trainer.training.report import run_reports
+from rolltap.trainer.training.report import Plots, run_reports
 
 T = TypeVar("T")
 
@@ -83,11 +83,14 @@ def train(
     initialise(args)
     with online:
         rows = Dataset.from_dict({"task_id": [task.id for task in tasks]})
-        trainer = make_trainer(recipe, args, rows, online, run_reports(run, title, console), online.before_batch)
+        reports = run_reports(run, title, console)
+        trainer = make_trainer(recipe, args, rows, online, reports, online.before_batch)
         on_main(partial(online.begin, trainer))
         steps = train_to_end(trainer, console)
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
         on_main(partial(online.finish, steps))
+        if recipe.evaluation is not None:  # the last one comes after the trainer's last log
+            on_main(next(report.draw for report in reports if isinstance(report, Plots)))
 
 
 def join_processes(recipe: Recipe | None) -> Recipe:

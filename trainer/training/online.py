@@ -34,7 +34,6 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.schedule import Schedule
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
@@ -44,6 +43,7 @@ from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other
 from rolltap.trainer.training.ahead import Ahead, Flow
 from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling
 from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
+from rolltap.trainer.training.evaluation import Evaluations
 from rolltap.trainer.training.grpo.ranks import on_main
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -57,13 +57,9 @@ from rolltap.trainer.training.steps import (
     step_group,
 )
 
-RunSessions = Callable[[Sequence[Group], str], list[Session]]
+RunSessions = Callable[[Sequence[Group], str, Sequence[Group]], list[Session]]
 """Runs and records the sessions of groups, and returns all tries in the order in which they ended. The second argument
-is their policy version."""
-
-
-CHECKED_CALLS = 16
-"""Calls of the first step that are scored again."""
+is their policy version, the third groups of an evaluation, which are run beside them and not returned."""
 
 
 @dataclass(slots=True)
@@ -103,6 +99,9 @@ class OnlineTraces:
         self._trace_options = recipe.trace_options()
         self._cleanup, self._beside = ExitStack(), ExitStack()
         self._ahead: Ahead | None = None
+        self._evaluating: Version | None = None
+        """Weights whose evaluation runs ahead, or may have ended there."""
+        self._evaluations = Evaluations(recipe, run)
         self._publish_seconds = 0.0
         self._to_check: list[str] = []
         self._checked = False
@@ -136,6 +135,7 @@ class OnlineTraces:
         self._engines.each(lambda engine: engine.require_endpoints())
         if recipe.ahead and recipe.publish == "lora":
             self._engines.each(lambda engine: engine.require_adapters(recipe.ahead, recipe.adapters))
+        self._evaluations.check(self._worker, tasks, self._console.print)
         tasks = run_blocking(self._worker.build(tasks))
         self._tasks = {task.id: task for task in tasks}
         return tasks
@@ -152,9 +152,13 @@ class OnlineTraces:
             about = f"the training {self._run.absolute()} on {socket.gethostname()}, process {os.getpid()}, since "
             stack.enter_context(self._engines.claimed(attempt.run, f"{about}{utc_now():%F %T} UTC", steal=self._steal))
             stack.enter_context(self._worker)
+            if self._recipe.evaluation is not None:
+                stack.enter_context(self._evaluations.worker)
             serving = Serving(self._recipe, self._engines, folder, self._run)
             stack.enter_context(self._beside)
-            self.take(self._tasks.values(), attempt, serving, self._roll_out, partial(Schedule, self._worker.stage))
+            share = 0.0 if self._recipe.evaluation is None else self._recipe.evaluation.share
+            open_schedule = partial(Schedule, self._worker.stage, share=share)
+            self.take(self._tasks.values(), attempt, serving, self._roll_out, open_schedule)
             self._cleanup = stack.pop_all()
 
     def __exit__(
@@ -162,9 +166,10 @@ class OnlineTraces:
     ) -> None:
         self._cleanup.__exit__(kind, value, traceback)
 
-    def _roll_out(self, groups: Sequence[Group], version: str) -> list[Session]:
+    def _roll_out(self, groups: Sequence[Group], version: str, evaluated: Sequence[Group]) -> list[Session]:
+        beside = self._evaluations.beside(evaluated)
         with watched(self._engines.silent, self._console) as advance:
-            return run_blocking(self._worker.run(groups, policy_version=version, advance=advance))
+            return run_blocking(self._worker.run(groups, policy_version=version, advance=advance, evaluation=beside))
 
     def take(
         self,
@@ -200,23 +205,37 @@ class OnlineTraces:
         self._publish_seconds = 0.0
         if self._trained.get(version.step) is not None:
             return
+        if self._ahead is not None:
+            self._end_evaluation()
         if self._ahead is not None and self._recipe.publish == "lora":  # they keep the adapter that they began with
             why = f"its weights are older than {version} by more than ahead = {self._recipe.ahead}"
             self._ahead.cancel_running(partial(is_older, options=self._options(version)), why)
         self._publish(version, self._serving.publish)
         if self._recipe.ahead:
-            self._ahead = self._ahead or self._start_ahead()
+            self._ahead, self._evaluating = self._ahead or self._start_ahead(), version
+            if (evaluation := self._evaluations.beside(self._evaluations.groups(version))) is not None:
+                self._ahead.evaluate(evaluation)
             self._ahead.publish(version.step // self._recipe.iterations)
 
     def finish(self, steps: int) -> None:
-        """Publish the trained weights, of so many steps. The model is saved as `FINISHED`. Raises `EngineError`."""
+        """Publish the trained weights, of so many steps, and evaluate them. The model is saved as `FINISHED`.
+
+        Raises `EngineError`.
+        """
+        version, what = self._attempt.version(steps), "publication to the engines"
+        if self._ahead is not None:
+            self._end_evaluation(steps)
         self._beside.close()
         try:
-            self._publish(self._attempt.version(steps), self._serving.publish_last)
+            self._publish(version, self._serving.publish_last)
+            what = "evaluation"
+            if groups := self._evaluations.groups(version, last=True):
+                self._run_sessions([], str(version), groups)
+            self._evaluations.append(version, steps, self._console.print)
         except RolltapError as error:
             raise EngineError(
-                f"the training is finished, and its model is in {self._run / FINISHED}: only the last publication to "
-                f"the engines failed: {error}"
+                f"the training is finished, and its model is in {self._run / FINISHED}: only the last {what} failed: "
+                f"{error}"
             ) from error
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
@@ -245,6 +264,8 @@ class OnlineTraces:
             counts.recorded_before = len(trained)
             sessions = [self._revision(name, number) for name, number in trained]
             batch = self._load(sessions, version, self._trained.stale(version.step))
+        if self._ahead is None and (metrics := self._evaluations.metrics(version, self._console.print)):
+            self.trainer.log_metrics(metrics)
         self._print(len(sessions), version, counts)
         return batch
 
@@ -266,6 +287,17 @@ class OnlineTraces:
         show = self._beside.enter_context(watched(self._serving.engines.silent, self._console))
         ahead = Ahead(flow, self._open_schedule, group_of=self._group, finished=self._finished.of, show=show)
         return self._beside.enter_context(ahead)
+
+    def _end_evaluation(self, steps: int | None = None) -> None:
+        """Wait for the evaluation that runs ahead, and log its metrics. `steps` are those of a training that ends."""
+        version, self._evaluating = self._evaluating, None
+        if self._ahead is None or version is None:
+            return
+        self._ahead.end_evaluation()
+        if steps is not None:
+            self._evaluations.append(version, steps, self._console.print)
+        elif metrics := self._evaluations.metrics(version, self._console.print):
+            self.trainer.log_metrics(metrics)
 
     def _group(self, number: int) -> Group:
         """Return a group of the rollouts ahead."""
@@ -331,9 +363,10 @@ class OnlineTraces:
         missing = [
             replace(group, session_ids=[name for name in group.session_ids if name not in sessions]) for group in groups
         ]
-        if any(group.session_ids for group in missing):
+        evaluated = self._evaluations.groups(version)
+        if any(group.session_ids for group in [*missing, *evaluated]):
             started = time.monotonic()
-            ended = self._run_sessions(missing, str(version))
+            ended = self._run_sessions(missing, str(version), evaluated)
             sessions |= {place_of(session.session_id): session for session in ended}  # of several tries the last
             counts.session_seconds += time.monotonic() - started
             if not self._checked:
@@ -341,35 +374,12 @@ class OnlineTraces:
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version, publish: Callable[[TraceGRPOTrainer, str], None]) -> None:
-        if self._to_check:
-            self._check()  # while the engines serve the weights that sampled the sessions
+        if self._to_check:  # while the engines serve the weights that sampled the sessions
+            self._serving.check_calls(self._to_check, self._console)
+            self._to_check, self._checked = [], True
         started = time.monotonic()
         publish(self.trainer, str(version))
         self._publish_seconds = time.monotonic() - started
-
-    def _check(self) -> None:
-        """Score calls of the first step that the attempt records again, and print how far they differ."""
-        urls = ",".join(engine.url for engine in self._serving.engines.admins)
-        names, self._to_check, self._checked = self._to_check, [], True
-        try:
-            report = check_sessions(self._run, urls, names, sample=CHECKED_CALLS)
-        except EngineError as error:
-            return self._console.print(f"warning: no call of the first step was checked: {error}")
-        if isinstance(report, str):
-            return self._console.print(f"warning: no call of the first step could be checked: {report}")
-        tokens = sum(row.tokens for row in report.rows)
-        mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
-        calls = sum(row.calls for row in report.rows)
-        self._console.print(
-            f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats"
-        )
-        worst = max(report.rows, key=lambda row: row.mean_difference)
-        if not worst.within:
-            self._console.print(
-                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
-                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
-                f"`rolltap check {self._run}`"
-            )
 
     def _load(self, sessions: Sequence[Session], version: Version, stale: Sequence[str] = ()) -> TraceBatch:
         """Return the batch of sessions, in their order. Its ledger has the tokens of the `stale` ones too.

@@ -1,5 +1,6 @@
 """Training recipe: one TOML file with the model, the tasks, the harness and TRL's arguments."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,23 @@ class Machine(BaseModel):
     """Memory of a GPU in GiB, for the plan. By default that of this machine's GPU, if it has one."""
     shared_gpu: bool = False
     """True when an engine and a training process share a GPU."""
+
+
+class HeldOut(BaseModel):
+    """Keys of a recipe's table [evaluation]: tasks that are rolled out with the weights of a step, and not trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tasks: Path
+    """Tasks, as the recipe's."""
+    every: int = Field(default=1, ge=1)
+    """Steps between evaluations. The first is before the first step, the last after the last one."""
+    sessions: int = Field(default=4, ge=1)
+    """Sessions of each task."""
+    sampling: dict[str, int | float] = {"temperature": 0.0}
+    """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`)."""
+    share: float = Field(default=0.25, gt=0, lt=1)
+    """Share of the slots (`concurrency`) that it has while sessions of the training wait too."""
 
 
 class Recipe(RolloutConfig):
@@ -89,6 +107,8 @@ class Recipe(RolloutConfig):
     A larger one ends the training. By default 0.001 for float32, 0.1 for bfloat16 and 0.05 for float16."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
+    evaluation: HeldOut | None = None
+    """Held-out tasks: see `HeldOut`. By default none."""
     machine: Machine | None = None
     """Where the recipe runs: see `Machine`. By default one process and the engines that are given."""
     grpo: dict[str, Any] = Field(default_factory=dict)
@@ -136,4 +156,12 @@ def load_recipe(path: Path) -> Recipe:
     paths["tools"] = tuple((path.parent / folder).resolve() for folder in recipe.tools)
     if recipe.harness is not None and recipe.harness.endswith(".toml"):
         paths["harness"] = str((path.parent / recipe.harness).resolve())
+    if (held_out := recipe.evaluation) is not None:
+        require_options({"rolltap_sampling": json.dumps(held_out.sampling)}, f"{path}: evaluation.sampling: ")
+        if recipe.concurrency == 1:
+            raise InputError(
+                f"{path}: evaluation.share = {held_out.share:g} leaves no slot for the training with concurrency = 1: "
+                "set concurrency = 2 or more"
+            )
+        paths["evaluation"] = held_out.model_copy(update={"tasks": (path.parent / held_out.tasks).resolve()})
     return recipe.model_copy(update=paths)

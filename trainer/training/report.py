@@ -83,6 +83,7 @@ _OUTCOMES = tuple(
 )
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "reward/harness/*", "reward/task/*")),
+    ("evaluation", ("eval/reward", "eval/pass@*")),
     ("sessions", ("sessions", *_OUTCOMES, "suspicious")),
     ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
     ("sampler and trainer: mean difference of log-probabilities", ("difference/*",)),
@@ -95,7 +96,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens in rows a second", ("tokens_per_second",)),
     ("peak memory, GiB", ("peak_memory_gib",)),
 )
-"""Titles, and names of metrics; `PREFIX/*` stands for each that begins so. Outcomes and reasons that never occur are
+"""Titles, and names of metrics; `PREFIX*` stands for each that begins so. Outcomes and reasons that never occur are
 left out."""
 _COLUMNS = 2
 MOST_LABELLED = 8
@@ -130,7 +131,8 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], patterns: Sequence[str
         names = _matching(lines, pattern)
         many = len(names) > MOST_LABELLED
         for name in names:
-            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            step = "eval/step" if name.startswith("eval/") else "step"
+            points = [(line[step], line[name]) for line in lines if line.get(name) is not None]
             style = {"color": "tab:gray", "linewidth": 0.5} if many else {"label": unquote(name), "marker": "."}
             axes.plot([step for step, _ in points], [value for _, value in points], **style)
     if patterns == ("difference/*",):
@@ -145,6 +147,8 @@ def _matching(lines: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
     names = {name for line in lines for name, value in line.items() if name.startswith(prefix) and value is not None}
     if prefix == pattern:
         names &= {pattern}
+    elif prefix == "eval/pass@":
+        names = {name for name in names if name.removeprefix(prefix).isdecimal()}  # without the intervals
     if prefix == "left_out/" or pattern in (*_OUTCOMES, "suspicious"):
         names = {name for name in names if any(line.get(name) for line in lines)}
     elif prefix.startswith("reward/") and len(names) == 1:
@@ -200,14 +204,15 @@ class Plots(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Draw if it is time."""
         if state.is_world_process_zero and _of_a_step(logs) and time.monotonic() >= self._next:
-            self._draw()
+            self.draw()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the last state."""
         if state.is_world_process_zero:
-            self._draw()
+            self.draw()
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
+        """Draw what was logged."""
         started = time.monotonic()
         try:
             self._draw_plots()
@@ -247,6 +252,7 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
     rows = number.get("tokens_in_rows")
     parts: list[tuple[str, float | None]] = [
         ("reward [bold]{:.3f}[/]", number.get("reward")),
+        ("eval {:.3f}", number.get("eval/reward")),
         ("infrastructure failures {:.0f}", number.get("sessions_infrastructure") or None),
         ("unjudged {:.0f}", number.get("sessions_unjudged") or None),
         ("timeouts {:.0f}", number.get("sessions_timeout") or None),

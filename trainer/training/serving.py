@@ -6,7 +6,7 @@ All of this happens on the main process.
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import Publisher, make_publisher
 from rolltap.trainer.engine.weights import LIMITS, fixed_ids, published_name
 from rolltap.trainer.models.loading import load_tokenizer
+from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
+CHECKED_CALLS = 16
+"""Calls of the first step that are scored again."""
 PUBLISHED = "published"
 """Folder in the run for weights on their way to the engines."""
 
@@ -112,6 +115,30 @@ class Serving:
                 raise
             _log.warning("the last adapter cannot be loaded from the run folder: %s", error)
             self.publish(trainer, version)
+
+    def check_calls(self, session_ids: Sequence[str], console: Console) -> None:
+        """Score calls of the first sessions again, and print how far they differ.
+
+        Call it while the engines serve the weights that sampled them.
+        """
+        urls = ",".join(engine.url for engine in self.engines.admins)
+        try:
+            report = check_sessions(self._run, urls, session_ids, sample=CHECKED_CALLS)
+        except EngineError as error:
+            return console.print(f"warning: no call of the first step was checked: {error}")
+        if isinstance(report, str):
+            return console.print(f"warning: no call of the first step could be checked: {report}")
+        tokens = sum(row.tokens for row in report.rows)
+        mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
+        calls = sum(row.calls for row in report.rows)
+        console.print(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
+        worst = max(report.rows, key=lambda row: row.mean_difference)
+        if not worst.within:
+            console.print(
+                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
+                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
+                f"`rolltap check {self._run}`"
+            )
 
     def _publish(self, publisher: Publisher, trainer: TraceGRPOTrainer, version: str) -> None:
         own = trainer.score(self._ids)

@@ -119,7 +119,7 @@ class FolderEngine:
     def is_paused(self) -> bool:
         return (self.place / "paused").exists()
 
-    def pause(self) -> None:
+    def pause(self, *, keep: bool = False) -> None:
         (self.place / "paused").touch()
         self.points.reach("paused")
 
@@ -201,8 +201,12 @@ class FakeRecorder:
 def sessions_by(points: Points) -> Callable[..., Any]:
     """Return a function that stands in for `run_groups`."""
 
-    async def run_groups(groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any) -> list[Session]:
+    async def run_groups(
+        groups: Sequence[Group], stage: Stage, *, policy_version: str, advance: Any, evaluation: Any = None
+    ) -> list[Session]:
         """Record sessions that are a function of the engine's weights, the task and the index, in any order."""
+        if evaluation is not None:
+            await run_groups(evaluation.groups, evaluation.stage, policy_version=policy_version, advance=advance)
         recorder = stage.recorder
         places = sorted(path for path in FolderEngine.folder.iterdir() if path.is_dir())
         policies = [policy_of(place, policy_version) for place in places]

@@ -21,7 +21,7 @@ from rolltap.trainer.training.attempt import (
     claimed_attempt,
     require_same,
 )
-from rolltap.trainer.training.recipe import Machine, Recipe
+from rolltap.trainer.training.recipe import HeldOut, Machine, Recipe
 
 RUN = "1a2b3c4d"
 BEGUN = {"kind": "online", "seed": 0}
@@ -107,6 +107,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
         {"concurrency": 1, "recorders": 2, "timeout": 1.0, "save_steps": 2},
         {"publish": "lora", "publish_folder": Path("/dev/shm"), "adapters": 9, "max_difference": 1.0},
         {"machine": Machine(processes=2, engines=2)},
+        {"evaluation": HeldOut(tasks=Path("held_out.jsonl"))},
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
         {"grpo": {"tokens_per_segment": 8, "memory_gib": 2.0, "offload_states": True, "forward": "padded"}},
         {"recorder": {"rolltap_patience": "9"}},

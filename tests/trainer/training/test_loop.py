@@ -19,6 +19,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
 from rolltap.trainer.training.attempt import TRAINING_FILE
+from rolltap.trainer.training.evaluation import EVALUATION
 from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.steps import TrainedBatches
@@ -81,10 +82,11 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
-    grpo = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\nlr_scheduler_type = 'constant'\n"
+    tables = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\nlr_scheduler_type = 'constant'\n"
+    tables += f"[evaluation]\ntasks = {json.dumps(str(QUICKSTART / 'tasks.jsonl'))}\nevery = 2\nsessions = 1\n"
 
     def train(steps):
-        recipe = write_recipe(tmp_path, grpo, steps=steps, recorders=2, model=str(engine.model_dir))
+        recipe = write_recipe(tmp_path, tables, steps=steps, recorders=2, model=str(engine.model_dir))
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
         return CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
 
@@ -104,7 +106,18 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         for call in calls:
             versions = {span.version for span in call.weight_versions}
             assert versions == {sessions[session_id].policy_version}
-    assert all(line["engine_difference"] < 1e-3 for line in read_metrics(run / METRICS))
+    lines = read_metrics(run / METRICS)
+    assert all(line["engine_difference"] < 1e-3 for line in lines if "engine_difference" in line)
+    evaluated = [(line["step"], line.get("eval/step")) for line in lines]
+    assert evaluated == [(1, 0), (2, None), (2, 2), (3, 2), (3, 3)]
+    held_out = load_sessions(run / EVALUATION)
+    assert sorted(session.policy_version for session in held_out.values()) == [
+        f"{run_name}.{version}" for version in ("0.0", "2.0", "3.1")
+    ]
+    for session_id, calls in RecordedCalls(run / EVALUATION).items():
+        for call in calls:
+            assert json.loads(call.sampling)["temperature"] == 0.0
+            assert {span.version for span in call.weight_versions} == {held_out[session_id].policy_version}
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
 

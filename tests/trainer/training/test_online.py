@@ -15,16 +15,21 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempt import Attempt
+from rolltap.trainer.training.evaluation import EVALUATION
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.report import METRICS, read_metrics
+from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import BATCHES, TrainedBatches
 from tests.factories import make_call
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
+HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
 
 
 def sampled(session_id, version):
@@ -35,20 +40,23 @@ def sampled(session_id, version):
 
 class Loop:
     """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run` and `published` note what it did. `other` are weights that sample in place of the published
-    ones: a session's end -> their version."""
+    first attempt; `run`, `evaluated` and `published` note what it did. `other` are weights that sample in place of the
+    published ones: a session's end -> their version."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
-        write_metadata(folder, {})
+        for run in (folder, folder / EVALUATION) if "evaluation" in settings else (folder,):
+            run.mkdir(exist_ok=True)
+            write_metadata(run, {})
         self.at_first = at_first
-        self.folder, self.silent = folder, silent
+        self.folder, self._run, self.silent = folder, folder, silent
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
         self.run: list[str] = []
+        self.evaluated: list[str] = []
+        self.logged: list[dict[str, float]] = []
         self.published: list[str] = []
         self.faults = ""
         self.other: dict[str, str] = {}
         self.stolen = False
-        self.metrics: dict[str, float] = {}
         self.held: set[str] = set()
         self.waiting: dict[str, Any] = {}
         self.refusal: EngineError | None = None
@@ -67,10 +75,18 @@ class Loop:
         if self.refusal is not None:
             raise self.refusal
         self.published.append(version)
+        write_policy(self.folder, None, version)
 
     publish_last = publish
+    check_calls = Serving.check_calls
 
-    def run_sessions(self, groups, version):
+    def run_sessions(self, groups, version, evaluated):
+        self.evaluated += [session.session_id for session in self.record(self.folder / EVALUATION, evaluated, version)]
+        sessions = self.record(self.folder, groups, version)
+        self.run += [session.session_id for session in sessions]
+        return sessions
+
+    def record(self, folder, groups, version):
         sessions = [
             Session(
                 session_id=session_id,
@@ -87,25 +103,29 @@ class Loop:
             if self.faults or (session.task_id in self.at_first and version.endswith(".0")):
                 session.status, session.reward = self.faults or "infrastructure", None
                 session.error = "the engine is down"
-        with RunWriter(self.folder, "never") as writer:
+        with RunWriter(folder, "never") as writer:
             for session in reversed(sessions):
                 writer.add_call(sampled(session.session_id, session.policy_version))
                 writer.add_session(session)
-        self.run += [session.session_id for session in sessions]
         return sessions
 
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
         source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions, self.open_schedule)
+        source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace(stage=None)
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),
             model=None,
             rows_of=self.rows_of,
-            log_metrics=self.metrics.update,
+            log_metrics=self.logged.append,
         )
         return source
+
+    @property
+    def metrics(self):
+        return {name: value for line in self.logged for name, value in line.items()}
 
     def rows_of(self, step):
         """Return the rows of a step of the rollouts ahead."""
@@ -137,10 +157,11 @@ class AtOnce:
     async def __aexit__(self, *error):
         pass
 
-    async def submit(self, group):
+    async def submit(self, group, stage=None, evaluates=False):
         events = asyncio.get_running_loop()
         result = events.create_future()
-        sessions = self.loop.run_sessions([group], self.loop.published[-1])
+        groups, evaluated = ([], [group]) if evaluates else ([group], [])
+        sessions = self.loop.run_sessions(groups, self.loop.published[-1], evaluated)
         if group.task.id in self.loop.held:
             self.loop.waiting[group.task.id] = partial(events.call_soon_threadsafe, result.set_result, sessions)
         else:
@@ -316,6 +337,18 @@ class TestAhead:
         with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
             self.step(source, 2)
 
+    def test_an_evaluation_runs_beside_the_steps_and_its_metrics_come_before_the_next_weights(self, make):
+        source = make(evaluation={"tasks": "held", "every": 2, "sessions": 1})
+        steps = []
+        for number in range(3):
+            self.step(source, number)
+            steps.append([line["eval/step"] for line in self.loop.logged if "eval/step" in line])
+        assert steps == [[], [0.0], [0.0]]
+        assert {name.partition(".")[2][0] for name in self.loop.evaluated} == {"0", "2"}
+        source.finish(3)
+        lines = read_metrics(self.loop.folder / METRICS)
+        assert [(line["step"], line["eval/step"]) for line in lines] == [(3, 2.0), (3, 3.0)]
+
     def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, make):
         source = make(grpo={"num_iterations": 2})
         self.step(source, 0)
@@ -344,7 +377,7 @@ class TestFirstStepIsChecked:
                 raise self.report
             return self.report
 
-        monkeypatch.setattr("rolltap.trainer.training.online.check_sessions", check_sessions)
+        monkeypatch.setattr("rolltap.trainer.training.serving.check_sessions", check_sessions)
         return checked
 
     def run(self, folder, report, attempt=0, steps=range(3)):

@@ -6,6 +6,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.training.recipe import load_recipe
 
 GOOD = 'model = "m"\ntasks = "t.jsonl"\nharness = "h.toml"\nsteps = 1\n'
+HELD_OUT = '[evaluation]\ntasks = "h.jsonl"\n'
 
 
 @pytest.fixture
@@ -32,6 +33,19 @@ def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
     assert load(f"{GOOD}ahead = 1\nadapters = 3\n").adapters == 3
     with pytest.raises(InputError, match="adapters = 4 with ahead = 3: give at least 5, or remove it"):
         load(f"{GOOD}ahead = 3\nadapters = 4\n")
+
+
+def test_held_out_tasks_are_relative_to_the_recipe_and_have_defaults(load, tmp_path):
+    held_out = load(GOOD + '[evaluation]\ntasks = "h.jsonl"\n').evaluation
+    assert held_out.model_dump() == {
+        "tasks": tmp_path / "h.jsonl",
+        "every": 1,
+        "sessions": 4,
+        "sampling": {"temperature": 0.0},
+        "share": 0.25,
+    }
+    assert load(GOOD + '[evaluation]\ntasks = "/h"\nsampling = {}\n').evaluation.sampling == {}
+    assert load(GOOD).evaluation is None
 
 
 def test_a_harness_may_be_a_name(load):
@@ -82,6 +96,16 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + "recorders = 0\n", "'recorders' is 0"),
         (GOOD + "max_tokens = 0\n", "'max_tokens' is 0"),
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
+        (GOOD + "[evaluation]\nevery = 2\n", r"'evaluation\.tasks' is missing"),
+        (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),
+        (GOOD + HELD_OUT + "share = 0\n", r"'evaluation\.share' is 0"),
+        (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
+        (GOOD + HELD_OUT + "step = 1\n", r"unknown key 'evaluation\.step'"),
+        (GOOD + HELD_OUT + "sampling = {temprature = 0}\n", r"evaluation\.sampling: .* unknown key 'temprature'"),
+        (
+            GOOD + "concurrency = 1\n" + HELD_OUT,
+            r"evaluation\.share = 0\.25 leaves no slot for the training with concurrency = 1: set concurrency = 2",
+        ),
     ],
 )
 def test_a_bad_key_is_named_with_its_value(load, text, message):

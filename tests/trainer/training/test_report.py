@@ -181,8 +181,9 @@ def test_other_processes_report_nothing(tmp_path):
 
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
     more = {"sessions_unjudged": 1.0, "suspicious": 2.0, "sessions_no_reward": 1.0, "loss": 0.01234, "kl": 0.25}
-    assert step_line(3, 5, STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6}) == (
-        "step 3/5  reward [bold]0.500[/]  infrastructure failures 3  unjudged 1  suspicious 2  "
+    logs = STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6, "eval/reward": 0.25}
+    assert step_line(3, 5, logs) == (
+        "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1  suspicious 2  "
         "sessions without a reward 1  groups without signal 1  loss 0.01234  difference 1.0e-03  off policy 2.5e-01  "
         "ratio 1.000  clipped 1.2 %  masked 20.0 %  KL 0.25  entropy 0.500  100 tokens trained  7 left out  "
         "40 % of rows forwarded  50 tokens/s  1.5 GiB"
@@ -295,6 +296,16 @@ def test_every_metric_has_its_panel(drawn):
 
 def test_a_metric_that_a_step_lacks_has_no_point_there(drawn):
     assert drawn(STEP, {"tokens_trained": 0}, STEP)["entropy, KL"] == {"entropy": [(1, 0.5), (3, 0.5)]}
+
+
+def test_evaluations_are_drawn_over_the_steps_of_their_weights_without_their_intervals(drawn):
+    evaluated = {"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/pass@1_low": 0.1, "eval/pass@16": 1.0}
+    panels = drawn(STEP | evaluated | {"eval/step": 0.0}, STEP, STEP | evaluated | {"eval/step": 2.0})
+    assert panels["evaluation"] == {
+        "eval/reward": [(0, 0.5), (2, 0.5)],
+        "eval/pass@1": [(0, 0.25), (2, 0.25)],
+        "eval/pass@16": [(0, 1.0), (2, 1.0)],
+    }
 
 
 def test_many_tasks_are_lines_without_a_label(drawn):
