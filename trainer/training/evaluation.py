@@ -91,9 +91,9 @@ class Evaluations:
         return [replace(group, session_ids=names) for group, names in missing if names]
 
     def beside(self, groups: Sequence[Group]) -> Evaluation | None:
-        """Return the groups as a schedule takes them; None without groups."""
+        """Return the groups as a schedule takes them; None without the table."""
         table = self._recipe.evaluation
-        return Evaluation(groups, self.worker.stage, table.share) if table is not None and groups else None
+        return Evaluation(groups, self.worker.stage, table.share) if table is not None else None
 
     def metrics(self, version: Version, say: Callable[[str], object]) -> dict[str, float]:
         """Return the metrics of the weights `version` by name, and say the first ones; none without an evaluation.

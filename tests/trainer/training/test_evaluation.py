@@ -190,7 +190,7 @@ def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_pl
 class TestMetrics:
     @pytest.fixture
     def metrics_of(self, tmp_path):
-        """A function: task -> the rewards of its sessions, None for a fault -> the metrics of step 3."""
+        """A function: task -> the rewards of its sessions, None without one -> the metrics of step 3."""
 
         def metrics_of(tasks, step=3):
             folder = tmp_path / EVALUATION
@@ -206,7 +206,7 @@ class TestMetrics:
                                 group_id=group,
                                 task_id=task,
                                 harness="my own",
-                                status="infrastructure" if reward is None else "completed",
+                                status="failed" if reward is None else "completed",
                                 reward=reward,
                                 policy_version="1a2b3c4d.3.0",
                             )
