@@ -29,6 +29,7 @@ FILES = {
     '{"id": "count"': "tasks.jsonl",
     'model = "/models/Qwen3-4B"': "recipe.toml",
     'name = "my-agent"': "my-agent.toml",
+    "[evaluation]": "evaluation.toml",
 }
 """Start of a block that shows a file -> the file's name. The shell blocks use these files."""
 
