@@ -82,6 +82,9 @@ class Timed(Loop):
         self.count(1)
         try:
             await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.write(session)
+            raise
         finally:
             self.count(-1)
         await enter("judging")
@@ -96,7 +99,7 @@ class Timed(Loop):
             self.writer.add_call(sampled(session.session_id, session.policy_version))
             self.writer.add_session(session)
 
-    def run_sessions(self, groups, version):
+    def run_sessions(self, groups, version, evaluated):
         return run_blocking(schedule.run_groups(groups, self, policy_version=version, advance=lambda *_: None))
 
     def open_schedule(self, advance):
