@@ -136,7 +136,7 @@ name = urllib.parse.unquote(urllib.parse.urlsplit(os.environ["HTTPS_PROXY"]).use
 time.sleep(random.Random(name.rpartition("-")[2]).lognormvariate(math.log(float(sys.argv[1])), 1))
 ask("More")
 """
-FILES = 2_000
+FILES = 200
 """Files of the workspace."""
 
 
@@ -159,13 +159,13 @@ def scripted(model: Path) -> Iterator[str]:
 
 
 def phases(model: Path, folder: Path, median: float, slots: int, engine: str | None) -> Rows:
-    """Roll out 32 sessions in each case, whose programs take log-normal times. Each has a large workspace."""
+    """Roll out 32 sessions in each case, whose programs take log-normal times, and judges a tenth of their median."""
     workspace = folder / "workspace"
     for number in range(FILES):
         file = workspace / str(number // 100) / f"{number}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{number}\n" * 100)
-    judge = {"kind": "command", "command": ["true"]}
+    judge = {"kind": "command", "command": ["sleep", str(median / 10)]}
     tasks = [Task(id=f"t{n}", instruction="go", judge=judge, workspace=workspace) for n in range(4)]
     program = {"program": sys.executable, "headless": ["-I", "-c", HARNESS, str(median)]}
     cases = {

@@ -186,9 +186,9 @@ class EngineAdmin:
         """Let calls go on."""
         self._send("POST", "/resume")
 
-    def serve(self, checkpoint: Path, version: str) -> None:
+    def serve(self, checkpoint: Path, version: str, *, keep: bool = False) -> None:
         """Pause, load the base model's weights from a folder, name them, and resume; on an error it stays paused."""
-        self.pause()
+        self.pause(keep=keep)
         self.install(checkpoint, version)
         self.resume()
 

@@ -190,7 +190,7 @@ class Engines:
                 stolen.append(engine)
                 return
             if engine in touched:
-                engine.serve(old.folder, old.version)
+                engine.serve(old.folder, old.version, keep=self._keep)
             else:
                 engine.resume()
 

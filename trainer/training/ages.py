@@ -12,7 +12,7 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 
 
 def is_older(version: str | None, options: TraceOptions) -> bool:
@@ -22,13 +22,13 @@ def is_older(version: str | None, options: TraceOptions) -> bool:
 
 
 def is_stale(run: Path, group: Sequence[Session], options: TraceOptions) -> bool:
-    """Return True for a group of which age leaves no token to train, and for one without sessions.
+    """Return True for a group of which age leaves no token to train, whatever its rewards; and for an empty one.
 
-    Raises as `load_batch`.
+    Raises as `iter_traces`.
     """
-    if not all(is_older(session.policy_version, options) for session in group):
-        return False
-    return not group or not load_batch(run, [session.session_id for session in group], options).traces
+    if not any(is_older(session.policy_version, options) for session in group):
+        return not group
+    return not any(traced.traces for traced in iter_traces(run, options, [session.session_id for session in group]))
 
 
 def other_weights(run: Path, session_ids: Collection[str], options: TraceOptions) -> Counter[str]:

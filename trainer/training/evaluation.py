@@ -80,12 +80,17 @@ class Evaluations:
 
         There are none when no evaluation is due, and when they were returned before.
         """
-        table, steps = self._recipe.evaluation, self._recipe.grpo.get("num_iterations", 1)  # of the optimizer in one
-        due = table is not None and (last or version.step % (table.every * steps) == 0)
-        if not due or version.step in self._begun:
+        if version.step in self._begun or not (missing := self.missing(version, last=last)):
             return []
         self._begun.add(version.step)
         write_atomically(self._run / EVALUATION / POLICY_FILE, (self._run / POLICY_FILE).read_text())
+        return missing
+
+    def missing(self, version: Version, *, last: bool = False) -> list[Group]:
+        """Return the groups of an evaluation that is due, with the sessions that have not ended."""
+        table = self._recipe.evaluation
+        if table is None or not (last or version.step % (table.every * self._recipe.iterations) == 0):
+            return []
         ended = self._ended(version)
         missing = [(group, [name for name in group.session_ids if name not in ended]) for group in self._all(version)]
         return [replace(group, session_ids=names) for group, names in missing if names]

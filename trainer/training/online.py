@@ -99,8 +99,6 @@ class OnlineTraces:
         self._trace_options = recipe.trace_options()
         self._cleanup, self._beside = ExitStack(), ExitStack()
         self._ahead: Ahead | None = None
-        self._evaluating: Version | None = None
-        """Weights whose evaluation runs ahead, or may have ended there."""
         self._evaluations = Evaluations(recipe, run)
         self._publish_seconds = 0.0
         self._to_check: list[str] = []
@@ -203,16 +201,19 @@ class OnlineTraces:
         """
         version = self._attempt.version(self.trainer.state.global_step)
         self._publish_seconds = 0.0
+        if self._recipe.ahead:
+            self._end_evaluation(version)
         if self._trained.get(version.step) is not None:
+            if self._recipe.ahead and self._evaluations.missing(version):  # a start ended before its evaluation did
+                self._publish(version, self._serving.publish)
+                self._run_sessions([], str(version), self._evaluations.groups(version))
             return
-        if self._ahead is not None:
-            self._end_evaluation()
-        if self._ahead is not None and self._recipe.publish == "lora":  # they keep the adapter that they began with
+        if self._ahead is not None and self._recipe.keeps_adapters:
             why = f"its weights are older than {version} by more than ahead = {self._recipe.ahead}"
             self._ahead.cancel_running(partial(is_older, options=self._options(version)), why)
         self._publish(version, self._serving.publish)
         if self._recipe.ahead:
-            self._ahead, self._evaluating = self._ahead or self._start_ahead(), version
+            self._ahead = self._ahead or self._start_ahead()
             if (evaluation := self._evaluations.beside(self._evaluations.groups(version))) is not None:
                 self._ahead.evaluate(evaluation)
             self._ahead.publish(version.step // self._recipe.iterations)
@@ -222,13 +223,16 @@ class OnlineTraces:
 
         Raises `EngineError`.
         """
-        version, what = self._attempt.version(steps), "publication to the engines"
-        if self._ahead is not None:
-            self._end_evaluation(steps)
-        self._beside.close()
+        version, what = self._attempt.version(steps), "evaluation"
         try:
-            self._publish(version, self._serving.publish_last)
-            what = "evaluation"
+            try:
+                if self._recipe.ahead:
+                    self._end_evaluation(version)
+            finally:
+                self._beside.close()
+                what = "publication to the engines"
+                self._publish(version, self._serving.publish_last)
+                what = "evaluation"
             if groups := self._evaluations.groups(version, last=True):
                 self._run_sessions([], str(version), groups)
             self._evaluations.append(version, steps, self._console.print)
@@ -264,7 +268,7 @@ class OnlineTraces:
             counts.recorded_before = len(trained)
             sessions = [self._revision(name, number) for name, number in trained]
             batch = self._load(sessions, version, self._trained.stale(version.step))
-        if self._ahead is None and (metrics := self._evaluations.metrics(version, self._console.print)):
+        if not self._recipe.ahead and (metrics := self._evaluations.metrics(version, self._console.print)):
             self.trainer.log_metrics(metrics)
         self._print(len(sessions), version, counts)
         return batch
@@ -282,22 +286,23 @@ class OnlineTraces:
         return known
 
     def _start_ahead(self) -> Ahead:
-        recipe, over = self._recipe, self._trained.groups()
-        flow = Flow(recipe.ahead, recipe.groups_per_step, recipe.steps, lambda n: self._group(n).group_id in over)
+        recipe, size = self._recipe, self._recipe.groups_per_step
+        over = {group_id.rpartition("-")[2] for group_id in self._trained.groups()}  # of each the run, step and place
+
+        def is_over(number: int) -> bool:
+            return f"{self._attempt.run}.{number // size * recipe.iterations}.{number % size}" in over
+
+        flow = Flow(recipe.ahead, size, recipe.steps, is_over)
         show = self._beside.enter_context(watched(self._serving.engines.silent, self._console))
         ahead = Ahead(flow, self._open_schedule, group_of=self._group, finished=self._finished.of, show=show)
         return self._beside.enter_context(ahead)
 
-    def _end_evaluation(self, steps: int | None = None) -> None:
-        """Wait for the evaluation that runs ahead, and log its metrics. `steps` are those of a training that ends."""
-        version, self._evaluating = self._evaluating, None
-        if self._ahead is None or version is None:
-            return
-        self._ahead.end_evaluation()
-        if steps is not None:
-            self._evaluations.append(version, steps, self._console.print)
-        elif metrics := self._evaluations.metrics(version, self._console.print):
-            self.trainer.log_metrics(metrics)
+    def _end_evaluation(self, version: Version) -> None:
+        """Wait for the evaluation that runs ahead, and append the metrics of the weights a step before `version`."""
+        if self._ahead is not None:
+            self._ahead.end_evaluation()
+        if (before := version.step - self._recipe.iterations) >= 0:
+            self._evaluations.append(self._attempt.version(before), version.step, self._console.print)
 
     def _group(self, number: int) -> Group:
         """Return a group of the rollouts ahead."""
@@ -325,7 +330,8 @@ class OnlineTraces:
                 ahead.give_up()
             groups.append(group)
         if not self._checked:
-            self._to_check = [session.session_id for group in groups for session in group]
+            names = [session.session_id for group in groups for session in group]
+            self._to_check = [name for name in names if place_of(name).endswith(f".{self._attempt.number}")]
         self.trainer.log_metrics({"seconds_waited": counts.session_seconds, "seconds_idle": ahead.idle_seconds()})
         return groups
 

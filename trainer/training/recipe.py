@@ -119,11 +119,17 @@ class Recipe(RolloutConfig):
     @model_validator(mode="before")
     @classmethod
     def _adapters_for_ahead(cls, settings: Any) -> Any:
-        if isinstance(settings, Mapping) and isinstance(ahead := settings.get("ahead"), int):
+        adapted = isinstance(settings, Mapping) and settings.get("publish") == "lora"
+        if adapted and isinstance(ahead := settings.get("ahead"), int):
             settings = {"adapters": max(4, ahead + 2), **settings}
             if isinstance(adapters := settings["adapters"], int) and adapters < ahead + 2:
                 raise ValueError(f"adapters = {adapters} with ahead = {ahead}: give at least {ahead + 2}, or remove it")
         return settings
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """True when a session goes on with the adapter that it began with, whatever is published."""
+        return self.publish == "lora" and self.recorder.get("rolltap_keep_adapter") != "false"
 
     @property
     def iterations(self) -> int:

@@ -82,10 +82,10 @@ def step_group(version: Version, position: int, task: Task, sessions: int, kind:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts; `position` is its place in the step.
-    Before it there may be a `kind` of groups.
+    Before it there may be a `kind` of groups, and `~`, which no task's id has.
     A session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
     """
-    group_id = f"{kind and f'{kind}-'}{task.id}-{version.run}.{version.step}.{position}"
+    group_id = f"{kind and f'{kind}~'}{task.id}-{version.run}.{version.step}.{position}"
     return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import admin
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, Weights, served_weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
 from rolltap.trainer.engine.weights import Owner, claim
@@ -134,6 +135,20 @@ class TestOwner:
         assert (pair[0].weights, pair[0].paused) == ("model", False)
         assert not never & {*pair[1].paths}
         assert self.owners(pair) == [None, "22222222"]
+
+    def test_calls_in_flight_are_kept_on_the_way_back_too(self, pair, new, old, monkeypatch):
+        kept, pause = [], EngineAdmin.pause
+
+        def noted(engine, *, keep=False):
+            kept.append(keep)
+            pause(engine, keep=keep)
+
+        monkeypatch.setattr(EngineAdmin, "pause", noted)
+        engines = Engines([each.url for each in pair], keep=True)
+        with pytest.raises(EngineError, match="they differ"), engines.reloaded(new, old):
+            raise EngineError("they differ")
+        assert kept == [True] * 4
+        assert [each.weights for each in pair] == ["model", "model"]
 
     def test_engines_are_given_back_at_the_same_time(self, pair, engines):
         together = Barrier(2, timeout=60)

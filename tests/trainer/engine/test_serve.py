@@ -39,7 +39,7 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     assert int(flag(command, "--max-cpu-loras")) > Recipe.model_fields["adapters"].default
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "ahead": 5}, cpu=False)
     assert int(flag(command, "--max-loras")) == 7
-    assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, ahead=5).adapters == 7
+    assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, ahead=5, publish="lora").adapters == 7
 
 
 def test_on_cpu_a_prefill_is_never_split():

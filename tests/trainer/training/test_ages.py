@@ -57,6 +57,18 @@ def test_a_group_is_stale_when_no_token_is_left_to_train(run_folder):
     assert not is_stale(run_folder, [old, young], STEP)
 
 
+def test_rewards_do_not_decide_whether_a_group_is_stale_nor_do_sessions_without_a_token(run_folder):
+    old, both = record(run_folder, "o", 1), record(run_folder, "b", 2, 3)
+    both.status, both.reward, both.revision = "unjudged", None, 1
+    failed = Session(session_id="f", status="infrastructure", policy_version=f"{RUN}.5.0")
+    with RunWriter(run_folder, "never") as writer:
+        writer.add_session(both)
+        writer.add_session(failed)
+    assert not is_stale(run_folder, [both], STEP)
+    assert is_stale(run_folder, [old, failed], STEP)
+    assert not is_stale(run_folder, [failed], STEP)
+
+
 def test_weights_that_are_no_older_ones_of_the_rollouts_are_counted_by_tokens(run_folder):
     record(run_folder, "a", 1, 5, 7)
     assert other_weights(run_folder, ["a"], STEP) == {f"{RUN}.7.0": 2}

@@ -27,7 +27,7 @@ from rolltap.trainer.training.steps import BATCHES
 from tests.trainer.training.test_online import HELD_OUT, Loop
 from tests.trainer.training.trainings import ENGINES, RECIPE, Training
 
-OF_STEP_0 = [f"evaluation-{task}-1a2b3c4d.0.0-{index}.0" for task in "xy" for index in (0, 1)]
+OF_STEP_0 = [f"evaluation~{task}-1a2b3c4d.0.0-{index}.0" for task in "xy" for index in (0, 1)]
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ class TestRestart:
             session.status, session.reward, session.revision = "infrastructure", None, 1
             writer.add_session(session)
         loop.step(0, "a", attempt=1)
-        assert loop.evaluated[4:] == ["evaluation-y-1a2b3c4d.0.0-1.1"]
+        assert loop.evaluated[4:] == ["evaluation~y-1a2b3c4d.0.0-1.1"]
         assert len(loop.run) == 2
         assert PolicyFile(loop.folder / EVALUATION).read().version == "1a2b3c4d.0.1"
 
@@ -199,7 +199,7 @@ class TestMetrics:
             with RunWriter(folder, "never") as writer:
                 for task, rewards in tasks.items():
                     for index, reward in enumerate(rewards):
-                        group = f"evaluation-{task}-1a2b3c4d.3.0"
+                        group = f"evaluation~{task}-1a2b3c4d.3.0"
                         writer.add_session(
                             Session(
                                 session_id=f"{group}-{index}.0",

@@ -6,6 +6,7 @@ from functools import partial
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -337,17 +338,62 @@ class TestAhead:
         with pytest.raises(EngineError, match=r"\(default\): .*; nothing else is left to train"):
             self.step(source, 2)
 
-    def test_an_evaluation_runs_beside_the_steps_and_its_metrics_come_before_the_next_weights(self, make):
+    def lines(self):
+        """Return the lines of metrics with an evaluation: the step, the weights' step, and the sessions."""
+        lines = read_metrics(self.loop.folder / METRICS)
+        return [(line["step"], line["eval/step"], line["eval/sessions"]) for line in lines]
+
+    def test_an_evaluation_runs_beside_the_steps_and_ends_before_the_next_weights(self, make):
         source = make(evaluation={"tasks": "held", "every": 2, "sessions": 1})
-        steps = []
+        found = []
         for number in range(3):
             self.step(source, number)
-            steps.append([line["eval/step"] for line in self.loop.logged if "eval/step" in line])
-        assert steps == [[], [0.0], [0.0]]
+            found.append(self.lines())
+        assert found == [[], [(1, 0, 2)], [(1, 0, 2)]]
         assert {name.partition(".")[2][0] for name in self.loop.evaluated} == {"0", "2"}
         source.finish(3)
-        lines = read_metrics(self.loop.folder / METRICS)
-        assert [(line["step"], line["eval/step"]) for line in lines] == [(3, 2.0), (3, 3.0)]
+        assert self.lines() == [(1, 0, 2), (3, 2, 2), (3, 3, 2)]
+
+    def test_an_evaluation_that_a_kill_cut_is_completed_by_the_same_weights(self, make):
+        table = {"tasks": "held", "every": 1, "sessions": 1}
+        source = make(evaluation=table)
+        whole, loop = self.loop.record, self.loop
+        loop.record = lambda folder, groups, version: whole(folder, [g for g in groups if g.task.id != "y"], version)
+        self.step(source, 0)
+        again = make(0, attempt=1, evaluation=table)
+        for number in range(2):
+            self.step(again, number)
+        assert [name for name in self.loop.evaluated if "~y-" in name] == [
+            "evaluation~y-1a2b3c4d.0.0-0.1",
+            "evaluation~y-1a2b3c4d.1.0-0.1",
+        ]
+        assert self.lines() == [(1, 0, 2)]
+
+    def test_the_metrics_of_an_evaluation_that_a_kill_left_out_come_with_the_next_step(self, make):
+        table = {"tasks": "held", "every": 1, "sessions": 1}
+        source = make(evaluation=table)
+        for number in range(2):
+            self.step(source, number)
+        (self.loop.folder / METRICS).unlink()
+        make(2, attempt=1, evaluation=table).finish(2)
+        assert self.lines() == [(2, 1, 2), (2, 2, 2)]
+
+    def test_weights_are_published_at_the_end_whatever_fails_beside_the_last_step(self, make):
+        source = make()
+        self.step(source, 0)
+        source._ahead.end_evaluation = Mock(side_effect=RecorderError("gave up"))
+        with pytest.raises(EngineError, match=r"training is finished, .*: only the last evaluation failed: gave up"):
+            source.finish(1)
+        assert self.loop.published[-1] == "1a2b3c4d.1.0"
+
+    def test_a_restart_checks_only_calls_that_it_recorded(self, make, monkeypatch):
+        checked = []
+        monkeypatch.setattr(Loop, "check_calls", lambda loop, names, console: checked.append(names), raising=False)
+        self.step(make(), 0)
+        again = make(0, attempt=1)
+        for number in range(4):
+            self.step(again, number)
+        assert checked == [["c-1a2b3c4d.2.0-0.1", "c-1a2b3c4d.2.0-1.1"]]
 
     def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, make):
         source = make(grpo={"num_iterations": 2})

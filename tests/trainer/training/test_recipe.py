@@ -29,10 +29,20 @@ def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
 
 
 def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
-    assert [load(f"{GOOD}ahead = {ahead}\n").adapters for ahead in (0, 1, 2, 3, 7)] == [4, 4, 4, 5, 9]
-    assert load(f"{GOOD}ahead = 1\nadapters = 3\n").adapters == 3
+    adapted = f'{GOOD}publish = "lora"\n'
+    lora = "[lora]\nr = 1\n"
+    assert [load(f"{adapted}ahead = {ahead}\n{lora}").adapters for ahead in (0, 1, 2, 3, 7)] == [4, 4, 4, 5, 9]
+    assert load(f"{adapted}ahead = 1\nadapters = 3\n{lora}").adapters == 3
     with pytest.raises(InputError, match="adapters = 4 with ahead = 3: give at least 5, or remove it"):
-        load(f"{GOOD}ahead = 3\nadapters = 4\n")
+        load(f"{adapted}ahead = 3\nadapters = 4\n{lora}")
+    assert load(f"{GOOD}ahead = 3\nadapters = 2\n").adapters == 2, "which mean nothing without adapters"
+
+
+def test_a_session_keeps_its_adapter_unless_the_recorder_is_told_otherwise(load):
+    lora = "[lora]\nr = 1\n"
+    assert load(f'{GOOD}publish = "lora"\n{lora}').keeps_adapters
+    assert not load(f'{GOOD}publish = "lora"\n{lora}[recorder]\nrolltap_keep_adapter = "false"\n').keeps_adapters
+    assert not load(GOOD).keeps_adapters
 
 
 def test_held_out_tasks_are_relative_to_the_recipe_and_have_defaults(load, tmp_path):
