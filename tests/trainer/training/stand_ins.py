@@ -129,7 +129,7 @@ class FolderEngine:
         self.points.reach("before the engine goes on")
         (self.place / "paused").unlink(missing_ok=True)
 
-    def serve(self, checkpoint: Path, version: str) -> None:
+    def serve(self, checkpoint: Path, version: str, *, keep: bool = False) -> None:
         self.pause()
         self.install(checkpoint, version)
         self.resume()
