@@ -179,7 +179,7 @@ class EngineAdmin:
         return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
 
     def pause(self, *, keep: bool = False) -> None:
-        """Return when the calls in flight have ended, or with `keep` stand still. New ones wait. An engine stays so."""
+        """Return when the calls in flight have ended, or with `keep` stand still. New ones wait, until `resume`."""
         self._send("POST", f"/pause?mode={'keep' if keep else 'wait'}")
 
     def resume(self) -> None:

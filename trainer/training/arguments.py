@@ -229,10 +229,10 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         args = TraceGRPOConfig(
             **defaults | {key: value for key, value in recipe.grpo.items() if key != "model_init_kwargs"},
             output_dir=str(run / CHECKPOINTS),
-            max_steps=recipe.steps * recipe.grpo.get("num_iterations", 1),
+            max_steps=recipe.steps * recipe.iterations,
             seed=seed,
             save_strategy="steps",
-            save_steps=recipe.save_steps * recipe.grpo.get("num_iterations", 1),
+            save_steps=recipe.save_steps * recipe.iterations,
         )
     except (TypeError, ValueError) as error:
         raise InputError(f"the recipe's [grpo] table: {error}") from error

@@ -137,8 +137,10 @@ class Evaluations:
 
     def append(self, version: Version, step: int, say: Callable[[str], object]) -> None:
         """Append the metrics of weights to the file after a step, unless it has them. Raises `RunError`, `OSError`."""
-        path, metrics = self._run / METRICS, self.metrics(version, say)
-        if metrics and all(line.get("eval/step") != version.step for line in read_metrics(path)):
+        path = self._run / METRICS
+        if any(line.get("eval/step") == version.step for line in read_metrics(path)):
+            return
+        if metrics := self.metrics(version, say):
             append_metrics(path, step, metrics)
 
     def _all(self, version: Version) -> list[Group]:

@@ -316,13 +316,14 @@ class OnlineTraces:
         As many as `replace_zero_variance` without signal are replaced by others, and stay in the step.
         """
         groups: list[list[Session]] = []
-        replaced = 0
+        replaced = dropped = 0
         while len(groups) - replaced < self._recipe.groups_per_step:
             started = time.monotonic()
             group = ahead.take()
             counts.session_seconds += time.monotonic() - started
             if is_stale(self._run, group, self._options(version)):
                 stale += [session.session_id for session in group]
+                dropped += 1
                 ahead.give_up()
                 continue
             if replaced < self._recipe.replace_zero_variance and not has_signal(group, self._trace_options.rewards):
@@ -332,7 +333,8 @@ class OnlineTraces:
         if not self._checked:
             names = [session.session_id for group in groups for session in group]
             self._to_check = [name for name in names if place_of(name).endswith(f".{self._attempt.number}")]
-        self.trainer.log_metrics({"seconds_waited": counts.session_seconds, "seconds_idle": ahead.idle_seconds()})
+        seconds = {"seconds_waited": counts.session_seconds, "seconds_idle": ahead.idle_seconds()}
+        self.trainer.log_metrics({**seconds, "groups_dropped": float(dropped)})
         return groups
 
     def _groups_of(self, rows: list[dict[str, Any]], version: Version, counts: _Counts) -> list[list[Session]]:

@@ -31,6 +31,9 @@ from tests.trainer.training.grpo.tiny import largest_difference
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart"
 MODELS = ROOT / "tests" / "models"
+pytestmark = pytest.mark.skipif(
+    shutil.which("mini") is None, reason="mini-swe-agent is not installed: tests/run.sh installs it"
+)
 
 
 def write_recipe(folder: Path, text: str = "", **values) -> Path:
@@ -79,8 +82,6 @@ def version_served(engine) -> str:
 @pytest.mark.engine
 @pytest.mark.harness
 def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engine, tmp_path):
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run = tmp_path / "run"
     tables = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\nlr_scheduler_type = 'constant'\n"
     tables += f"[evaluation]\ntasks = {json.dumps(str(QUICKSTART / 'tasks.jsonl'))}\nevery = 2\nsessions = 1\n"
@@ -127,8 +128,6 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("publish", cases(["lora", "checkpoint"]))
 def test_rollouts_one_step_ahead_train_what_they_sampled_and_say_how_old_it_is(engine, tmp_path, publish):
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     run, lora = tmp_path / "run", '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
     settings = {"steps": 4, "publish": publish, "model": str(engine.model_dir), "tasks": str(write_task(tmp_path))}
 
@@ -174,8 +173,6 @@ def counting_engine(engine_key, tmp_path_factory):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("publish", cases(["checkpoint", "lora"]))
 def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_path, publish):
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     engine, run = counting_engine, tmp_path / "run"
     text = "[grpo]\nlearning_rate = 1e-2\n" + (
         '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
@@ -220,8 +217,6 @@ def distance(one, two):
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_two_processes_with_two_engines_train_what_one_process_does(engine, second_engine, tmp_path):
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
     grpo = "[grpo]\nlearning_rate = 1e-3\ngradient_accumulation_steps = 2\n"
     lora = '[lora]\nr = 4\ntarget_modules = "all-linear"\n'
     tasks = str(write_task(tmp_path))

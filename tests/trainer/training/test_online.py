@@ -308,6 +308,7 @@ class TestAhead:
         assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
         stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
         assert TrainedBatches(self.loop.folder).stale(2) == stale
+        assert [line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line] == [0, 0, 1]
         assert "other weights" not in self.loop.console.file.getvalue()
         assert self.step(make(2, attempt=1), 2) == batch
 

@@ -123,7 +123,7 @@ def plan(
             "steps": recipe.steps,
             "sessions_per_step": sessions,
             "sessions": sessions * recipe.steps,
-            "optimizer_steps": recipe.steps * int(recipe.grpo.get("num_iterations", 1)),
+            "optimizer_steps": recipe.steps * recipe.iterations,
             **checkpoints_of(recipe, numbers),
         },
         traces_per_pass=traces,
