@@ -73,6 +73,9 @@ def serve_command(
     with server:
         console = plain_console()
         console.print(f"vLLM serves {model} at {server.url}", style="bold")
+        if lora_rank:
+            batch, memory = server.adapter_places
+            console.print(f"places for adapters: {batch} in a batch, {memory} in memory, for ahead = {ahead}")
         console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}")
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:

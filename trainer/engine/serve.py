@@ -118,9 +118,9 @@ def engine_command(
     if length is not None:
         command += ["--max-model-len", str(length)]
     if lora_rank:
-        # a batch has those of `ahead`, of the step and the next one; memory those of `adapters` and another training's
+        batch, memory = adapter_places(ahead)
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
-        command += ["--max-loras", str(ahead + 2), "--max-cpu-loras", str(ahead + 8)]
+        command += ["--max-loras", str(batch), "--max-cpu-loras", str(memory)]
     if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
     if cpu:
@@ -130,6 +130,12 @@ def engine_command(
         command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
         command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
     return command
+
+
+def adapter_places(ahead: int) -> tuple[int, int]:
+    """Return the adapters of a batch: those of `ahead`, of the step and the next one; and of memory: those of a
+    recipe's `adapters` and another training's."""
+    return ahead + 2, ahead + 8
 
 
 def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str, str]:
@@ -207,6 +213,8 @@ class EngineServer:
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank
+        self.adapter_places = adapter_places(ahead)
+        """Adapters of a batch, and in memory, if `lora_rank` is given."""
         self._cleanup: contextlib.ExitStack
 
     def __enter__(self) -> Self:

@@ -191,7 +191,11 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     default = "" if recipe.dtype else f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
     yield "model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"
     trained = f"LoRA of {model.trained / 1e6:,.1f} M" if recipe.lora else "all weights"
-    yield "trains", trained + (f", published as {recipe.publish}" if machine.engines else ", on recorded runs")
+    adapters = f", {recipe.adapters} adapters loaded" if recipe.ahead and recipe.publish == "lora" else ""
+    yield (
+        "trains",
+        trained + (f", published as {recipe.publish}{adapters}" if machine.engines else ", on recorded runs"),
+    )
     engines = f", engines: {len(machine.engines)}" if machine.engines else ""
     shared = ", one GPU for both" if machine.shared_gpu else ""
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""

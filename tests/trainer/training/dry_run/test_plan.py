@@ -135,7 +135,9 @@ def test_lines_start_as_many_engines_and_processes_as_there_are(model):
         *(f"CUDA_VISIBLE_DEVICES={i} {served % i}" for i in range(2)),
         f"CUDA_VISIBLE_DEVICES=2,3,4 {program} --engine {engines} --out o",
     ]
-    assert " --lora-rank 8 --ahead 3 -- " in planned(model, lora=LORA, publish="lora", ahead=3).lines[1]
+    found = planned(model, lora=LORA, publish="lora", ahead=3)
+    assert " --lora-rank 8 --ahead 3 -- " in found.lines[1]
+    assert "published as lora, 5 adapters loaded" in text_of(found)
 
 
 def test_engines_of_other_machines_have_lines_and_gpus_of_their_own(model):
