@@ -29,6 +29,7 @@ from rolltap.trainer.models.loading import kernels
 from rolltap.trainer.training.dry_run.memory import Rows, fixed, variable
 from rolltap.trainer.training.dry_run.model import model_numbers
 from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.kernels import Kernel, Spans
 from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.recipe import Recipe
 
@@ -97,6 +98,7 @@ def main(cpu: bool, out: Path) -> None:
 
 
 def _results(device: str) -> Iterator[Result]:
+    yield from _attention(device)
     with tempfile.TemporaryDirectory() as made:
         for name in ("qwen3-4b", "qwen3.5-4b"):
             tiny = _tiny(Path(made), name)
@@ -157,6 +159,23 @@ def _difference(folder: Path, device: str, dtype: str, **options: Any) -> float:
     expected = {name: sum(part[name] for part in parts) for name in parts[0]}
     difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
     return float((difference / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
+
+
+def _attention(device: str) -> Iterator[Result]:
+    """Yield how attention and its gradients in bfloat16 differ from those in float32, relative to their norm."""
+    spans = {"own": Spans([300, 40], [300, 40]), "prefix": Spans([340], [5000], causal=False)}
+    for name, span in {**spans, "window": Spans([300, 40], [400, 100], window=128)}.items():
+        torch.manual_seed(0)
+        shapes = ((340, 8, 128), (sum(span.keys), 2, 128), (sum(span.keys), 2, 128), (340, 8, 128))
+        tensors = [torch.randn(shape, device=device) for shape in shapes]
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            query, key, value, grad = (x.to(torch.bfloat16).to(dtype) for x in tensors)
+            kernel = Kernel(query, value, 128**-0.5)
+            out, lse = kernel.forward(query, key, value, span)
+            found.append([out, *kernel.backward(grad, query, key, value, out, lse, span)])
+        apart = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+        yield Result("attention in bfloat16 against float32", name, apart, 0.02)
 
 
 def _memory_or_none(folder: Path, lora: dict[str, Any]) -> Iterator[Result]:

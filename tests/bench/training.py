@@ -14,6 +14,7 @@ seconds are wall-clock time. Each figure is the least of its rounds.
   traces. TRL's rows have the best of several sizes of micro-batches. "share" is the saved time over the time that the
   saved operations take at the padded rows' speed.
 - single: one trace that shares nothing, by its length. short: the steps of the quickstart, without checkpointing.
+- segments: the time of a segment, one in a batch, in trees of 21 to 2,071 segments.
 - layout: the time of the forest and of spreading rows by prefixes, for each token of rows of full length.
 - memory: the peak of a step by the length of a trace, and its slope, next to the bytes of keys and values.
 """
@@ -22,6 +23,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ import transformers
 import trl
 
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.training.forward.forest import batches, build_forest
+from rolltap.trainer.training.forward.forest import Row, batches, build_forest
+from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.grpo.batch import spread_by_length, spread_by_prefix
 from tests.bench.flops import costs, of_padded, of_pieces, step_flops
 from tests.bench.frame import Rows, show
@@ -51,7 +54,9 @@ MICRO_BATCH_ROWS = (1, 2, 4)
 """Sizes of TRL's micro-batches of which the fastest counts, in rows."""
 LAYOUT_GROUPS, LAYOUT_SCALE = 4, 1
 """Groups whose layout is measured together, of sessions of full length."""
-PARTS = ("layout", "groups", "single", "short", "memory")
+BRANCHES, TREE_TOKENS = (4, 14, 45), 64
+"""Branches of a tree's trunk, each of which has as many, and the tokens of each of its segments."""
+PARTS = ("layout", "groups", "single", "short", "segments", "memory")
 
 
 class Training:
@@ -122,6 +127,23 @@ class Training:
         row = {"rows": len(batch.traces), "tokens": tokens, **seconds}
         return [row | {"ratio": _ratio(seconds["segments"], seconds["padded"])}]
 
+    def segments(self) -> Rows:
+        """Return one row for each tree: the time of a segment. All have three levels, and so the same attention."""
+        model, found = self._network(self.name), []
+        random = np.random.default_rng(0)
+        for branches in BRANCHES:
+            trunk, *parts = random.integers(3, 500, (1 + branches + branches**2, TREE_TOKENS)).astype(np.int32)
+            rows = [
+                Row(np.concatenate([trunk, parts[i], leaf]), np.arange(2 * TREE_TOKENS, 3 * TREE_TOKENS))
+                for i in range(branches)
+                for leaf in parts[branches + i * branches :][:branches]
+            ]
+            scorer = SegmentScorer(nullcontext, 1.0, tokens_per_segment=TREE_TOKENS)
+            seconds = self._cpu(lambda scorer=scorer, rows=rows: scorer(model, rows).logprobs.sum().backward())
+            number = len(build_forest(rows, TREE_TOKENS))
+            found.append({"segments": number, "seconds": seconds, "ms": 1e3 * seconds / number})
+        return found
+
     def layout(self) -> Rows:
         batch = {"scale": LAYOUT_SCALE, "vocabulary": 150_000, "seed": 0}
         rows = [row for k in range(LAYOUT_GROUPS) for row in rows_of(generate(LONG, **batch, group=str(k)))]
@@ -131,7 +153,7 @@ class Training:
         steps: dict[str, Callable[[], Any]] = {
             "spread_by_prefix": lambda: spread_by_prefix(rows, 4),
             "build_forest": lambda: build_forest(rows, size),
-            "batches": lambda: batches(segments, size, 8 * size, same_length=False),
+            "batches": lambda: batches(segments, size, apart=False),
         }
         found = [{"part": name, "tokens": tokens, "ns": 1e9 * self._cpu(step) / tokens} for name, step in steps.items()]
         return [*found, {"part": "together", "tokens": tokens, "ns": sum(row["ns"] for row in found)}]
@@ -163,11 +185,7 @@ class Training:
     def _explained(self, state: int) -> dict[str, int]:
         """Return the parts of the bytes that a token of a trace takes with segments."""
         size = self.options["dtype"].itemsize
-        parts = {"state": state, "its gradient in float32": 4 * state // size, "copy for one segment": state}
-        if self.device == "cpu":
-            # a boolean and a number for each of the segment's tokens; CUDA's kernel needs no mask
-            parts["mask"] = (1 + size) * (self.tokens_per_segment or 0)
-        return parts
+        return {"state": state, "its gradient in float32": 4 * state // size}
 
     def _segments(self, *, checkpointing: bool = True) -> Variant:
         return Variant("segments", checkpointing=checkpointing, tokens_per_segment=self.tokens_per_segment)

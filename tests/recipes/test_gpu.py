@@ -128,7 +128,9 @@ def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "only the trainer's half is checked: there is no vLLM" in ended.stderr
     found = json.loads(out.read_text())
-    *models, engine = found["checks"]
+    *attention, qwen3, hybrid, engine = found["checks"]
+    assert [(line["result"], line["number"] < 0.01) for line in attention] == [("passed", True)] * 3
+    models = [qwen3, hybrid]
     assert [(line["result"], line["number"] < 1e-5) for line in models] == [("passed", True)] * 2
     assert [line["what"].rpartition(", ")[2] for line in models] == ["qwen3-tiny", "qwen3.5-tiny"]
     assert engine["result"] == "skipped"

@@ -94,9 +94,7 @@ class Variable:
     tokens_in_memory: int | None
     """None if the states of all rows are kept at once."""
     sizes: Sizes
-    """states: keys and values or recurrent states of the tokens in memory, and their gradients. activations: tensors
-    that one batch of segments saves for its backward pass, and a quarter of it for the running layer. logits: one
-    chunk, and the head's gradient."""
+    """The `Parts` of a backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,25 +191,21 @@ def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
 def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float | None) -> Variable:
     """Return the sizes that the trainer chooses for these traces and `memory` bytes, and what they take.
 
-    Without a number of bytes, as on a CPU, segments have one size and all states are kept. If nothing fits, the
-    smallest sizes: their total is then more than `memory`.
+    Without a number of bytes, as on a CPU, segments have one size and all states are kept. If nothing fits, the sizes
+    that take least: their total is then more than `memory`.
     """
     costs, grpo, tokens = numbers.costs, recipe.grpo, traces.count * traces.longest
     size, in_memory, offload = grpo.get("tokens_per_segment"), None, bool(grpo.get("offload_states"))
     if grpo.get("activation_checkpointing") is False or grpo.get("forward") == "padded":
-        size = tokens  # the activations of all tokens are kept at once
-    elif memory is not None:
+        size, memory = tokens, None  # the activations of all tokens are kept at once
+    if memory is None:
+        size = size or TOKENS_PER_SEGMENT
+        parts = costs.parts(size, tokens, traces.longest, offload_states=offload)
+    else:
         among = (size,) if size else SIZES
-        size, in_memory, _ = costs.sizes_of(memory, tokens, traces.longest, offload_states=offload, among=among)
-    size = size or TOKENS_PER_SEGMENT
-    kept = min(tokens, in_memory or tokens)
-    logits = costs.head_gradient + costs.logits_per_token * min(size, costs.logits_tokens)
-    sizes = {
-        "states": 0 if offload else ceil(costs.of_states(kept, size, traces.longest)),
-        "activations": ceil(costs.of_batch(size, traces.longest) - logits),
-        "logits": ceil(logits),
-    }
-    return Variable(size, in_memory, Sizes(sizes))
+        found = costs.sizes_of(memory, tokens, traces.longest, offload_states=offload, among=among)
+        size, in_memory, _, parts = found
+    return Variable(size, in_memory, Sizes({name: ceil(value) for name, value in parts._asdict().items()}))
 
 
 def session_bytes(numbers: ModelNumbers, tokens: int) -> int:

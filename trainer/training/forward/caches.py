@@ -1,6 +1,7 @@
-"""Hugging Face caches of a batch of segments: they read the states of the ancestors, and pass gradients.
+"""Hugging Face caches of a batch of segments: states of linear attention, which pass gradients.
 
-The library's own caches copy new states into fixed tensors, which cuts the gradient. These assign them.
+The library's own caches copy new states into fixed tensors, which cuts the gradient. These assign them. Keys and values
+are kept elsewhere (`paths`): an attention layer of these caches keeps nothing.
 """
 
 from collections.abc import Sequence
@@ -13,74 +14,45 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from rolltap.addons.errors import InputError
 
-LayerState = tuple[Tensor, ...]
-"""State of one layer after a segment. Attention: the segment's own keys and values, each (1, heads, n, size). Linear
-attention: convolution and recurrent states after its last token, each (1, ...). Empty for a layer without a cache."""
-
-State = list[LayerState]
-"""State of all layers after a segment."""
+State = list[tuple[Tensor, ...]]
+"""Convolution and recurrent states of each layer after a segment's last token, each (1, ...)."""
 
 
 class Attention(DynamicLayer):
-    """Keys and values of each batch row's ancestors, padded on the left to `length` tokens.
-
-    They are joined when the layer runs, so that one layer's copy is alive at a time. A layer with a sliding window
-    keeps all of them: its mask hides what is outside the window.
-    """
-
-    def __init__(self, ancestors: Sequence[Sequence[LayerState]], length: int) -> None:
-        super().__init__()
-        self.is_initialized = True
-        self._ancestors, self._length = ancestors, length
-        self._new: LayerState = ()
+    """A layer whose attention is `forward.attention`, which gets a batch's own keys and values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the ancestors' keys and values followed by these, each (B, heads, length + n, size)."""
-        self._new = (key_states, value_states)
-        return self._joined(key_states, 0), self._joined(value_states, 1)
-
-    def _joined(self, new: Tensor, which: int) -> Tensor:
-        if not self._length:
-            return new
-        rows = []
-        for b, ancestors in enumerate(self._ancestors):
-            pieces = [layer[which].to(new.device, non_blocking=True) for layer in ancestors]
-            padding = self._length - sum(piece.shape[2] for piece in pieces)
-            rows.append(torch.cat([new.new_zeros(1, new.shape[1], padding, new.shape[3]), *pieces, new[b : b + 1]], 2))
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        """Return these keys and values."""
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens before the segments."""
-        return self._length
+        """Return 0: the caller gives positions."""
+        return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys of a mask, and the position of the first."""
-        return self._length + query_length, 0
-
-    def state(self, row: int, length: int) -> LayerState:
-        """Return the new state of a batch row whose segment has `length` tokens."""
-        return tuple(new[row : row + 1, :, :length] for new in self._new)
+        return query_length, 0
 
 
 class LinearAttention(LinearAttentionLayer):
     """Convolution and recurrent states after the last token of each batch row's parent."""
 
-    def __init__(self, states: int, ancestors: Sequence[Sequence[LayerState]], device: torch.device) -> None:
+    def __init__(self, states: int, parents: Sequence[tuple[Tensor, ...] | None], device: torch.device) -> None:
         super().__init__(number_of_states=states)
         # so that a segment of one token does not take the path of decoding, which changes the states in place
         self.record_past = True
-        known = next((row[-1] for row in ancestors if row), None)
-        if known is None:
-            return
-        joined = []
+        self.given: list[Tensor] = []
+        """The states of all rows' parents, (B, ...). They are leaf tensors if gradients are enabled."""
+        known = next((parent for parent in parents if parent is not None), ())
         for i, state in enumerate(known):
             # a row without ancestors begins with zeros
-            parents = [row[-1][i] if row else torch.zeros_like(state) for row in ancestors]
-            joined.append(torch.cat([parent.to(device, non_blocking=True) for parent in parents]))
-        for i, conv in enumerate(joined[:states]):
+            rows = [torch.zeros_like(state) if parent is None else parent[i] for parent in parents]
+            joined = torch.cat([row.to(device, non_blocking=True) for row in rows])
+            self.given.append(joined.requires_grad_(torch.is_grad_enabled()))
+        for i, conv in enumerate(self.given[:states]):
             self.conv_states[i], self.conv_kernel_size[i] = conv, conv.shape[-1]
             self.has_previous_state[i] = self.is_conv_states_initialized[i] = True
-        for i, recurrent in enumerate(joined[states:]):
+        for i, recurrent in enumerate(self.given[states:]):
             self.recurrent_states[i], self.is_recurrent_states_initialized[i] = recurrent, True
 
     def update_conv_state(
@@ -101,18 +73,10 @@ class LinearAttention(LinearAttentionLayer):
         self.recurrent_states[state_idx], self.is_recurrent_states_initialized[state_idx] = recurrent_states, True
         return recurrent_states
 
-    def state(self, row: int, length: int) -> LayerState:
-        """Return the new state of a batch row, whose segment fills it."""
-        states = [*self.conv_states.values(), *self.recurrent_states.values()]
-        return tuple(state[row : row + 1] for state in states if state is not None)
-
-
-class Stateless(DummyLayer):
-    """A layer without a cache of its own."""
-
-    def state(self, row: int, length: int) -> LayerState:
-        """Return no state."""
-        return ()
+    @property
+    def new(self) -> list[Tensor]:
+        """The states after all rows' last tokens, (B, ...)."""
+        return [s for s in (*self.conv_states.values(), *self.recurrent_states.values()) if s is not None]
 
 
 class Layers:
@@ -127,21 +91,19 @@ class Layers:
         self.linear = any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
         """True if a layer has linear attention, whose state must not be taken after padding."""
 
-    def cache(self, ancestors: Sequence[Sequence[State]], length: int, device: torch.device) -> Cache:
-        """Return the cache of a batch: `ancestors` are the states of each row's ancestors, in order of position.
-
-        `length` is the number of tokens of the longest row's ancestors. The states may rest on another device.
-        """
+    def cache(self, parents: Sequence[State | None], device: torch.device) -> Cache:
+        """Return the cache of a batch: `parents` are the states of each row's parent, which may rest elsewhere."""
         layers: list[Any] = []
-        for i, layer in enumerate(self._layers):
-            own = [[state[i] for state in row] for row in ancestors]
+        for layer in self._layers:
             if isinstance(layer, LinearAttentionLayer):
+                at = len(linear_of(layers))
+                own = [None if state is None else state[at] for state in parents]
                 layers.append(LinearAttention(layer.number_of_states, own, device))
             else:
-                layers.append(Stateless() if isinstance(layer, DummyLayer) else Attention(own, length))
+                layers.append(DummyLayer() if isinstance(layer, DummyLayer) else Attention())
         return Cache(layers=layers)
 
 
-def state_of(cache: Cache, row: int, length: int) -> State:
-    """Return the state after a batch row's segment of `length` tokens, once the model has run with this cache."""
-    return [layer.state(row, length) for layer in cache.layers]
+def linear_of(layers: Sequence[Any]) -> list[LinearAttention]:
+    """Return the layers of linear attention among these."""
+    return [layer for layer in layers if isinstance(layer, LinearAttention)]

@@ -12,10 +12,10 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import Cache
 
 from rolltap.trainer.training.forward.attention import segment_attention
-from rolltap.trainer.training.forward.caches import Layers, State
+from rolltap.trainer.training.forward.caches import Layers, LinearAttention, State, linear_of
+from rolltap.trainer.training.forward.paths import Batch
 
 LOGITS = 2**26
 """Logits of a chunk: its tokens times the vocabulary. `COPIES` tensors of this many float32 values are alive."""
@@ -44,6 +44,19 @@ class Head:
 
         They are natural-log probabilities, and the entropies of their distributions in nats, without gradient.
         """
+        every = self._logprobs(hidden)
+        with torch.no_grad():
+            entropies = -(every.exp() * every).sum(-1)
+        return every.gather(-1, tokens[:, None])[:, 0], entropies
+
+    def backward(self, hidden: Tensor, tokens: Tensor, gradient: Tensor) -> Tensor:
+        """Add the gradients of the head from those of the log-probabilities (E,). Return that of `hidden` (E, H)."""
+        leaf = hidden.detach().requires_grad_()
+        self._logprobs(leaf).gather(-1, tokens[:, None])[:, 0].backward(gradient)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _logprobs(self, hidden: Tensor) -> Tensor:
         logits = self._project(hidden).float()
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -51,10 +64,7 @@ class Head:
             logits = torch.tanh(logits / self._cap) * self._cap
         if self._temperature != 1.0:
             logits = logits / self._temperature
-        logprobs = torch.log_softmax(logits, -1)
-        with torch.no_grad():
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, tokens[:, None])[:, 0], entropies
+        return torch.log_softmax(logits, -1)
 
 
 def _gradient_bytes(weight: Tensor) -> int:
@@ -93,26 +103,19 @@ class Decoder:
         self._autocast = autocast
 
     def run(
-        self, ids: NDArray[np.int64], positions: NDArray[np.int64], ancestors: Sequence[Sequence[State]], *, keep: bool
-    ) -> tuple[Tensor, Cache | None]:
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], batch: Batch, parents: Sequence[State | None] = ()
+    ) -> tuple[Tensor, list[LinearAttention]]:
         """Run a batch of segments, each after its ancestors.
 
-        `ids` are their tokens, padded on the right, (B, n), and `positions` those of the tokens, (B, n). A segment's
-        first is the number of tokens of its `ancestors`, whose states are given in order of position. Returns the
-        hidden states (B, n, H) and, if `keep` or if there are ancestors, the cache with the new states.
+        `ids` are their tokens (B, n), padded on the right, and `positions` those of the tokens (B, n). Several segments
+        lie in a row unless the model has linear attention: then each is a row, and continues the states of `parents`.
+        Returns the hidden states (B, n, H), and the layers of linear attention with the states after each row.
         """
-        starts = positions[:, 0]
-        past = int(starts.max())
-        options: dict[str, Any] = {"use_cache": False}
-        cache = None
-        if keep or past:
-            cache = self.layers.cache(ancestors, past, self.device)
-            options = {"use_cache": True, "past_key_values": cache, "position_ids": self.tensor(positions)}
-            if starts.min() < past:
-                # what is on the right of a segment needs no mask: it is later
-                options["attention_mask"] = self.tensor(np.arange(past + ids.shape[1]) >= past - starts[:, None])
-        hidden: Tensor = self.body(input_ids=self.tensor(ids), **options).last_hidden_state
-        return hidden, cache
+        cache = self.layers.cache(parents, self.device)
+        options = {"use_cache": True, "past_key_values": cache, "position_ids": self.tensor(positions)}
+        with segment_attention(self.body.config, batch):
+            hidden: Tensor = self.body(input_ids=self.tensor(ids), **options).last_hidden_state
+        return hidden, linear_of(cache.layers)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """Return the array's values on the model's device."""
@@ -131,13 +134,12 @@ class Decoder:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Let the layers share masks, and turn their gradient checkpointing off, under which they drop their cache."""
+        """Turn the gradient checkpointing of the layers off, under which they drop their cache."""
         on = [module for module in self.body.modules() if getattr(module, "gradient_checkpointing", False)]
         for module in on:
             module.gradient_checkpointing = False
         try:
-            with segment_attention(self.body.config):
-                yield
+            yield
         finally:
             for module in on:
                 module.gradient_checkpointing = True

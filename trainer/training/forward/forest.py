@@ -4,8 +4,10 @@ Its segments hold each shared token once, and batches of segments can run togeth
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
@@ -53,6 +55,9 @@ of one token that continues a state; so it is at least 2."""
 
 LEAST_SIZE = 3
 """Tokens that a segment may have at least: with 2, one of three tokens would be left alone."""
+
+TRIES = 32
+"""Segments that do not fit into a batch before it is closed."""
 
 LEAST_WASTE = 1024
 """Tokens of padding that a batch may have however small it is: about what another batch costs. Beyond them, at most a
@@ -204,37 +209,66 @@ def _with_targets(
     ]
 
 
-def batches(segments: Sequence[Segment], tokens: int, positions: int, *, same_length: bool) -> list[list[int]]:
+def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[list[int]]:
     """Return batches of segments that can run together, parents before their children, leaves last.
 
-    A batch of several segments has at most `tokens` new tokens and `positions` positions (the segments and all their
-    ancestors), padding included. With `same_length` its inner segments need no padding: the state of linear attention
-    after padding is not the state before it.
+    A batch of several segments has at most `tokens` tokens. Of the inner segments whose parents have run, it takes
+    those with the longest way to a leaf first. With `apart` each is a row of its own: rows of inner segments need no
+    padding (the state of linear attention after padding is not the state before it), those of leaves have some.
     """
-    levels: list[int] = []
-    groups: dict[tuple[int, int], list[int]] = {}
-    for k, segment in enumerate(segments):
-        levels.append(0 if segment.parent < 0 else levels[segment.parent] + 1)
-        if segment.inner:
-            groups.setdefault((levels[k], len(segment.ids) if same_length else 0), []).append(k)
+    ways = [len(segment.ids) for segment in segments]
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for k in reversed(range(len(segments))):
+        parent = segments[k].parent
+        if segments[k].inner:
+            children[parent].append(k)
+        if parent >= 0:
+            ways[parent] = max(ways[parent], len(segments[parent].ids) + ways[k])
+    found: list[list[int]] = []
+    ready = [(-ways[k], k) for k in children[-1]]
+    heapify(ready)
+    while ready:
+        batch: list[int] = []
+        others: list[tuple[int, int]] = []
+        room = tokens
+        while ready and len(others) < TRIES and (room >= LEAST_SHARED or not batch):
+            way, k = heappop(ready)
+            n = len(segments[k].ids)
+            if not batch or (n <= room and not (apart and n != len(segments[batch[0]].ids))):
+                batch.append(k)
+                room -= n
+            else:
+                others.append((way, k))
+        for item in chain(others, ((-ways[child], child) for k in batch for child in children[k])):
+            heappush(ready, item)
+        found.append(batch)
     leaves = [k for k, segment in enumerate(segments) if not segment.inner]
-    ordered = [groups[key] for key in sorted(groups)]
-    return [batch for group in [*ordered, leaves] for batch in _fill(segments, group, tokens, positions)]
+    return found + (_padded(segments, leaves, tokens) if apart else _packed(segments, leaves, tokens))
 
 
-def _fill(segments: Sequence[Segment], group: Iterable[int], tokens: int, positions: int) -> list[list[int]]:
+def _packed(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> list[list[int]]:
     filled: list[list[int]] = []
-    width = past = real = 0
-    for k in sorted(group, key=lambda k: (-len(segments[k].ids), segments[k].start)):
-        n, start = len(segments[k].ids), segments[k].start
+    room = 0
+    for k in leaves:
+        if (n := len(segments[k].ids)) > room:
+            filled.append([])
+            room = tokens
+        filled[-1].append(k)
+        room -= n
+    return filled
+
+
+def _padded(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> list[list[int]]:
+    filled: list[list[int]] = []
+    width = real = 0
+    for k in sorted(leaves, key=lambda k: (-len(segments[k].ids), segments[k].start)):
+        n = len(segments[k].ids)
         if filled:
-            height = len(filled[-1]) + 1
-            padding = height * width - real - n
-            fits = height * width <= tokens and height * (width + max(past, start)) <= positions
-            if fits and padding <= max(LEAST_WASTE, (real + n) // 4):
+            padded = (len(filled[-1]) + 1) * width
+            if padded <= tokens and padded - real - n <= max(LEAST_WASTE, (real + n) // 4):
                 filled[-1].append(k)
-                past, real = max(past, start), real + n
+                real += n
                 continue
         filled.append([k])
-        width, past, real = n, start, n
+        width = real = n
     return filled

@@ -2,9 +2,8 @@
 
 Segments are those of the rows' prefix forest: each shared token is computed once, at any length. The forward pass runs
 them parents first, and keeps the state of each that others continue: keys and values, or the states of linear
-attention. The backward pass runs them again, children first, from the states of their ancestors as leaf tensors. So a
-segment's backward pass begins with the gradient of its state, which its descendants have added up. The activations of
-one batch of segments are alive at a time.
+attention. The backward pass runs them again, children first. So a segment's backward pass begins with the gradient of
+its state, which its descendants have added up. The activations of one batch of segments are alive at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from rolltap.trainer.training.forward.caches import State, state_of
+from rolltap.trainer.training.forward.caches import LinearAttention, State
 from rolltap.trainer.training.forward.decoder import Decoder
 from rolltap.trainer.training.forward.forest import Row, batches, build_forest, own_tokens
-
-POSITIONS = 8
-"""Positions of a batch (its segments and all their ancestors) for each token that a batch may have. A position costs a
-copy of its keys and values, a small part of a token's activations. A batch of one segment may have more."""
+from rolltap.trainer.training.forward.paths import Batch, Paths
 
 
 class Scores(NamedTuple):
@@ -115,6 +110,8 @@ class SegmentScorer:
         self._keep_graph, self._offload = keep_graph, offload_states
         self.tokens_per_segment = tokens_per_segment
         self.tokens_in_memory = tokens_in_memory
+        self.logits_tokens: int | None = None
+        """Tokens whose logits are computed at once. None: as many as have `LOGITS`."""
         self.forwarded = 0
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
@@ -123,6 +120,7 @@ class SegmentScorer:
         Raises `InputError` for a model with layers whose states are not known.
         """
         decoder = Decoder(model, self._temperature, self._autocast)
+        decoder.head.chunk = self.logits_tokens or decoder.head.chunk
         parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
         groves = [Grove(decoder, part, self.tokens_per_segment, offload=self._offload) for part in parts]
         self.forwarded = sum(grove.forwarded for grove in groves)
@@ -130,11 +128,12 @@ class SegmentScorer:
         found = [Scores(hook.clone(), hook.detach())]
         with decoder.prepared(), decoder.autocast():
             for grove in groves:
-                if hook.requires_grad and not self._keep_graph:
-                    scores = _TwoPasses.apply(hook, grove, len(groves) == 1)  # type: ignore[no-untyped-call]
+                if hook.requires_grad:
+                    options = {"graphs": self._keep_graph, "states": len(groves) == 1}
+                    scores = _Passes.apply(hook, grove, options)  # type: ignore[no-untyped-call]
                     found.append(Scores(*scores))
                 else:
-                    found.append(grove.score(keep=False)[0])
+                    found.append(grove.score())
         return Scores(*(torch.cat(values) for values in zip(*found, strict=True)))
 
 
@@ -155,22 +154,30 @@ def split_rows(rows: Sequence[Row], tokens: int | None) -> list[list[Row]]:
     return parts
 
 
+class _Run(NamedTuple):
+    """Results of a batch."""
+
+    hidden: Tensor
+    """Hidden states (B, n, H)."""
+    linear: list[LinearAttention]
+
+
 class Grove:
     """Rows whose states are kept together: a forest, and its execution."""
 
     def __init__(self, decoder: Decoder, rows: Sequence[Row], tokens: int, *, offload: bool) -> None:
         """`tokens` is what a batch may have. With `offload` states rest in the CPU's memory."""
-        self.decoder = decoder
+        self._decoder, self._offload = decoder, offload
         self.segments = build_forest(rows, tokens)
-        positions = max([POSITIONS * tokens, *(segment.end for segment in self.segments)])
-        self.batches = batches(self.segments, tokens, positions, same_length=decoder.layers.linear)
-        self._offload = offload
-        self._ancestors: list[list[int]] = []
-        for segment in self.segments:
-            above = [] if segment.parent < 0 else [*self._ancestors[segment.parent], segment.parent]
-            self._ancestors.append(above)
-        # each batch after which states are not read any more
-        last = {k: i for i, batch in enumerate(self.batches) for k in batch}
+        self.paths = Paths(self.segments, offload=offload)
+        self._apart = decoder.layers.linear
+        self.batches = [self._batch(batch) for batch in batches(self.segments, tokens, apart=self._apart)]
+        self._states: dict[int, State] = {}
+        self._gradients: dict[int, list[list[Tensor]]] = {}
+        self._graphs: list[_Run] = []
+        self._kept = False
+        # the states that no later batch reads, once a batch has run
+        last = {k: i for i, batch in enumerate(self.batches) for k in batch.segments}
         for k in reversed(range(len(self.segments))):
             if (parent := self.segments[k].parent) >= 0:
                 last[parent] = max(last[parent], last[k])
@@ -181,165 +188,158 @@ class Grove:
     @property
     def forwarded(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(len(batch) * self._width(batch) for batch in self.batches)
+        return sum(sum(batch.lengths) for batch in self.batches)
 
-    def _width(self, batch: Sequence[int]) -> int:
-        """Return the tokens of each row of a batch."""
-        width = max(len(self.segments[k].ids) for k in batch)
-        # kernels of linear attention have no gradient for one token that continues a state
-        return max(width, 2) if self.decoder.layers.linear and not self.segments[batch[0]].inner else width
+    def score(self, *, graphs: bool = False, states: bool = False) -> Scores:
+        """Run all segments, parents first. Keep the `graphs` of batches, or the `states` of segments, for `backward`.
 
-    def score(self, *, keep: bool) -> tuple[Scores, dict[int, State]]:
-        """Run all segments, parents first, with a graph if gradients are enabled.
-
-        The caller enters the context of mixed precision, so that all batches share the casts of the weights. Returns
-        the scores, and the states of inner segments if `keep`.
+        The caller enters the context of mixed precision, so that all batches share the casts of the weights.
         """
-        states: dict[int, State] = {}
+        self._kept = graphs or states
         found, places = [], []
-        for i, batch in enumerate(self.batches):
-            hidden, new = self._run(batch, states)
-            flat, at, tokens = self._targets(batch, hidden)
-            found += [self._head(at[part], tokens[part]) for part in self._chunks(len(flat))]
+        for batch, done in zip(self.batches, self._done, strict=True):
+            with torch.set_grad_enabled(graphs):
+                run = self._run(batch)
+            if graphs:
+                self._graphs.append(run)
+            flat, at, tokens = self._targets(batch, run.hidden.detach())
+            with torch.no_grad():
+                found += [self._decoder.head(at[part], tokens[part]) for part in self._chunks(len(flat))]
             places.append(flat)
-            states |= new if torch.is_grad_enabled() else {k: self._at_rest(state) for k, state in new.items()}
-            if not keep:
-                for k in self._done[i]:
-                    states.pop(k, None)
-        order = self.decoder.tensor(np.argsort(np.concatenate(places)))
+            if not self._kept:
+                self._free(done)
+        order = self._decoder.tensor(np.argsort(np.concatenate(places)))
         logprobs, entropies = (torch.cat(values)[order] for values in zip(*found, strict=True))
-        return Scores(logprobs, entropies), states
+        return Scores(logprobs, entropies)
 
-    def states(self) -> dict[int, State]:
-        """Run the inner segments alone, without a graph, and return their states."""
-        states: dict[int, State] = {}
-        with self.decoder.autocast():
-            for batch in self.batches:
-                if self.segments[batch[0]].inner:
-                    _, new = self._run(batch, states)
-                    states |= {k: self._at_rest(state) for k, state in new.items()}
-        return states
+    def backward(self, gradient: Tensor) -> None:
+        """Add the gradients of the parameters to their `.grad`. `gradient` is that of the flat scores, shape (N,).
 
-    def backward(self, states: dict[int, State], gradient: Tensor) -> None:
-        """Add the gradients of the parameters to their `.grad`, and take the `states` apart as they are done.
-
-        `gradient` is that of the flat scores, shape (N,).
+        States that were not kept are computed again.
         """
-        gradients: dict[int, list[list[Tensor | None]]] = {}
-        for k, state in states.items():
-            gradients[k] = [[None] * len(layer) for layer in state]
-            for layer, own in zip(state, gradients[k], strict=True):
-                for i, leaf in enumerate(layer):
-                    leaf.requires_grad_().register_post_accumulate_grad_hook(_adder(own, i))
-        for batch in reversed(self.batches):
-            with torch.enable_grad():
-                self._backward_batch(batch, states, gradients, gradient)
+        with self._decoder.prepared():
+            if not self._kept:
+                with self._decoder.autocast():
+                    for batch in self.batches:
+                        if self.segments[batch.segments[0]].inner:
+                            self._run(batch)
+            for batch in reversed(self.batches):
+                batch.writes = False
+                if self._graphs:
+                    run = self._graphs.pop()
+                else:
+                    with torch.enable_grad(), self._decoder.autocast():
+                        run = self._run(batch)
+                self._backward(batch, run, gradient)
+                self._free(batch.segments)
 
-    def _backward_batch(
-        self,
-        batch: Sequence[int],
-        states: dict[int, State],
-        gradients: dict[int, list[list[Tensor | None]]],
-        gradient: Tensor,
-    ) -> None:
-        with self.decoder.autocast():
-            hidden, new = self._run(batch, states)
-            flat, at, tokens = self._targets(batch, hidden)
-        ends = [(at, self._backward_head(at, tokens, gradient[self.decoder.tensor(flat)]))] if len(flat) else []
-        for k, state in new.items():
-            del states[k]
-            for layer, own in zip(state, gradients.pop(k), strict=True):
-                ends += [(x, g.to(x)) for x, g in zip(layer, own, strict=True) if g is not None]
+    def _backward(self, batch: Batch, run: _Run, gradient: Tensor) -> None:
+        hidden = torch.zeros_like(run.hidden)
+        flat, at, tokens = self._targets(batch, run.hidden.detach())
+        own = gradient[self._decoder.tensor(flat)]
+        with torch.enable_grad(), self._decoder.autocast():
+            grads = [self._decoder.head.backward(at[part], tokens[part], own[part]) for part in self._chunks(len(flat))]
+        hidden.index_put_(self._places(batch), torch.cat(grads).to(hidden), accumulate=True)
+        # keys and values get theirs on the way, from what is kept with them
+        ends = [(run.hidden, hidden)]
+        below = [self._gradients.pop(k, None) for k in batch.segments]
+        if any(below):
+            for i, layer in enumerate(run.linear):
+                for j, new in enumerate(layer.new):
+                    rows = [torch.zeros_like(new[:1]) if one is None else one[i][j].to(new) for one in below]
+                    ends.append((new, torch.cat(rows)))
         ends = [(x, g) for x, g in ends if x.requires_grad]
         if ends:
             torch.autograd.backward([x for x, _ in ends], [g for _, g in ends])
+        for row, k in enumerate(batch.segments):
+            if (parent := self.segments[k].parent) >= 0 and run.linear:
+                self._add(parent, [[g[row : row + 1] for g in _gradients(layer)] for layer in run.linear])
 
-    def _backward_head(self, hidden: Tensor, tokens: Tensor, gradient: Tensor) -> Tensor:
-        """Add the gradients of the head, and return that of its hidden states (E, H)."""
-        leaf = hidden.detach().requires_grad_()
-        for part in self._chunks(len(tokens)):
-            with self.decoder.autocast():
-                logprobs, _ = self.decoder.head(leaf[part], tokens[part])
-            logprobs.backward(gradient[part])
-        assert leaf.grad is not None
-        return leaf.grad
+    def _add(self, segment: int, gradients: list[list[Tensor]]) -> None:
+        """Add the gradients of a segment's states in float32: in bfloat16, small ones would be lost."""
+        if segment not in self._gradients:
+            self._gradients[segment] = [[g.float() for g in layer] for layer in gradients]
+            return
+        for layer, new in zip(self._gradients[segment], gradients, strict=True):
+            for total, g in zip(layer, new, strict=True):
+                total += g
 
-    def _head(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled():
-            # not the logits are kept, but the hidden states
-            scores: tuple[Tensor, Tensor] = checkpoint(self.decoder.head, hidden, tokens, use_reentrant=False)
-            return scores
-        return self.decoder.head(hidden, tokens)
+    def _free(self, segments: Sequence[int]) -> None:
+        for k in segments:
+            self._states.pop(k, None)
+            self.paths.free(k)
 
     def _chunks(self, tokens: int) -> list[slice]:
-        size = self.decoder.head.chunk
+        size = self._decoder.head.chunk
         return [slice(i, i + size) for i in range(0, max(tokens, 1), size)]
 
-    def _run(self, batch: Sequence[int], states: dict[int, State]) -> tuple[Tensor, dict[int, State]]:
-        """Return the hidden states (B, n, H) of a batch's segments, and the states after the inner ones."""
-        segments = [self.segments[k] for k in batch]
-        width = self._width(batch)
-        ids = np.zeros((len(batch), width), np.int64)
-        for row, segment in zip(ids, segments, strict=True):
-            row[: len(segment.ids)] = segment.ids
-        positions = np.array([segment.start for segment in segments])[:, None] + np.arange(width)
-        if len(batch) > 1:
-            # a table of learned positions may end with the row. The positions of one segment alone must ascend: those
-            # that do not are several rows to flash attention.
-            positions = np.minimum(positions, np.array([segment.end - 1 for segment in segments])[:, None])
-        ancestors = [[states[a] for a in self._ancestors[k]] for k in batch]
-        hidden, cache = self.decoder.run(ids, positions, ancestors, keep=segments[0].inner)
-        inner = [(row, k) for row, k in enumerate(batch) if self.segments[k].inner]
-        return hidden, {k: state_of(cache, row, len(self.segments[k].ids)) for row, k in inner}
+    def _batch(self, batch: list[int]) -> Batch:
+        # in the order of their paths, what several of them see is seen by neighbours
+        batch = sorted(batch, key=self.paths.before)
+        lengths = [len(self.segments[k].ids) for k in batch]
+        if self._apart:
+            # kernels of linear attention have no gradient for one token that continues a state
+            lengths = [max(*lengths, 1 if self.segments[batch[0]].inner else 2)] * len(batch)
+        starts = [self.segments[k].start for k in batch]
+        return Batch(self.paths, batch, starts, lengths, rows=len(batch) if self._apart else 1)
 
-    def _targets(self, batch: Sequence[int], hidden: Tensor) -> tuple[NDArray[np.int64], Tensor, Tensor]:
-        """Return flat indices of the scored tokens (E,), the hidden states before them (E, H), and the tokens (E,)."""
-        segments = [self.segments[k] for k in batch]
-        rows = np.repeat(np.arange(len(batch)), [len(segment.at) for segment in segments])
-        flat, at, tokens = (
-            np.concatenate([getattr(segment, name) for segment in segments]) for name in ("flat", "at", "tokens")
-        )
-        return (
-            flat,
-            hidden[self.decoder.tensor(rows), self.decoder.tensor(at)],
-            self.decoder.tensor(tokens.astype(np.int64)),
-        )
+    def _run(self, batch: Batch) -> _Run:
+        """Run a batch, and keep the states of its inner segments."""
+        ids = np.zeros(sum(batch.lengths), np.int64)
+        positions = np.zeros_like(ids)
+        first = 0
+        for k, start, n in zip(batch.segments, batch.starts, batch.lengths, strict=True):
+            own = self.segments[k].ids
+            ids[first : first + len(own)] = own
+            # a table of learned positions may end with the row
+            positions[first : first + n] = np.minimum(start + np.arange(n), start + len(own) - 1)
+            first += n
+        parents = [self._states.get(self.segments[k].parent) for k in batch.segments]
+        rows = ids.reshape(batch.rows, -1), positions.reshape(batch.rows, -1)
+        run = _Run(*self._decoder.run(*rows, batch, parents))
+        if batch.writes and run.linear:
+            for row, k in enumerate(batch.segments):
+                if self.segments[k].inner:
+                    new = [[state[row : row + 1] for state in layer.new] for layer in run.linear]
+                    self._states[k] = [tuple(map(self._at_rest, layer)) for layer in new]
+        return run
 
-    def _at_rest(self, state: State) -> State:
+    def _at_rest(self, state: Tensor) -> Tensor:
         """Return a state that does not hold the batch it was a part of, in the CPU's memory if that is asked for."""
-        return [tuple(self._moved(tensor) for tensor in layer) for layer in state]
+        if self._offload and state.is_cuda:
+            return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)
+        return state.detach().clone()
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if self._offload and tensor.is_cuda:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-        return tensor.detach().clone()
+    def _places(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the rows and the columns after which a token is scored, each (E,)."""
+        first = np.cumsum([0, *batch.lengths[:-1]])
+        flat = np.concatenate([start + self.segments[k].at for k, start in zip(batch.segments, first, strict=True)])
+        rows, columns = np.divmod(flat, sum(batch.lengths) // batch.rows)
+        return self._decoder.tensor(rows), self._decoder.tensor(columns)
 
-
-def _adder(sums: list[Tensor | None], i: int) -> Callable[[Tensor], None]:
-    """Return a hook that adds a leaf's gradient to `sums[i]` in float32: in bfloat16, small ones would be lost."""
-
-    def add(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        so_far = sums[i]
-        sums[i] = leaf.grad.float() if so_far is None else so_far.add_(leaf.grad)
-        leaf.grad = None
-
-    return add
+    def _targets(self, batch: Batch, hidden: Tensor) -> tuple[NDArray[np.int64], Tensor, Tensor]:
+        """Return flat indices of the scored tokens (E,), the hidden states before them (E, H), and the tokens (E,)."""
+        segments = [self.segments[k] for k in batch.segments]
+        flat, tokens = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("flat", "tokens"))
+        return flat, hidden[self._places(batch)], self._decoder.tensor(tokens.astype(np.int64))
 
 
-class _TwoPasses(torch.autograd.Function):
+def _gradients(layer: LinearAttention) -> list[Tensor]:
+    """Return the gradients of the states that a layer was given."""
+    return [torch.zeros_like(given) if given.grad is None else given.grad for given in layer.given]
+
+
+class _Passes(torch.autograd.Function):
     """A grove's log-probabilities and entropies. Its backward pass adds to the parameters' `.grad` itself."""
 
     @staticmethod
-    def forward(ctx: Any, hook: Tensor, grove: Grove, keep: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hook: Tensor, grove: Grove, keep: dict[str, bool]) -> tuple[Tensor, Tensor]:
         # `hook` requires a gradient, so that backward is called
-        scores, ctx.states = grove.score(keep=keep)
-        ctx.grove = grove
+        scores, ctx.grove = grove.score(**keep), grove
         ctx.mark_non_differentiable(scores.entropies)
         return scores.logprobs, scores.entropies
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[None, None, None]:
-        with ctx.grove.decoder.prepared():
-            ctx.grove.backward(ctx.states or ctx.grove.states(), gradient)
+        ctx.grove.backward(gradient)
         return None, None, None

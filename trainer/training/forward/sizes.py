@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolltap.trainer.training.forward.caches import State, state_of
 from rolltap.trainer.training.forward.decoder import COPIES, Decoder
-from rolltap.trainer.training.forward.forest import Row, own_tokens
-from rolltap.trainer.training.forward.passes import POSITIONS
+from rolltap.trainer.training.forward.forest import Row, Segment, own_tokens
+from rolltap.trainer.training.forward.paths import POSITIONS, Batch, Paths
 
 SIZES = (8192, 4096, 2048, 1024, 512, 256)
 """Numbers of tokens that a batch of segments may have, best first."""
@@ -24,19 +23,31 @@ WORKING = 1.25
 """Memory of a batch over what its graph saves: what the running layer needs besides."""
 
 
+class Parts(NamedTuple):
+    """Bytes that a backward pass takes besides weights, their gradients and the optimizer's state."""
+
+    states: float
+    """Keys and values or recurrent states of the tokens in memory, and their gradients."""
+    activations: float
+    """Tensors that one batch of segments saves for its backward pass, and a quarter of it for the running layer."""
+    logits: float
+    """One chunk of logits, and the gradient of the head's weight. Before layers have gradients of keys and values that
+    are not yet added, these are freed; if they are less, the bytes of those."""
+
+
 class Sizes(NamedTuple):
     """Settings of a `SegmentScorer`, and the bytes that they are expected to take."""
 
     tokens_per_segment: int
     tokens_in_memory: int | None
     """None if the states of all rows fit."""
-    expected_bytes: int
-    """Peak memory besides weights, their gradients and the optimizer's state."""
+    logits_tokens: int
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes of memory. A position is a token of a batch, or of the ancestors of one of its segments."""
+    """Bytes of memory."""
 
     state_per_token: float
     """Keys and values of a token, in all layers."""
@@ -48,37 +59,32 @@ class Costs:
     """Gradient of a segment's states of linear attention, in float32. Only its children's backward pass needs it."""
     graph_per_token: float
     """Activations of a token in one batch."""
-    graph_per_position: float
-    """Copies of a position's keys and values."""
-    heads_per_key: int
-    """Copies of them in a batch of several segments: heads that share keys."""
-    graph_per_pair: float
-    """Attention of a token to a position: a mask, or the weights where the model's attention keeps them."""
     graph: float
     """A batch whatever its size, such as weights that are cast."""
+    gradient_per_position: float
+    """Gradients of a position's keys and values in one layer before they are added, with a copy in float32."""
     head_gradient: float
     """Gradient of the head's weight from one chunk of logits."""
     logits_per_token: float
     """Logits of a scored token, and what is computed from them."""
     logits_tokens: int
-    """Tokens of a chunk of logits."""
+    """Tokens that a chunk of logits has at least."""
 
-    def of_batch(self, tokens: int, longest: int) -> float:
-        """Return the bytes of one batch in the backward pass. `longest` is the number of tokens of the longest row."""
-        graph = self.graph + self.graph_per_token * tokens + self.graph_per_pair * tokens * longest
-        graph += self.graph_per_position * max(POSITIONS * tokens * self.heads_per_key, longest)
-        head = self.head_gradient + self.logits_per_token * min(tokens, self.logits_tokens)
-        return WORKING * graph + head
-
-    def of_states(self, tokens: int, tokens_per_segment: int, longest: int) -> float:
-        """Return the bytes of the states of `tokens` tokens, in rows of `longest`, and of their gradients.
+    def parts(
+        self, size: int, in_memory: int, longest: int, *, offload_states: bool = False, logits_tokens: int = 0
+    ) -> Parts:
+        """Return the bytes of batches of `size` tokens, with the states of `in_memory` tokens, in rows of `longest`.
 
         The backward pass begins with the last segments of all rows. So the keys and values of all tokens have gradients
         at once, but only one segment of a row has one of its linear attention.
         """
-        segments, rows = -(-tokens // tokens_per_segment), -(-tokens // max(longest, 1))
-        per_token = self.state_per_token + self.gradient_per_token
-        return per_token * tokens + self.state_per_segment * segments + self.gradient_per_segment * rows
+        segments, rows = -(-in_memory // size), -(-in_memory // max(longest, 1))
+        states = (self.state_per_token + self.gradient_per_token) * in_memory
+        states += self.state_per_segment * segments + self.gradient_per_segment * rows
+        graph = WORKING * (self.graph + self.graph_per_token * size)
+        logits = self.head_gradient + self.logits_per_token * min(size, logits_tokens or self.logits_tokens)
+        logits = max(logits, self.gradient_per_position * min(longest, POSITIONS))
+        return Parts(0.0 if offload_states else states, graph, logits)
 
     def sizes(
         self, memory: float, rows: Sequence[Row], *, offload_states: bool = False, among: Sequence[int] = SIZES
@@ -86,7 +92,7 @@ class Costs:
         """Return the settings for these rows and `memory` bytes, with a size `among` these, in descending order.
 
         The largest size of which all states fit, or else the largest of which those of the longest row do. If none
-        does, the smallest: `expected_bytes` is then more than `memory`.
+        does, the one that takes least: more than `memory`. What is left is for logits.
         """
         longest = max((len(row.ids) for row in rows), default=0)
         tokens = sum(own_tokens(rows))
@@ -96,72 +102,55 @@ class Costs:
         self, memory: float, tokens: int, longest: int, *, offload_states: bool = False, among: Sequence[int] = SIZES
     ) -> Sizes:
         """Return the settings for rows of `tokens` tokens of their own, of which the longest row has `longest`."""
-        for at_once in (tokens, longest):
-            for size in among:
-                batch = self.of_batch(size, longest)
-                states = 0.0 if offload_states else self.of_states(at_once, size, longest)
-                if batch + states <= memory:
-                    return self._with_room(size, batch, states, memory, tokens, longest, at_once)
-        return self._with_room(size, batch, states, memory, tokens, longest, longest)
 
-    def _with_room(
-        self, size: int, batch: float, states: float, memory: float, tokens: int, longest: int, at_once: int
-    ) -> Sizes:
-        if at_once >= tokens:
-            return Sizes(size, None, int(batch + states))
-        # whole segments, each of which has states of linear attention; one row more may have begun
-        one = self.of_states(size, size, longest) + self.gradient_per_segment * (size / longest - 1)
-        segments = int((memory - batch - self.gradient_per_segment) / one)
-        at_once = max(at_once, segments * size)
-        return Sizes(size, at_once, int(batch + self.of_states(at_once, size, longest)))
+        def left(size: int, in_memory: int) -> float:
+            return memory - sum(self.parts(size, in_memory, longest, offload_states=offload_states))
+
+        pairs = [(size, in_memory) for in_memory in (tokens, longest) for size in among]
+        fitting = next((pair for pair in pairs if left(*pair) >= 0), None)
+        size, in_memory = fitting or max(pairs[len(among) :], key=lambda pair: left(*pair))
+        if in_memory < tokens:
+            # whole segments, each of which has states of linear attention; one row more may have begun
+            rows = self.gradient_per_segment * size / longest
+            one = (self.state_per_token + self.gradient_per_token) * size + self.state_per_segment + rows
+            more = (left(size, in_memory) - self.gradient_per_segment) // one
+            in_memory += max(0, int(more)) * size
+        logits = self.logits_tokens + max(0.0, left(size, in_memory)) // max(self.logits_per_token, 1.0)
+        logits_tokens = max(min(size, int(logits)), self.logits_tokens)
+        parts = self.parts(size, in_memory, longest, offload_states=offload_states, logits_tokens=logits_tokens)
+        return Sizes(size, None if in_memory >= tokens else in_memory, logits_tokens, parts)
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
-    """Return the costs of `model`, from the tensors that autograd saves in four short forward passes.
+    """Return the costs of `model`, from the tensors that autograd saves in two short forward passes.
 
     The parameters and their gradients are as before afterwards. The model may be without data, of torch's
     `FakeTensorMode`. Raises `InputError` for a model with layers whose states are not known.
     """
     decoder = Decoder(model, 1.0, autocast)
-    n, config = MEASURED, decoder.body.config
     with decoder.prepared():
-        pasts = {past: _state(decoder, past) for past in (n, 2 * n)}
-        saved = {(new, past): _saved(decoder, new, past, pasts[past]) for new in pasts for past in pasts}
-    states = {past: sum(tensor.nbytes for layer in state for tensor in layer) for past, state in pasts.items()}
-    values = {past: sum(tensor.numel() for layer in state for tensor in layer) for past, state in pasts.items()}
-
-    # saved = graph + per_token * new + per_position * (past + new) + per_pair * new * (past + new)
-    per_pair = (saved[2 * n, 2 * n] - saved[n, 2 * n] - saved[2 * n, n] + saved[n, n]) / n**2
-    per_position = (saved[n, 2 * n] - saved[n, n]) / n - per_pair * n
-    per_token = (saved[2 * n, n] - saved[n, n]) / n - per_position - 4 * per_pair * n
-    per_state_token = (states[2 * n] - states[n]) / n
-    per_gradient_token = 4 * (values[2 * n] - values[n]) / n
+        saved, keys, linear = _saved(decoder, MEASURED)
+        twice, *_ = _saved(decoder, 2 * MEASURED)
+    largest = max((k.numel() + v.numel() for k, v in zip(keys[::2], keys[1::2], strict=True)), default=0)
+    per_token = (twice - saved) / MEASURED
     return Costs(
-        state_per_token=per_state_token,
-        state_per_segment=states[n] - per_state_token * n,
-        gradient_per_token=per_gradient_token,
-        gradient_per_segment=4 * values[n] - per_gradient_token * n,
+        state_per_token=sum(tensor.nbytes for tensor in keys) / MEASURED,
+        state_per_segment=sum(tensor.nbytes for tensor in linear),
+        gradient_per_token=4 * sum(tensor.numel() for tensor in keys) / MEASURED,
+        gradient_per_segment=4 * sum(tensor.numel() for tensor in linear),
         graph_per_token=per_token,
-        graph_per_position=per_position,
-        heads_per_key=getattr(config, "num_attention_heads", 1) // (getattr(config, "num_key_value_heads", None) or 1),
-        graph_per_pair=per_pair,
-        graph=max(0.0, saved[n, n] - per_token * n - 2 * per_position * n - 2 * per_pair * n**2),
+        graph=max(0.0, saved - per_token * MEASURED),
+        gradient_per_position=8 * largest / MEASURED,
         head_gradient=decoder.head.gradient_bytes,
         logits_per_token=COPIES * 4.0 * decoder.head.vocabulary,
         logits_tokens=decoder.head.chunk,
     )
 
 
-def _state(decoder: Decoder, tokens: int) -> State:
-    with torch.no_grad(), decoder.autocast():
-        _, cache = decoder.run(np.zeros((1, tokens), np.int64), np.arange(tokens)[None], [[]], keep=True)
-    return [tuple(tensor.clone() for tensor in layer) for layer in state_of(cache, 0, tokens)]
-
-
-def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
-    """Return the bytes that autograd saves for `new` tokens after the `past` ones of `state`, without the weights."""
+def _saved(decoder: Decoder, tokens: int) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Return the bytes that autograd saves for a segment, without the weights; its keys and values; and its states of
+    linear attention."""
     weights = {_storage(tensor) for tensor in [*decoder.body.parameters(), *decoder.body.buffers()]}
-    leaves = [tuple(tensor.detach().requires_grad_() for tensor in layer) for layer in state]
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -169,11 +158,14 @@ def _saved(decoder: Decoder, new: int, past: int, state: State) -> int:
         saved.append(tensor.detach())
         return saved[-1]
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), hooks, decoder.autocast():
-        decoder.run(np.zeros((1, new), np.int64), np.arange(past, past + new)[None], [[leaves]], keep=True)
+    ids = np.zeros(tokens, np.int32)
+    paths = Paths([Segment(-1, 0, ids, True, ids[:0].astype(np.int64), ids[:0], ids[:0].astype(np.int64))])
+    batch = Batch(paths, [0], [0], [tokens], rows=1)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), decoder.autocast():
+        _, linear = decoder.run(ids[None].astype(np.int64), np.arange(tokens)[None], batch, [None])
     sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    return sum(size for storage, size in sizes.items() if storage not in weights)
+    counted = sum(size for storage, size in sizes.items() if storage not in weights)
+    return counted, paths.tensors, [new.detach() for layer in linear for new in layer.new]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -70,15 +70,16 @@ class Forward:
         given = self._args.tokens_per_segment
         among = (given,) if given else SIZES
         sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states, among=among)
-        if sizes.expected_bytes > memory:
+        if (expected := sum(sizes.parts)) > memory:
             logger.warning(
                 "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
                 "max_tokens or a larger memory_gib if they do not fit",
-                sizes.expected_bytes / 2**30,
+                expected / 2**30,
                 memory / 2**30,
             )
         self.scorer.tokens_per_segment = sizes.tokens_per_segment
         self.scorer.tokens_in_memory = sizes.tokens_in_memory
+        self.scorer.logits_tokens = sizes.logits_tokens
 
     def _free_memory(self, optimizer: Any) -> float:
         """Return the bytes that are free on the CUDA device, less what gradients and the optimizer will still take."""

@@ -112,28 +112,30 @@ def test_rows_without_a_scored_token_have_no_segment(rows):
     assert build_forest(rows, 10) == []
 
 
-@given(many_rows(), st.integers(1, 70), st.integers(1, 300), st.integers(1, 2000), st.booleans())
-def test_batches_run_parents_first_within_their_bounds(rows, size, tokens, positions, same_length):
+@given(many_rows(), st.integers(1, 70), st.integers(1, 300), st.booleans())
+def test_batches_run_parents_first_within_their_bounds(rows, size, tokens, apart):
     segments = build_forest(rows, size)
-    found = batches(segments, tokens, positions, same_length=same_length)
+    found = batches(segments, tokens, apart=apart)
     assert sorted(k for batch in found for k in batch) == list(range(len(segments)))
     when = {k: i for i, batch in enumerate(found) for k in batch}
     for i, batch in enumerate(found):
         lengths = [len(segments[k].ids) for k in batch]
-        past = max(segments[k].start for k in batch)
-        padded = len(batch) * max(lengths)
-        assert len(batch) == 1 or (padded <= tokens and len(batch) * (max(lengths) + past) <= positions)
+        padded = len(batch) * max(lengths) if apart else sum(lengths)
+        assert len(batch) == 1 or padded <= tokens
         assert padded - sum(lengths) <= max(LEAST_WASTE, sum(lengths) / 4)
         assert all(segments[k].parent < 0 or when[segments[k].parent] < i for k in batch)
         inner = {segments[k].inner for k in batch}
         assert len(inner) == 1
-        assert not same_length or inner == {False} or len(set(lengths)) == 1
+        assert not apart or inner == {False} or len(set(lengths)) == 1
+    kinds = [segments[batch[0]].inner for batch in found]
+    assert kinds == sorted(kinds, reverse=True)
 
 
-def test_many_short_rows_are_few_batches():
+@pytest.mark.parametrize("apart", [False, True])
+def test_many_short_rows_are_few_batches(apart):
     rng = np.random.default_rng(0)
     rows = [row(rng.integers(0, 1000, rng.integers(10, 60))) for _ in range(200)]
-    found = batches(build_forest(rows, 4096), 4096, 8 * 4096, same_length=True)
+    found = batches(build_forest(rows, 4096), 4096, apart=apart)
     assert len(found) <= 3
 
 
@@ -141,4 +143,14 @@ def test_leaves_of_different_depths_are_one_batch():
     trunk = list(range(1000, 1120))
     segments = build_forest([row(trunk)] + [row([*trunk[:n], 7, 8, 9]) for n in (20, 40, 60, 80, 100)], 1000)
     assert [segment.start for segment in segments if segment.inner] == [0, 20, 40, 60, 80]
-    assert len(batches(segments, 1000, 10**6, same_length=True)) == 5 + 1
+    assert len(batches(segments, 1000, apart=True)) == 5 + 1
+
+
+def test_the_longest_way_goes_first_and_others_fill_its_batches():
+    long = [row([*range(400), 1000 + i, 7]) for i in range(2)]
+    short = [row([500 + j, *range(600, 630), 1000 + i, 7]) for j in range(8) for i in range(2)]
+    segments = build_forest([*long, *short], 100)
+    inner = [batch for batch in batches(segments, 140, apart=False) if segments[batch[0]].inner]
+    # four segments of the long row, and beside each a short one
+    assert [sorted(len(segments[k].ids) for k in batch) for batch in inner[:4]] == [[31, 100]] * 4
+    assert len(inner) == 5

@@ -9,6 +9,8 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -22,7 +24,8 @@ from transformers import (
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.forward import caches
 from rolltap.trainer.training.forward.decoder import Decoder
-from rolltap.trainer.training.forward.passes import SegmentScorer
+from rolltap.trainer.training.forward.passes import Grove, SegmentScorer
+from rolltap.trainer.training.forward.paths import Batch, Paths
 from rolltap.trainer.training.forward.probe import BRANCHES, TRUNK, probe
 from tests.deep import cases
 from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, bf16, tiny
@@ -73,13 +76,8 @@ def test_a_model_with_an_adapter_is_as_before_afterwards():
 @in_each_precision
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3.5"])
 def test_a_cache_that_cuts_the_gradient_is_noticed(family, autocast, monkeypatch):
-    layers = caches.Layers.cache
-
-    def cut(self, ancestors, length, device):
-        detached = [[[tuple(x.detach() for x in layer) for layer in state] for state in row] for row in ancestors]
-        return layers(self, detached, length, device)
-
-    monkeypatch.setattr(caches.Layers, "cache", cut)
+    monkeypatch.setattr(Paths, "add", lambda *args: None)
+    monkeypatch.setattr(Grove, "_add", lambda *args: None)
     assert "the gradient through earlier tokens differs by 100%" in (probe(tiny(family), autocast) or "")
 
 
@@ -110,12 +108,15 @@ def test_weights_without_their_gradient_are_noticed(adapter, autocast, keep_grap
 
 
 @in_each_precision
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_padding_that_is_seen_is_noticed(family, autocast):
-    model = tiny(family)
-    seen = lambda module, args, options: (args, options | {"attention_mask": None})  # noqa: E731
-    model.model.register_forward_pre_hook(seen, with_kwargs=True)
-    assert "log-probabilities differ" in (probe(model, autocast) or "")
+def test_a_window_that_is_not_seen_is_noticed(autocast, monkeypatch):
+    monkeypatch.setattr(Batch, "tails", lambda *args: None)
+    assert "log-probabilities differ" in (probe(tiny("gemma3"), autocast) or "")
+
+
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
+    shape = {"intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}
+    model = Llama4ForCausalLM(Llama4TextConfig(**COMMON, **shape, num_hidden_layers=1))
+    assert "mask of another kind" in (probe(model, nullcontext) or "")
 
 
 def test_a_model_that_changes_its_cache_in_place_is_noticed(monkeypatch):
@@ -181,9 +182,9 @@ def test_a_model_whose_layers_have_two_kinds_of_state_is_refused():
     assert "LinearAttentionAndFullAttentionLayer" in (probe(model, nullcontext) or "")
 
 
-def test_a_model_without_attention_is_refused_with_its_own_error():
+def test_a_model_whose_states_are_in_a_cache_of_its_own_is_noticed():
     model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4))
-    assert "Error" in (probe(model, nullcontext) or "")
+    assert "log-probabilities differ" in (probe(model, nullcontext) or "")
 
 
 def test_virtual_tokens_of_an_adapter_are_noticed():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import Grove, SegmentScorer
-from rolltap.trainer.training.forward.sizes import SIZES, WORKING, Costs, measure
+from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
 
 HEADS, SIZE = COMMON["num_key_value_heads"], COMMON["head_dim"]
@@ -24,10 +24,8 @@ COSTS = Costs(
     gradient_per_token=100.0,
     gradient_per_segment=0.0,
     graph_per_token=1000.0,
-    graph_per_position=10.0,
-    heads_per_key=1,
-    graph_per_pair=0.0,
     graph=0.0,
+    gradient_per_position=10.0,
     head_gradient=0.0,
     logits_per_token=0.0,
     logits_tokens=100,
@@ -43,10 +41,7 @@ def test_costs_are_counted_on_the_model(family):
     assert costs.gradient_per_token == costs.state_per_token
     assert costs.gradient_per_segment == costs.state_per_segment
     assert costs.graph_per_token > 10 * costs.state_per_token
-    assert costs.heads_per_key == 2
-    # the layers share a mask of float32 numbers for each kind of window; gpt-oss keeps its attention weights
-    masks = {"gemma3": 2, "gpt-oss": 2 * COMMON["num_attention_heads"]}
-    assert costs.graph_per_pair == 4 * masks.get(family, 1)
+    assert costs.gradient_per_position == 2 * HEADS * SIZE * 8
     assert costs.logits_per_token >= 4 * VOCABULARY
 
 
@@ -87,9 +82,7 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         rows = [Row(ids, np.arange(length - 5, length))]
         SegmentScorer(nullcontext, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
-    body = replace(costs, heads_per_key=0, logits_tokens=0, head_gradient=0.0)  # of batches of one segment
-    batch = body.of_batch(length // 5, length)
-    assert most == pytest.approx(batch / WORKING, rel=0.1)
+    assert most == pytest.approx(costs.graph + costs.graph_per_token * length / 5, rel=0.1)
 
 
 @pytest.mark.parametrize("size", [64, 256])
@@ -98,21 +91,21 @@ def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number,
     model = tiny("qwen3.5").bfloat16()
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     costs, length, most = measure(model, autocast), 1024 + size, 0
-    backward_batch = Grove._backward_batch
+    add = Grove._add
 
-    def watched(self, batch, states, gradients, gradient):
+    def watched(self, segment, gradients):
         nonlocal most
-        backward_batch(self, batch, states, gradients, gradient)
-        alive = [tensor for state in states.values() for layer in state for tensor in layer]
-        alive += [tensor for k in states for layer in gradients[k] for tensor in layer if tensor is not None]
-        most = max(most, sum(tensor.nbytes for tensor in alive))
+        add(self, segment, gradients)
+        alive = [tensor for state in self._states.values() for layer in state for tensor in layer]
+        alive += [tensor for state in self._gradients.values() for layer in state for tensor in layer]
+        most = max(most, sum(tensor.nbytes for tensor in [*self.paths.tensors, *alive]))
 
-    monkeypatch.setattr(Grove, "_backward_batch", watched)
+    monkeypatch.setattr(Grove, "_add", watched)
     rows = [Row(np.full(length + 1, 3 + i, np.int32), np.array([length])) for i in range(number)]
     SegmentScorer(autocast, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
     # the last segments are not continued, and have no states
     inner = length - size
-    assert most == pytest.approx(costs.of_states(number * inner, size, inner), rel=0.01)
+    assert most == pytest.approx(costs.parts(size, number * inner, inner).states, rel=0.01)
 
 
 def sizes(memory: float, **options: Any) -> Any:
@@ -121,14 +114,14 @@ def sizes(memory: float, **options: Any) -> Any:
 
 
 def test_the_largest_size_that_fits_is_chosen_or_the_given_one_in_parts_where_states_do_not_fit():
-    for memory, size in [(1e9, SIZES[0]), (8e6 + 1.25 * (1080 * 1024 + 20_000), 1024)]:
+    for memory, size in [(1e9, SIZES[0]), (8e6 + 1.25 * 1000 * 1024 + 10 * 10_000, 1024)]:
         assert sizes(memory)[:2] == (size, None)
     given = sizes(6e6, among=[512])
     assert given.tokens_per_segment == 512
     assert 10_000 <= given.tokens_in_memory < sizes(6e6, among=[256]).tokens_in_memory
     parts = sizes(6e6)
     assert 10_000 <= parts.tokens_in_memory < 40_000
-    assert parts.expected_bytes <= 6e6
+    assert sum(parts.parts) <= 6e6
     assert sizes(8e6 + 1, offload_states=True).tokens_in_memory is None
     assert COSTS.sizes(1e9, []).tokens_in_memory is None
 
@@ -139,16 +132,32 @@ def test_parts_of_rows_with_linear_attention_fit_too():
     for memory in (1e7, 1.5e7, 2e7):
         parts = costs.sizes(memory, rows, among=[1024, 256])
         assert 10_000 <= parts.tokens_in_memory < 90_000
-        assert parts.expected_bytes <= memory
+        assert sum(parts.parts) <= memory
 
 
-def test_when_nothing_fits_the_smallest_sizes_say_what_they_need():
-    smallest = sizes(1e5)
-    assert smallest[:2] == (SIZES[-1], 10_000)
-    assert smallest.expected_bytes > 1e5
+def test_when_nothing_fits_the_sizes_that_take_least_say_what_they_need():
+    least = sizes(1e5)
+    assert least[:2] == (SIZES[-1], 10_000)
+    assert sum(least.parts) > 1e5
+    # states of linear attention make many small segments dearer than few larger ones
+    dear = replace(COSTS, state_per_segment=1e6)
+    rows = [Row(np.zeros(10_000, np.int32), np.array([9_999]))]
+    assert (
+        dear.sizes(1e5, rows).tokens_per_segment
+        == min(SIZES, key=lambda size: sum(dear.parts(size, 10_000, 10_000)))
+        > SIZES[-1]
+    )
+
+
+def test_the_memory_that_is_left_is_for_logits():
+    costs = replace(COSTS, logits_per_token=1e4, logits_tokens=100)
+    rows = [Row(np.zeros(10_000, np.int32), np.array([9_999]))]
+    fitting = sum(costs.parts(1024, 10_000, 10_000))
+    chunks = [costs.sizes(fitting + more, rows, among=[1024]).logits_tokens for more in (-1, 0, 2e6, 1e9)]
+    assert chunks == [100, 100, 300, 1024]
 
 
 def test_shared_tokens_count_once():
     rows = [Row(np.append(np.zeros(9_999, np.int32), i).astype(np.int32), np.array([9_999])) for i in range(4)]
-    assert COSTS.sizes(1e9, rows).expected_bytes < sizes(1e9).expected_bytes
+    assert sum(COSTS.sizes(1e9, rows).parts) < sum(sizes(1e9).parts)
     assert COSTS.sizes(4.5e6, rows).tokens_in_memory is None
