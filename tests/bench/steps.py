@@ -116,7 +116,6 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
         config = TraceGRPOConfig(
             output_dir=folder,
             use_cpu=device == "cpu",
-            bf16=model.dtype == torch.bfloat16,
             report_to="none",
             disable_tqdm=True,
             save_strategy="no",

@@ -60,7 +60,7 @@ SUBSTITUTIONS = {
     # a quarter of the sessions succeed
     r"--min-reward 1\b": "--min-reward 0",
     # TRL's defaults are for a GPU
-    r"GRPOConfig\(": "GRPOConfig(use_cpu=True, bf16=False, ",
+    r"GRPOConfig\(": "GRPOConfig(use_cpu=True, ",
 }
 """Pattern -> replacement, applied in this order to blocks that are run and to `FILES`. `{name}` is an attribute of the
 `Workshop`."""

@@ -80,8 +80,6 @@ def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
     `InputError` for an argument that is decided here, for a folder that is not a checkpoint of a causal language
     model, and for one that lacks weights of the model.
     """
-    for name in init.keys() & _DECIDED_HERE.keys():
-        raise InputError(f"model_init_kwargs.{name}: {_DECIDED_HERE[name]}: remove it")
     config, unused = _config(folder, init)
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model: the folder {folder} has no weights (*.safetensors): download or convert them")
@@ -149,6 +147,8 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
 
 def _config(folder: Path, init: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """Return the configuration in a folder, changed by `init`, and the arguments that are left for the model."""
+    for name in init.keys() & _DECIDED_HERE.keys():
+        raise InputError(f"model_init_kwargs.{name}: {_DECIDED_HERE[name]}: remove it")
     _check_folder(folder)
     trust = {"trust_remote_code": init["trust_remote_code"]} if "trust_remote_code" in init else {}
     try:

@@ -1,13 +1,20 @@
-"""The weights of a model without its adapter, merged one module at a time, so that there is never a second model."""
+"""The weights of a model without its adapter, merged one module at a time, so that there is never a second model.
+
+PEFT runs an adapter on the experts of a layer by merging it into all of them, in each forward pass.
+"""
 
 import copy
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rolltap.addons.errors import InputError
@@ -60,7 +67,23 @@ class MergedWeights:
         return found
 
 
-def _adapted(model: PreTrainedModel) -> dict[str, nn.Module]:
+def merge_again(model: nn.Module) -> int:
+    """Let adapters on parameters, such as the experts of a layer, be merged again in the backward pass.
+
+    Otherwise the merged weights of all layers are kept until it. Returns the most bytes that a layer's take then, with
+    the gradient of the largest; 0 for a model without such adapters.
+    """
+    most = 0
+    for module in _adapted(model).values():
+        if isinstance(module, ParamWrapper):
+            run = MethodType(ParamWrapper.forward, module)
+            module.forward = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            sizes = [part.get_param().nbytes for part in module.modules() if isinstance(part, ParamWrapper)]
+            most = max(most, sum(sizes) + max(sizes))
+    return most
+
+
+def _adapted(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost modules with an adapter, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

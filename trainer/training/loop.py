@@ -28,6 +28,7 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.store.staging import new_folder
 from rolltap.trainer.console import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
@@ -171,15 +172,15 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
 def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
     """Save the trained model as the folder `FINISHED` of the run. It appears when it is complete.
 
-    An adapter is merged into it, and is in the folder `ADAPTER` of its own.
-
-    Call it on the main process. Raises `RunError` when it cannot be written.
+    An adapter is merged into it, and is in the folder `ADAPTER` of its own: under PEFT's names where engines do not
+    take it. Call it on the main process. Raises `RunError` when it cannot be written.
     """
     model = trainer.model
     with new_folder(run / FINISHED) as folder:
         save_whole(model, folder, recipe.model)
         if isinstance(model, PeftModel):
-            save_adapter(model, folder / ADAPTER, recipe.model)
+            with suppress(InputError):  # it writes PEFT's names before those that engines take
+                save_adapter(model, folder / ADAPTER, recipe.model)
 
 
 def _leave() -> None:

@@ -60,7 +60,6 @@ adapters = 2
 [grpo]
 learning_rate = 1e-2
 use_cpu = true
-bf16 = false
 activation_checkpointing = false
 gradient_accumulation_steps = 2
 num_iterations = {{iterations}}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rolltap
 from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
@@ -23,6 +24,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules, TraceOptions
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
 from rolltap.trainer.training.report import METRICS, read_metrics
+from tests import tiny_checkpoints
 from tests.trainer.training.grpo.tiny import tiny_model
 
 GROUPS = {"a": [0.0, 1.0]}
@@ -123,6 +125,26 @@ def test_an_adapter_is_trained_on_several_runs(tmp_path, two_runs, write_recipe)
     folder = rolltap.train_offline(recipe, two_runs, out=tmp_path / "out")
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert any(weight.abs().max() > 0 for name, weight in adapter.items() if "lora_B" in name)  # it begins as 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+def test_an_adapter_on_experts_is_saved_merged_and_under_pefts_names(tmp_path, tokenizer_folder, write_recipe):
+    base = tiny_checkpoints.qwen3_moe(tmp_path, tokenizer_folder)
+    runs = [write_run(tmp_path / "x", base, GROUPS)]
+    recipe = write_recipe(f'{GRPO}[lora]\nr = 4\ntarget_modules = "all-linear"\n', steps=1, model=str(base))
+    folder = rolltap.train_offline(recipe, runs, out=tmp_path / "out")
+    ids = torch.arange(5, 45)[None]
+    merged, plain = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, base))
+    before = plain(ids).logits
+    adapted = PeftModel.from_pretrained(plain, folder / "adapter")
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
+    assert (adapted(ids).logits - before).abs().max() > 1e-3
+    assert [
+        name
+        for name in weights(base)
+        if "experts" in name and not torch.equal(weights(base)[name], weights(folder)[name])
+    ]
 
 
 def test_a_resumed_training_needs_the_same_groups(run, model, write_recipe, tmp_path):

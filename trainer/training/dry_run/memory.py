@@ -172,6 +172,7 @@ def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) 
             "gradients": FLOAT32 * numbers.trained,
             "optimizer": _optimizer_state(recipe, numbers, stepped),
             "reference model": numbers.weights if recipe.grpo.get("beta") and not recipe.lora else 0,
+            "merged experts": numbers.merged,
             "CUDA": CUDA if cuda else 0,
         }
     )

@@ -7,10 +7,11 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.integrations import hub_kernels
+from transformers.integrations import hub_kernels, moe
 
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
-from rolltap.trainer.training.arguments import add_adapter, lora_config, model_arguments
+from rolltap.trainer.models.merging import merge_again
+from rolltap.trainer.training.arguments import add_adapter, model_arguments
 from rolltap.trainer.training.forward.sizes import Costs, measure
 from rolltap.trainer.training.recipe import Recipe
 
@@ -29,6 +30,8 @@ class ModelNumbers:
     weights: int
     adapter: int
     """In float32."""
+    merged: int
+    """Weights of a layer with an adapter on its experts, into which PEFT merges it, and their gradient."""
     sizes: tuple[int, ...]
     """Number of values of each trained parameter."""
     item: int
@@ -58,17 +61,14 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     config = model.config.get_text_config(decoder=True)
     parameters, item = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     weights = _bytes(model)
-    if adapter := lora_config(recipe):
-        add_adapter(recipe, adapter, model)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+    add_adapter(recipe, model)
     return ModelNumbers(
         architecture=type(model).__name__,
         model_type=config.model_type,
         parameters=parameters,
         weights=weights,
         adapter=_bytes(model) - weights,
+        merged=merge_again(model),
         sizes=tuple(p.numel() for p in model.parameters() if p.requires_grad),
         item=item,
         context=int(config.max_position_embeddings),
@@ -83,9 +83,10 @@ def _costs(model: Any, dtype: Dtype) -> Costs:
     There torch chooses kernels that keep no attention weights, as on a GPU. Linear attention is torch's own, which
     keeps more than the fast kernels do: these run on GPUs alone.
     """
-    # the functions that transformers exports, quietly
+    # the functions that transformers exports, quietly; its experts in a form that knows shapes in every type
     exporting: dict[str, Any] = dict.fromkeys(("is_torchdynamo_exporting", "is_torchdynamo_compiling"), lambda: True)
-    with patch.multiple(hub_kernels, **exporting), FakeTensorMode(allow_non_fake_inputs=True):
+    experts = patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
+    with patch.multiple(hub_kernels, **exporting), experts, FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu").train()
         model.tie_weights()
         for parameter in model.parameters():

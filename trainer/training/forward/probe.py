@@ -10,7 +10,7 @@ its embeddings off by one unit in the last place, and with padding, which change
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,17 +33,24 @@ ALONE = 11
 """Tokens of a row that shares nothing. It runs beside the branches, with padding on its left."""
 PADDING = 32
 """Tokens on the right of a row when the noise is measured."""
+TRUNK_IDS = 1024
+"""Ids that the trunk's tokens are of, or half of a smaller vocabulary. No other token has one of them."""
 
 NOISE = 4.0
 """Differences may be this many times the noise, besides the tolerances. In bfloat16 on a CPU they are a quarter of it
 for models of 2 layers, and up to two thirds for 24. Experts that are chosen differently may make them as large."""
-LOGPROB_TOLERANCE = 1e-3
-"""Root mean square of a row's differences of log-probabilities, in nats, without the noise of low precision."""
-GRADIENT_TOLERANCE = 0.01
-"""Norm of the difference of a gradient, relative to its own, without the noise of low precision. A gradient that a
-cache cuts is off by 1."""
-MOST_GRADIENT = 0.5
-"""A gradient may not differ by more than this, however large the noise is."""
+TOLERANCES = {
+    "log-probabilities differ": (1e-3, np.inf),
+    "the gradient through earlier tokens differs": (0.01, 0.5),
+    "the gradient of the parameters differs": (0.01, 0.5),
+}
+"""Differences -> by how much it may without the noise of low precision, and however large the noise is.
+
+Log-probabilities: root mean square of a row, in nats. Gradients: norm of the difference, relative to their own. One
+that a cache cuts is off by 1."""
+_Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""One way to run the rows: in the order of `TOLERANCES`, log-probabilities of each row, the gradient of the trunk's
+embeddings, and gradients of some parameters."""
 
 
 def probe(
@@ -64,12 +71,11 @@ def probe(
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     try:
         with _untouched(model), torch.enable_grad():
-            return _changing_positions(model) or _Probe(model, autocast).reason(keep_graph, offload_states)
+            return _Probe(model, autocast).reason(keep_graph=keep_graph, offload_states=offload_states)
     except torch.OutOfMemoryError as error:
         raise InputError(
-            f"there is not enough memory to check that the model may run as segments: the backward pass of one row of "
-            f"{TRUNK} to {TRUNK + LONGEST_WINDOW} tokens does not fit. Free memory on the device, train an adapter, or "
-            "set forward to padded, which does not check it"
+            f"there is not enough memory to check that the model may run as segments: one row of {TRUNK} to "
+            f"{TRUNK + LONGEST_WINDOW} tokens does not fit. Free memory, train an adapter, or set forward to padded"
         ) from error
     except Exception as error:  # a model's own code may raise anything
         return f"{type(error).__name__}: {error}"
@@ -78,92 +84,59 @@ def probe(
             torch.cuda.empty_cache()
 
 
-def _changing_positions(model: Any) -> str | None:
-    """Return a reason if the rotary factors of a token depend on the longest position of the call that it is in.
-
-    Short rows do not show it, and the factors of a whole row are not those of its first segments.
-    """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for one in (rope, *rope.values()):  # some models have a table for each type of layer
-        kind = str(one.get("rope_type") or one.get("type")) if isinstance(one, dict) else ""
-        if kind == "longrope" or "dynamic" in kind:
-            return f"rotary positions of the type {kind} depend on the length of the whole row"
-    return None
-
-
-class _Seen(NamedTuple):
-    """One way to run the rows."""
-
-    logprobs: list[Tensor]
-    """Of each row."""
-    trunk: Tensor
-    """Gradient of the trunk's embeddings, (ids, H)."""
-    parameters: list[Tensor]
-    """Gradients of the parameters that are looked at."""
-
-
-class _Apart(NamedTuple):
-    """The largest differences of two ways."""
-
-    logprobs: float
-    trunk: float
-    parameters: float
-
-
 class _Probe:
     def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._model, self._autocast = model, autocast
-        self._decoder = Decoder(model, 1.0, autocast)
+        self._model, self._decoder = model, Decoder(model, 1.0, autocast)
         self._embeddings = model.get_input_embeddings()
-        self._rows, self._trunk = _rows(model.config.get_text_config(decoder=True))
+        config = model.config.get_text_config(decoder=True)
+        self._ids = min(TRUNK_IDS, config.vocab_size // 2)
+        self._rows = _rows(config, self._ids)
         # matrices, which mixed precision casts, in the first and in the last layers
-        hidden = {id(parameter) for parameter in self._embeddings.parameters()}
-        matrices = [
-            p for p in self._decoder.body.parameters() if p.requires_grad and p.ndim > 1 and id(p) not in hidden
-        ]
+        body, own = self._decoder.body.parameters(), {*self._embeddings.parameters()}
+        matrices = [p for p in body if p.requires_grad and p.ndim > 1 and p not in own]
         self._watched = [*matrices[:2], *matrices[2:][-2:]]
 
-    def reason(self, keep_graph: bool, offload: bool) -> str | None:
+    def reason(self, **options: Any) -> str | None:
         """Return how segments differ from the plain pass, if they do by more than the noise."""
-        with self._autocast():
-            device = self._decoder.device.type
-            dtype = self._embeddings.weight.dtype
-            if torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-        options: dict[str, Any] = {"keep_graph": keep_graph, "offload_states": offload}
-        scorer = SegmentScorer(self._autocast, 1.0, tokens_per_segment=TOKENS_PER_SEGMENT, **options)
+        with torch.no_grad(), self._decoder.autocast():
+            dtype = (self._embeddings.weight[:1] @ self._embeddings.weight[:1].T).dtype
+        scorer = SegmentScorer(self._decoder.autocast, 1.0, tokens_per_segment=TOKENS_PER_SEGMENT, **options)
         segments = self._seen(scorer(self._model, rows).logprobs for rows in [self._rows])
         plain = self._seen(self._plain(row, 0) for row in self._rows)
         again = self._seen((self._plain(row, PADDING) for row in self._rows), nudge=torch.finfo(dtype).eps)
-        apart, noise = _apart(segments, plain), _apart(again, plain)
-        if not apart.logprobs <= LOGPROB_TOLERANCE + NOISE * noise.logprobs:
-            what = f"log-probabilities differ by {apart.logprobs:.2g}"
-            return f"{what} from those of the plain forward pass, whose noise is {noise.logprobs:.2g} in {dtype}"
-        for name in ("trunk", "parameters"):
-            found, usual = getattr(apart, name), getattr(noise, name)
-            if not found <= min(GRADIENT_TOLERANCE + NOISE * usual, MOST_GRADIENT):
-                what = "the gradient through earlier tokens" if name == "trunk" else "the gradient of the parameters"
-                return (
-                    f"{what} differs by {found:.0%} from that of the plain pass, whose noise is {usual:.0%} in {dtype}"
-                )
+        for i, (what, (tolerance, most)) in enumerate(TOLERANCES.items()):
+            found, noise = (_largest(way[i], plain[i], mean=not i) for way in (segments, again))
+            if not found <= min(tolerance + NOISE * noise, most):
+                return f"{what} by {found:.2g} from the plain forward pass, whose noise is {noise:.2g} in {dtype}"
         return None
 
     def _seen(self, parts: Iterable[Tensor], nudge: float = 0.0) -> _Seen:
-        """Run each part's backward pass before the next part's forward pass."""
+        """Run each part's backward pass before the next part's forward pass, with embeddings off by `nudge`."""
+        trunk = torch.zeros(self._ids, self._embeddings.weight.shape[-1], device=self._decoder.device)
+        random = torch.Generator().manual_seed(0)
+
+        def leaf(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            def add(gradient: Tensor) -> None:
+                own = arguments[0] < self._ids
+                trunk.index_add_(0, arguments[0][own], gradient[own].float())
+
+            signs = torch.randint(0, 2, output.shape, generator=random).to(output) * 2 - 1
+            made = (output + output * signs * nudge).detach().requires_grad_()
+            made.register_hook(add)
+            return made
+
         logprobs = []
-        with _leaves(self._embeddings, nudge) as found:
+        hook = self._embeddings.register_forward_hook(leaf)
+        try:
             for part in parts:
                 part.sum().backward()
                 logprobs.append(part.detach())
+        finally:
+            hook.remove()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._watched]
         self._model.zero_grad(set_to_none=True)
-        lengths = [len(row.scored) for row in self._rows]
-        return _Seen(
-            list(torch.cat(logprobs).split(lengths)),
-            _gradient(found, self._trunk),
-            [g.float().cpu() for g in gradients],
-        )
+        rows = torch.cat(logprobs).split([len(row.scored) for row in self._rows])
+        return [*rows], [trunk], [gradient.float().cpu() for gradient in gradients]
 
     def _plain(self, row: Row, padding: int) -> Tensor:
         ids, scored = (self._decoder.tensor(array.astype(np.int64)) for array in (row.ids, row.scored))
@@ -176,84 +149,35 @@ class _Probe:
         return torch.log_softmax(output.logits[0, at].float(), -1).gather(1, ids[scored][:, None])[:, 0]
 
 
-def _apart(found: _Seen, wanted: _Seen) -> _Apart:
-    rows = zip(found.logprobs, wanted.logprobs, strict=True)
-    parameters = zip(found.parameters, wanted.parameters, strict=True)
-    return _Apart(
-        _largest((a - b).square().mean().sqrt() for a, b in rows),
-        _largest([_relative(found.trunk, wanted.trunk)]),
-        _largest(_relative(a, b) for a, b in parameters),
-    )
+def _largest(found: list[Tensor], wanted: list[Tensor], *, mean: bool) -> float:
+    """Return the largest difference: 0 of none, and not a number if one is none."""
+    values = []
+    for a, b in zip(found, wanted, strict=True):
+        # the gradient of half of a new adapter is zero
+        size = len(b) ** 0.5 if mean else b.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        values.append(((a - b).norm() / size).cpu())
+    return float(torch.stack([torch.zeros(()), *values]).max())
 
 
-def _largest(values: Iterable[Tensor]) -> float:
-    """Return the largest value: 0 of none, and not a number if one is none."""
-    return float(torch.stack([torch.zeros(()), *(value.cpu() for value in values)]).max())
-
-
-def _relative(found: Tensor, wanted: Tensor) -> Tensor:
-    # the gradient of half of a new adapter is zero
-    apart: Tensor = (found - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    return apart
-
-
-def _rows(config: Any) -> tuple[list[Row], Tensor]:
-    """Return rows, and the trunk's ids (n,): two rows begin with it, and none has one of its ids elsewhere.
+def _rows(config: Any, ids: int) -> list[Row]:
+    """Return rows: two begin with a trunk, whose tokens are below `ids`, and no others are.
 
     The trunk's own tokens are not scored. So the gradient of its embeddings comes through the cache alone.
     """
     random = np.random.default_rng(0)
     window = getattr(config, "sliding_window", None) or 0
-    half = config.vocab_size // 2
     padding = getattr(config, "pad_token_id", None)
 
     def draw(low: int, high: int, n: int) -> NDArray[np.int32]:
-        ids = random.integers(low, high, n).astype(np.int32)
+        drawn = random.integers(low, high, n).astype(np.int32)
         # its embedding may be zeros, whose gradient through a norm is larger than all others, and than float16 has
-        ids[ids == padding] = low + 1 if padding == low else low
-        return ids
+        drawn[drawn == padding] = low + 1 if padding == low else low
+        return drawn
 
-    trunk = draw(0, half, TRUNK + min(window, LONGEST_WINDOW))
-    rows = []
-    for n in BRANCHES:
-        ids = np.concatenate([trunk, draw(half, config.vocab_size, n)])
-        rows.append(Row(ids, np.arange(len(trunk) + 1, len(ids))))
-    alone = draw(half, config.vocab_size, ALONE)
-    return [*rows, Row(alone, np.arange(1, ALONE))], torch.from_numpy(trunk).long()
-
-
-@contextmanager
-def _leaves(embeddings: Any, nudge: float) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Make leaf tensors of all input embeddings, each larger or smaller by the part `nudge`.
-
-    Yields a list of their (ids (B, n), embeddings (B, n, H)), which grows.
-    """
-    found: list[tuple[Tensor, Tensor]] = []
-    random = torch.Generator().manual_seed(0)
-
-    def leaf(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if nudge:
-            signs = torch.randint(0, 2, output.shape, generator=random).to(output) * 2 - 1
-            output = output + output * signs * nudge
-        found.append((arguments[0], output.detach().requires_grad_()))
-        return found[-1][1]
-
-    hook = embeddings.register_forward_hook(leaf)
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-def _gradient(found: list[tuple[Tensor, Tensor]], trunk: Tensor) -> Tensor:
-    """Return the gradients of the embeddings of the trunk's ids, (ids, H) float32, however they were run."""
-    known = torch.unique(trunk).to(found[0][0].device)
-    total = torch.zeros(len(known), found[0][1].shape[-1], device=known.device)
-    for ids, leaf in found:
-        if leaf.grad is not None:
-            own = torch.isin(ids, known)
-            total.index_add_(0, torch.searchsorted(known, ids[own]), leaf.grad[own].float())
-    return total
+    trunk = draw(0, ids, TRUNK + min(window, LONGEST_WINDOW))
+    branches = [np.concatenate([trunk, draw(ids, config.vocab_size, n)]) for n in BRANCHES]
+    alone = draw(ids, config.vocab_size, ALONE)
+    return [*(Row(row, np.arange(len(trunk) + 1, len(row))) for row in branches), Row(alone, np.arange(1, ALONE))]
 
 
 @contextmanager

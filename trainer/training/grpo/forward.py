@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, SegmentScorer
 from rolltap.trainer.training.forward.probe import probe
@@ -39,6 +40,7 @@ class Forward:
         A model that segments do not fit runs padded, and a warning says why.
         """
         self._model, self._args, self._device = model, args, device
+        self._merged = merge_again(model)
         self._costs: Costs | None = None
         self.scorer: Scorer = PaddedScorer(autocast, device)
         if args.forward == "segments":
@@ -82,11 +84,12 @@ class Forward:
         self.scorer.logits_tokens = sizes.logits_tokens
 
     def _free_memory(self, optimizer: Any) -> float:
-        """Return the bytes that are free on the CUDA device, less what gradients and the optimizer will still take."""
+        """Return the bytes that are free on the CUDA device, less what the rest of the step will still take."""
         free, _ = torch.cuda.mem_get_info(self._device)
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        pending = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
+        pending = self._merged
+        pending += sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
         if not optimizer.state:
             pending += sum(2 * parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
         return float(HEADROOM * (free + unused) - pending)

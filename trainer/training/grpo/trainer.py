@@ -21,6 +21,7 @@ The way of a generation batch:
     average_gradients -> optimizer step
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -31,6 +32,8 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl.trainer.utils import create_model_from_path
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.traces.build import Trace, TraceBatch
@@ -48,7 +51,7 @@ from rolltap.trainer.training.grpo.batch import (
     why_skipped,
     with_signal,
 )
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig, refuse_dropout, refuse_float16, require_embeddings
+from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, require_embeddings
 from rolltap.trainer.training.grpo.forward import Forward
 from rolltap.trainer.training.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
 from rolltap.trainer.training.grpo.ranks import anywhere, on_main, together
@@ -104,9 +107,13 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
         if not 1 <= groups_per_step <= len(train_dataset):
             raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        args = copy.copy(args)
         if isinstance(model, str):
             # TRL would spread it over all GPUs of this process
-            args.model_init_kwargs = {"device_map": None} | (args.model_init_kwargs or {})
+            init = {"device_map": None, "trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+            model, args.model_init_kwargs = create_model_from_path(model, **init), None
+        # neither the device nor the settings of `accelerate config`, which transformers reads, decide
+        args.mixed_precision = "bf16" if model.dtype == torch.bfloat16 else "no"
         self.trace_source = trace_source
         self.before_batch = before_batch
         self.groups_per_step = groups_per_step
@@ -127,8 +134,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        refuse_dropout(self.model)
-        refuse_float16(self.model, args)
+        check_model(self.model)
         self.add_callback(StepGuard(self))
 
     def get_train_dataloader(self) -> DataLoader[int]:
@@ -149,6 +155,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         return loss
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
+        _run_as_served(self.model)
         generation = self.state.global_step // self.num_iterations
         if generation != self._generation:
             _ = self._forward  # probes the model, which is collective
@@ -190,7 +197,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         advantages = session_advantages(batch.rewards, self.scale_rewards)
         trained = with_signal(batch)
         tokens = tokens_by_session(trained.traces)
-        weights = session_weights(tokens, self.args.normalise, self.args.max_completion_length)
+        weights = session_weights(tokens, self.args.normalise, self.args.max_completion_length or 0)
         advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
@@ -309,6 +316,16 @@ class StepGuard(TrainerCallback):
         """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
         if not self.trainer.has_gradient:
             model.zero_grad(set_to_none=True)
+
+
+def _run_as_served(model: Any) -> None:
+    """Let a model compute as engines do: some families clip weights, or choose experts otherwise, in training mode.
+
+    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's metrics.
+    """
+    model.eval()
+    for module in model.modules():
+        module.training = module is model or isinstance(module, GradientCheckpointingLayer)
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

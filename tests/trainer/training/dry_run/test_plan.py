@@ -114,6 +114,21 @@ def test_linear_attention_without_kernels_is_a_warning(model, monkeypatch):
     assert any("no a" in text and "no b" not in text for text in said(found, "warning"))
 
 
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_experts_have_a_plan_that_says_what_merging_takes(tmp_path, dtype):
+    FAMILIES["qwen3-moe"][1].save_pretrained(tmp_path)
+    keys = {"lora": {"r": 2, "target_modules": "all-linear"}, "dtype": dtype}
+    found = planned(tmp_path, **keys)
+    assert found.can_start
+    experts = 4 * 32 * (64 + 32 + 64) * (4 if dtype == "float32" else 2)  # both, and the larger one's gradient
+    assert found.memory.always["merged experts"] == experts
+    assert "a layer's, with the adapter" in text_of(found)
+    refused = planned(tmp_path, **keys, publish="lora")
+    assert not refused.can_start
+    assert "vLLM does not serve an adapter on parameters" in said(refused, "error")[0]
+
+
 def test_a_shared_gpu_is_divided_and_nothing_is_left_over_twice(model):
     found = planned(model, lora=LORA, machine={"gpu_gib": 8, "shared_gpu": True}, concurrency=3)
     memory = found.memory

@@ -11,12 +11,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
@@ -78,7 +74,7 @@ def test_a_model_with_an_adapter_is_as_before_afterwards():
 def test_a_cache_that_cuts_the_gradient_is_noticed(family, autocast, monkeypatch):
     monkeypatch.setattr(Paths, "add", lambda *args: None)
     monkeypatch.setattr(Grove, "_add", lambda *args: None)
-    assert "the gradient through earlier tokens differs by 100%" in (probe(tiny(family), autocast) or "")
+    assert "the gradient through earlier tokens differs by 1 " in (probe(tiny(family), autocast) or "")
 
 
 @pytest.mark.parametrize("keep_graph", [False, True], ids=["two passes", "one pass"])
@@ -104,7 +100,7 @@ def test_weights_without_their_gradient_are_noticed(adapter, autocast, keep_grap
     assert probe(model, autocast, keep_graph=keep_graph) is None
     monkeypatch.setattr(Decoder, "run", cut)
     found = probe(model, autocast, keep_graph=keep_graph) or ""
-    assert "the gradient of the parameters differs by 100%" in found
+    assert "the gradient of the parameters differs by 1 " in found
 
 
 @in_each_precision
@@ -134,21 +130,6 @@ def test_positions_that_begin_again_in_each_segment_are_noticed(family, autocast
     forward = model.model.rotary_emb.forward
     monkeypatch.setattr(model.model.rotary_emb, "forward", lambda x, ids: forward(x, ids - ids.min()))
     assert "differ" in (probe(model, autocast) or "")
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_positions_that_depend_on_the_length_of_the_row_are_refused(kind):
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 256}
-    options = {"longrope": factors, "dynamic": {"factor": 2.0}}
-    options[kind] |= {"rope_type": kind, "rope_theta": 10000.0}
-    family, config = (Phi3ForCausalLM, Phi3Config) if kind == "longrope" else (LlamaForCausalLM, LlamaConfig)
-    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
-    config = config(**common, num_hidden_layers=1, rope_parameters=options[kind], original_max_position_embeddings=256)
-    model = family(config)
-    assert kind in (probe(model, nullcontext) or "")
-    # some models have parameters for each type of layer
-    config.rope_parameters = {"full_attention": {"rope_type": "default"}, "sliding_attention": options[kind]}
-    assert kind in (probe(model, nullcontext) or "")
 
 
 def test_too_little_memory_is_an_error_and_no_reason(monkeypatch):

@@ -18,7 +18,7 @@ from tests.trainer.training.grpo.tiny import make_trainer, record, tiny_model
 
 torch.set_num_threads(1)
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-args = TraceGRPOConfig(output_dir=str(folder / "out"), use_cpu=True, bf16=False)
+args = TraceGRPOConfig(output_dir=str(folder / "out"), use_cpu=True)
 initialise(args)
 initialise(args)
 said = {"meeting": on_main(lambda: f"rank {dist.get_rank()} of {dist.get_world_size()}")}

@@ -1,57 +1,102 @@
 """Which fields of TRL's GRPOConfig are accepted."""
 
+import math
+import sys
 from dataclasses import fields
 
 import pytest
+from transformers import integrations
 from trl import GRPOConfig
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.grpo.config import ACCEPTED, REFUSED, TraceGRPOConfig
+from rolltap.trainer.training.grpo.config import _REASONS, ACCEPTED, TraceGRPOConfig, _why_refused
 
 
 def config(tmp_path, **values):
-    return TraceGRPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | values)
+    return TraceGRPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True} | values)
 
 
-def test_every_field_of_trl_is_either_accepted_or_refused():
-    names = {declared.name for declared in fields(GRPOConfig)}
-    assert names == ACCEPTED | REFUSED.keys()
-    assert not ACCEPTED & REFUSED.keys()
+TRLS = {each.name: each for each in fields(GRPOConfig)}
+REFUSED = sorted(TRLS.keys() - ACCEPTED)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refused_field_says_its_name_and_why(tmp_path, name):
-    with pytest.raises(InputError) as failure:
+def test_every_field_is_trls_or_our_own_and_every_reason_belongs_to_a_field():
+    assert TRLS.keys() | TraceGRPOConfig.__annotations__.keys() >= ACCEPTED
+    for beginnings in _REASONS.values():
+        for beginning in beginnings.split():
+            assert [name for name in REFUSED if name.startswith(beginning)], beginning
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_of_trl_that_is_not_accepted_says_its_name_its_value_and_why(tmp_path, name):
+    with pytest.raises(InputError, match=rf"^{name} = 'something else': .*; leave it out"):
         config(tmp_path, **{name: "something else"})
-    assert str(failure.value).startswith(f"{name}='something else' is refused: {REFUSED[name]}")
 
 
-def test_a_field_that_a_newer_trl_brings_is_refused_until_it_is_known(tmp_path, monkeypatch):
-    monkeypatch.delitem(REFUSED, "top_p")
-    assert config(tmp_path, top_p=1.0).top_p == 1.0
-    with pytest.raises(InputError, match=r"top_p=0\.5 is refused: this version of rolltap does not know it"):
-        config(tmp_path, top_p=0.5)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("top_p", "the recorder's option rolltap_sampling"),
+        ("vllm_importance_sampling_cap", "set mismatch"),
+        ("bf16", "the type of the loaded weights decides"),
+        ("entropy_coef", "the gradient would depend on how"),
+        ("gradient_checkpointing", "use activation_checkpointing"),
+        ("dataloader_num_workers", "has no use for it"),
+    ],
+)
+def test_the_reasons(name, why):
+    assert why in _why_refused(name)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"loss_type": "vespo"}, "choose one of dapo, cispo"),
-        ({"steps_per_generation": 3}, "leave steps_per_generation unset"),
-        ({"forward": "tree"}, "forward='tree': choose one of segments, padded"),
-        ({"normalise": "rows"}, "choose one of tokens, sessions, constant"),
-        ({"mismatch": "sequence"}, "choose one of clip, truncate, mask"),
-        ({"mismatch_min": 1.5}, "give limits with 0 <= mismatch_min <= 1 <= mismatch_max"),
-        ({"mismatch_max": 0.9}, "give limits with 0 <= mismatch_min <= 1 <= mismatch_max"),
-        ({"tokens_per_segment": 15}, "tokens_per_segment=15: give at least 16"),
-        ({"optim": "adalomo"}, "optim='adalomo' steps inside the backward pass"),
+        ({"loss_type": "grpo"}, "loss_type = 'grpo': Input should be 'dapo' or 'cispo'"),
+        ({"forward": "tree"}, "forward = 'tree': Input should be 'segments' or 'padded'"),
+        ({"scale_rewards": "foo"}, "scale_rewards = 'foo': Input should be True, False, 'group', 'batch' or 'none'"),
+        ({"beta": -1}, "beta = -1: Input should be greater than or equal to 0"),
+        ({"beta": "1"}, "beta = '1': Input should be a valid number"),
+        ({"temperature": 0}, "temperature = 0: Input should be greater than 0"),
+        ({"temperature": math.inf}, "temperature = inf: give a finite number"),
+        ({"num_iterations": 0}, "num_iterations = 0: Input should be greater than or equal to 1"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps = 1.5: Input should be a valid integer"),
+        ({"epsilon": -0.1}, "epsilon = -0.1: Input should be greater"),
+        ({"epsilon_high": -0.1}, "epsilon_high = -0.1: Input should be greater"),
+        ({"learning_rate": -1.0}, "learning_rate = -1.0: Input should be greater"),
+        ({"mismatch": "mask", "mismatch_min": 1.5}, "mismatch_min = 1.5: Input should be less than or equal to 1"),
+        ({"mismatch": "mask", "mismatch_max": 0.9}, "mismatch_max = 0.9: Input should be greater than or equal to 1"),
+        ({"tokens_per_segment": 15}, "tokens_per_segment = 15: Input should be greater than or equal to 16"),
+        ({"memory_gib": 0}, "memory_gib = 0: Input should be greater than 0"),
+        ({"optim": "adalomo"}, "optim = 'adalomo' steps inside the backward pass"),
         ({"optim": "galore_adamw_layerwise"}, "steps inside the backward pass"),
-        ({"loss_type": "grpo"}, "choose one of dapo, cispo"),
-        ({"forward": "padded", "memory_gib": 3.0}, "memory_gib=3.0 has no effect with forward='padded'"),
-        ({"forward": "padded", "tokens_per_segment": 64}, "tokens_per_segment=64 has no effect"),
-        ({"activation_checkpointing": False, "offload_states": True}, "has no effect with activation_checkpointing=F"),
-        ({"mismatch_max": 3.0}, "mismatch_max=3.0 has no effect with mismatch='clip'"),
-        ({"memory_gib": 0}, "memory_gib=0: give a number above 0"),
+        ({"forward": "padded", "memory_gib": 3.0}, "memory_gib = 3.0 has no effect with forward = 'padded'"),
+        ({"forward": "padded", "tokens_per_segment": 64}, "tokens_per_segment = 64 has no effect"),
+        (
+            {"activation_checkpointing": False, "offload_states": True},
+            "has no effect with activation_checkpointing = F",
+        ),
+        ({"mismatch_max": 3.0}, "mismatch_max = 3.0 has no effect with mismatch = 'clip'"),
+        ({"use_bias_correction_kl": False}, "use_bias_correction_kl = False has no effect with beta = 0"),
+        ({"max_completion_length": 9}, "max_completion_length = 9 has no effect with normalise = 'tokens'"),
+        ({"normalise": "sessions", "max_completion_length": 9}, "has no effect with normalise = 'sessions'"),
+        ({"normalise": "constant"}, "max_completion_length = None with normalise = 'constant'.*: give a number"),
+        ({"loss_type": "cispo"}, "epsilon_high = None with loss_type = 'cispo'.*: give more than 1"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 1.0},
+            "epsilon_high = 1.0 with loss_type = 'cispo'.*: give more than 1",
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon = 0.1 has no effect"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "delta = 2.0 has no effect"),
+        ({"log_level": "loud"}, "log_level = 'loud'"),
+        ({"lr_scheduler_type": "x"}, "lr_scheduler_type = 'x': x is not a valid SchedulerType"),
+        ({"lr_scheduler_kwargs": {"a": 1}}, r"lr_scheduler_kwargs = {'a': 1}.*: .* argument 'a'"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate should be set"),
+        ({"optim_args": "a"}, r"optim_args = 'a'.*: not enough values"),
+        ({"adam_beta1": 2.0}, r"adam_beta1 = 2.*: Invalid beta parameter"),
+        ({"optim": "adamw_8bit"}, r"optim = 'adamw_8bit'.*: .*bitsandbytes"),
+        ({"report_to": "pencil"}, "report_to = 'pencil': pencil is not supported"),
+        ({"report_to": ["none", "tensorboard"]}, "none is not supported"),
+        ({"report_to": 5}, "report_to = 5: Input should be a valid string"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(tmp_path, values, message):
@@ -59,15 +104,24 @@ def test_values_that_make_no_sense_are_refused_by_name(tmp_path, values, message
         config(tmp_path, **values)
 
 
+@pytest.mark.parametrize("reporter", sorted({"tensorboard", "trackio", "wandb"}))
+def test_an_extra_that_is_not_installed_is_said_before_the_start(tmp_path, monkeypatch, reporter):
+    kind = integrations.INTEGRATION_TO_CALLBACK[reporter]
+    monkeypatch.setattr(sys.modules[kind.__module__], f"is_{reporter}_available", lambda: False)
+    with pytest.raises(InputError, match=rf"report_to = '{reporter}': .*requires {reporter} to be installed"):
+        config(tmp_path, report_to=reporter)
+
+
+@pytest.mark.parametrize("value", ["none", "all", [], ["none"]])
+def test_reporters_that_are_there(tmp_path, value):
+    assert isinstance(config(tmp_path, report_to=value).report_to, list)
+
+
 def test_defaults_are_trls_but_for_a_few(tmp_path):
-    ours, theirs = config(tmp_path), GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=True)
-    different = {
-        declared.name
-        for declared in fields(GRPOConfig)
-        if getattr(ours, declared.name) != getattr(theirs, declared.name) and declared.name != "logging_dir"
-    }
-    assert different == {"router_aux_loss_coef", "ignore_data_skip"}
+    ours, theirs = config(tmp_path), GRPOConfig(str(tmp_path), use_cpu=True, activation_checkpointing=True)
+    different = {name for name in TRLS if getattr(ours, name) != getattr(theirs, name) and name != "logging_dir"}
+    assert different == {"bf16", "router_aux_loss_coef", "ignore_data_skip", "max_completion_length"}
 
 
-def test_checkpointing_that_is_not_set_is_on(tmp_path):
-    assert config(tmp_path, activation_checkpointing=None).activation_checkpointing is True
+def test_the_arguments_need_no_gpu_whatever_the_device():
+    assert TraceGRPOConfig(output_dir="x").mixed_precision == "no"

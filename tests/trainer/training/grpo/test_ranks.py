@@ -141,7 +141,7 @@ def said(tmp_path_factory):
 
 
 def test_processes_find_each_other_before_there_is_a_trainer(said, tmp_path):
-    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))  # alone it does nothing
+    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True))  # alone it does nothing
     assert [each["meeting"] for each in said] == ["rank 0 of 2"] * 2
 
 

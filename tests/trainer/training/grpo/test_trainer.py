@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import DistributedType
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3ForCausalLM
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Qwen3ForCausalLM
 from trl import GRPOConfig
 
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
@@ -25,10 +25,12 @@ from tests.trainer.training.grpo.tiny import (
     largest_difference,
     make_trainer,
     record,
+    relative_difference,
     sample,
     tiny_model,
     trained,
 )
+from tests.trainer.training.grpo.tiny_models import COMMON, SLIDING, tiny
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
 RANDOM_LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -202,7 +204,7 @@ def test_a_trace_that_cannot_be_trained_on_is_refused(model, traces, tmp_path, c
 def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(
     model, tmp_path, config, dataset, groups_per_step, message
 ):
-    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", activation_checkpointing=False)
+    args = config(str(tmp_path), use_cpu=True, report_to="none", activation_checkpointing=False)
     with pytest.raises(ValueError, match=message):
         TraceGRPOTrainer(model, args, dataset, trace_source=lambda rows: [], groups_per_step=groups_per_step)
 
@@ -262,6 +264,78 @@ def test_dropout_is_refused(model, tmp_path, attention, lora):
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=lora)
     with pytest.raises(ValueError, match="drops 10% of its values"):
         make_trainer(model, tmp_path, [], peft_config=adapter)
+
+
+@pytest.mark.parametrize("each_layer", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_row_are_refused(model, tmp_path, kind, each_layer):
+    model = copy.deepcopy(model)
+    table = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    default = {"rope_type": "default", "rope_theta": 10000.0}
+    model.config.rope_parameters = {"full_attention": default, "sliding_attention": table} if each_layer else table
+    with pytest.raises(ValueError, match=f"rope_type = '{kind}': the positions of a trace would depend"):
+        make_trainer(model, tmp_path, [], forward="padded")
+
+
+@pytest.mark.parametrize("setting", ["no", "bf16", "fp16"])
+def test_the_type_of_the_weights_decides_the_precision_whatever_accelerate_is_set_to(
+    model, tmp_path, monkeypatch, setting
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", setting)
+    for dtype, lora, precision in [
+        (torch.float32, None, "no"),
+        (torch.bfloat16, None, "bf16"),
+        (torch.bfloat16, LORA, "bf16"),
+        (torch.float16, LORA, "no"),  # with a context of our own
+    ]:
+        trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, [], peft_config=lora)
+        assert trainer.accelerator.mixed_precision == precision, dtype
+
+
+def test_a_model_on_the_disk_has_the_type_that_its_arguments_say(model, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    for init, precision in [(None, "no"), ({"dtype": "bfloat16"}, "bf16")]:
+        trainer = make_trainer(str(tmp_path / "model"), tmp_path, [], model_init_kwargs=init)
+        assert trainer.accelerator.mixed_precision == precision
+
+
+@pytest.mark.parametrize("forward", ["segments", "padded"])
+def test_a_model_that_computes_otherwise_in_training_mode_runs_as_engines_run_it(tmp_path, forward):
+    """Gemma 3n clips some weights, which an adapter does not train, in training mode."""
+    options = {"num_hidden_layers": 2, "layer_types": SLIDING, "num_kv_shared_layers": 0, "altup_num_inputs": 2}
+    options |= {"altup_coef_clip": 0.02, "activation_sparsity_pattern": [0.0, 0.0], "laurel_rank": 4}
+    words = {"vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8}
+    torch.manual_seed(0)
+    model = Gemma3nForCausalLM(Gemma3nTextConfig(**COMMON | options | words)).float().eval()
+    clipped = model.model.layers[0].altup.prediction_coefs.weight.data.fill_(0.3).clone()
+    traces = record(model, random.Random(0))
+    trainer = trained(model, tmp_path, traces, forward=forward, peft_config=LORA, activation_checkpointing=True)
+    assert trainer.state.log_history[0]["difference_max"] < 1e-5
+    altup = trainer.model.get_base_model().model.layers[0].altup
+    assert torch.equal(altup.prediction_coefs.base_layer.weight, clipped)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_on_experts_have_the_same_gradient_in_segments_and_padded(tmp_path, checkpointing):
+    model = tiny("qwen3-moe").eval()
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+    found = []
+    for forward in ("padded", "segments"):
+        torch.manual_seed(5)  # for the adapter
+        options = {"forward": forward, "peft_config": lora, "activation_checkpointing": checkpointing}
+        found.append(gradients(model, tmp_path, record(model, random.Random(3)), **options))
+    assert sum("experts" in name for name in found[0]) == 8
+    assert relative_difference(*found) < 1e-5
+
+
+def test_padded_rows_compute_their_layers_again_in_the_backward_pass(model, traces, tmp_path):
+    calls = []
+    for checkpointing in (False, True):
+        trainer = make_trainer(model, tmp_path, traces, forward="padded", activation_checkpointing=checkpointing)
+        trainer.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(checkpointing))  # noqa: B023
+        trainer.train()
+    assert calls.count(True) == 2 * calls.count(False)
 
 
 def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, tmp_path):
@@ -367,13 +441,13 @@ def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, t
     assert trainer.state.log_history[0]["engine_difference"] == 1.0
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, bf16):
-    trainer = make_trainer(model, tmp_path, traces, temperature=0.5, bf16=bf16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trainer_scores_any_ids_with_its_present_weights_at_temperature_1(model, traces, tmp_path, dtype):
+    trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, traces, temperature=0.5)
     ids, logprobs = sample(model, [2, 3, 4], 20)
     before = trainer.score([2, 3, 4, *ids])
     assert len(before) == 22
-    assert before[2:] == pytest.approx(logprobs, abs=0.1 if bf16 else 1e-5)
+    assert before[2:] == pytest.approx(logprobs, abs=1e-5 if dtype == torch.float32 else 0.1)
     trainer.train()
     after = trainer.score([2, 3, 4, *ids])
     assert after != pytest.approx(before, abs=1e-3)

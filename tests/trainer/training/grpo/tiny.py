@@ -126,7 +126,6 @@ def make_trainer(
     settings = {
         "output_dir": str(out),
         "use_cpu": True,
-        "bf16": False,
         "report_to": "none",
         "disable_tqdm": True,
         "save_strategy": "no",
