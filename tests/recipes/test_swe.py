@@ -1,4 +1,4 @@
-"""The recipes for Qwen3.5-4B: their plans are those of the README, and every harness of the table is planned.
+"""The recipes for models of real size: their plans are those of the README, and every harness of the table is planned.
 
 `python -m tests.recipes.test_swe` writes the plans into the README.
 """
@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
+from rolltap.trainer.models.loading import kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.training.dry_run import findings, plan
 from rolltap.trainer.training.dry_run.model import model_numbers
@@ -24,17 +25,20 @@ SWE = ROOT / "recipes" / "swe"
 README = SWE / "README.md"
 RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
 HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
-KERNELS = {"causal-conv1d": False, "flash-linear-attention": False}
+pytestmark = pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT, of patterns for experts
 _numbers = {}
 
 
 def planned(name: str, folder: Path) -> TrainingPlan:
     """Plan a recipe with the model of the tests, as on a machine without a GPU and without kernels."""
-    shutil.copytree(ROOT / "tests" / "models" / "qwen3.5-4b", folder / "Qwen3.5-4B", dirs_exist_ok=True)
-    recipe = load_recipe(Path(shutil.copy(SWE / name, folder))).model_copy(update={"model": Path("Qwen3.5-4B")})
+    recipe = load_recipe(Path(shutil.copy(SWE / name, folder)))
+    model = recipe.model.name
+    for source in ("qwen3-4b", model.lower()):  # the tokenizer of the first, if the second has none
+        shutil.copytree(ROOT / "tests" / "models" / source, folder / model, dirs_exist_ok=True)
+    recipe = recipe.model_copy(update={"model": Path(model)})
 
     def numbers(recipe, dtype):
-        key = (repr(recipe.lora), dtype)
+        key = (recipe.model, repr(recipe.lora), dtype)
         if key not in _numbers:
             _numbers[key] = model_numbers(recipe, dtype)
         return _numbers[key]
@@ -42,7 +46,7 @@ def planned(name: str, folder: Path) -> TrainingPlan:
     with (
         chdir(folder),
         patch.object(plan, "model_numbers", numbers),
-        patch.object(findings, "kernels", lambda _: KERNELS),
+        patch.object(findings, "kernels", lambda kind: dict.fromkeys(kernels(kind), False)),
         patch("torch.cuda.is_available", lambda: False),
     ):
         return plan.plan(recipe, file=Path("recipes/swe", name), out=Path("runs/swe"))
@@ -78,7 +82,7 @@ def test_each_recipe_can_start(name, tmp_path):
     assert found.can_start, found.findings
     assert {finding.text for finding in found.findings if finding.level == "note"} >= {
         "the task file tasks.jsonl is not there",
-        "the folder Qwen3.5-4B has no weights",
+        f"the folder {found.recipe.model} has no weights",
     }
 
 

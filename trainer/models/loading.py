@@ -69,12 +69,12 @@ _UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Impo
 """Errors of transformers for a folder that it cannot load. Code that the folder brings raises its own."""
 
 
-def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
+def load_policy(folder: Path, dtype: Dtype, /, *, on_cpu: bool = False, **init: Any) -> PreTrainedModel:
     """Return the causal language model in a folder, on this process's device, for text alone.
 
     Of a vision-language checkpoint only the text part is loaded. Where transformers has no class for the text part,
     the other parts are loaded and frozen: see `frozen_modules`. The output embeddings are tied as `config.json` says.
-    The device is the current one of CUDA, so set it before; without CUDA it is the CPU.
+    The device is the current one of CUDA, so set it before; without CUDA, or with `on_cpu`, it is the CPU.
 
     `init` are further arguments of `from_pretrained`, such as `trust_remote_code` and `attn_implementation`. Raises
     `InputError` for an argument that is decided here, for a folder that is not a checkpoint of a causal language
@@ -83,7 +83,7 @@ def load_policy(folder: Path, dtype: Dtype, /, **init: Any) -> PreTrainedModel:
     config, unused = _config(folder, init)
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"model: the folder {folder} has no weights (*.safetensors): download or convert them")
-    device = {"": torch.cuda.current_device()} if torch.cuda.is_available() else None
+    device = {"": torch.cuda.current_device()} if torch.cuda.is_available() and not on_cpu else None
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=getattr(torch, dtype), device_map=device, output_loading_info=True, **unused

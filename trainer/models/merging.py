@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -22,6 +23,8 @@ from rolltap.addons.errors import InputError
 
 class MergedWeights:
     """The weights of a model as it would be without its adapter. The model itself stays as it is.
+
+    Sharded weights are gathered when they are asked for: by the model's `gather_weights`, which returns them by name.
 
     The constructor raises `InputError` for a quantized model, whose weights are not numbers that can be merged, and
     for an adapter on a module that shares its weight with another one.
@@ -60,11 +63,20 @@ class MergedWeights:
     @torch.no_grad()
     def get(self, names: list[str]) -> dict[str, Tensor]:
         """Return weights by name. Those of modules with an adapter are merged copies."""
-        found = {name: self._stored[name] for name in names}
+        found = self._whole({name: self._stored[name] for name in names if name not in self._module})
         for path in {self._module[name] for name in names if name in self._module}:
-            merged = _merge(copy.deepcopy(self._adapted[path])).state_dict()
+            module = copy.deepcopy(self._adapted[path])
+            whole = self._whole({f"{path}.{name}": weight for name, weight in module.named_parameters()})
+            for name, weight in module.named_parameters():
+                parent, _, own = name.rpartition(".")
+                setattr(module.get_submodule(parent), own, nn.Parameter(whole[f"{path}.{name}"], weight.requires_grad))
+            merged = _merge(module).state_dict()
             found |= {name: merged[name.removeprefix(f"{path}.")] for name in names if self._module.get(name) == path}
         return found
+
+    def _whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        sharded = [name for name, weight in weights.items() if isinstance(weight, DTensor)]
+        return weights | dict(zip(sharded, self.model.gather_weights(sharded) if sharded else [], strict=True))
 
 
 def merge_again(model: nn.Module) -> int:
@@ -113,6 +125,6 @@ def _merge(module: Any) -> nn.Module:
 def _shared(weights: dict[str, Tensor]) -> list[list[str]]:
     by_place: dict[tuple[torch.device, int, torch.Size], list[str]] = {}
     for name, tensor in weights.items():
-        if tensor.numel():
+        if tensor.numel() and not isinstance(tensor, DTensor):  # a layer's own
             by_place.setdefault((tensor.device, tensor.data_ptr(), tensor.shape), []).append(name)
     return [names for names in by_place.values() if len(names) > 1]

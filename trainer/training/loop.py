@@ -102,7 +102,7 @@ def join_processes(recipe: Recipe | None) -> Recipe:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
         connect()
-        atexit.register(_leave)
+        atexit.register(_leave, dist.distributed_c10d._get_default_store(), is_main())
     return on_main(lambda: cast(Recipe, recipe))
 
 
@@ -131,7 +131,9 @@ def make_trainer(
     """
     set_seed(args.seed)
     transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
-    model = together(lambda: load_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe)))
+    model = together(
+        lambda: load_policy(recipe.model, dtype_of(recipe), on_cpu=args.sharding == "full", **model_arguments(recipe))
+    )
     config = lora_config(recipe)
     trainer = TraceGRPOTrainer(
         model=model,
@@ -183,14 +185,13 @@ def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
                 save_adapter(model, folder / ADAPTER, recipe.model)
 
 
-def _leave() -> None:
+def _leave(store: Any, main: bool) -> None:
     """Wait until the main process has left: a launcher stops it as soon as another one has ended.
 
     So it can say why the training ends, stop the recorder and give the engines back.
     """
-    store = dist.distributed_c10d._get_default_store()
     with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
-        if is_main():
+        if main:
             store.set(_LEFT, "")
         until = time.monotonic() + LEAVE_SECONDS
         while not store.check([_LEFT]) and time.monotonic() < until:

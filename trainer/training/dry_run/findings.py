@@ -96,8 +96,10 @@ def of_numbers(
     planned, traced = memory.planned_traces or 0, memory.traces.sizes.total
     if always > SLACK * gpu:
         text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(gpu)}"
-        fix = "more machine.processes, which share the optimizer's state, or a "
-        yield Finding("error", text, fix + ("larger GPU" if recipe.lora else "[lora] table"))
+        fix = "more machine.processes, which share the optimizer's state" + (
+            "" if recipe.grpo.get("sharding") == "full" else ', and with grpo.sharding = "full" the weights'
+        )
+        yield Finding("error", text, f"{fix}, or a {'larger GPU' if recipe.lora else '[lora] table'}")
         return
     if traced > planned:
         text = f"a trace of {traces.longest:,} tokens takes {gib(traced)}, and {gib(planned)} are left"

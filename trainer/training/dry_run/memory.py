@@ -3,6 +3,7 @@
 All sizes are bytes. A trace is as long as the recipe allows, and shares no prefix with another one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor
 
@@ -158,24 +159,58 @@ def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) 
     """Return what each of the training processes always holds, whatever the length of its traces.
 
     Gradients are float32. The optimizer's state has float32 copies of the weights; with full weights it is the share of
-    the process that has the largest. The reference model comes with `grpo.beta` and full weights.
+    the process that has the largest. The reference model comes with `grpo.beta` and full weights. Sharded layers are
+    float32 where they are trained; two are gathered at once, and one has a gradient of its own and for the others.
     """
-    stepped = numbers.trained
-    if not recipe.lora:
-        owned = [0] * processes
-        for owner, size in zip(shares(numbers.sizes, processes), numbers.sizes, strict=True):
-            owned[owner] += size
-        stepped = max(owned)
+    full = shards(recipe, processes)
+    whole, sizes = numbers.weights, numbers.sizes
+    sharded = part = 0
+    if full:
+        sharded, sizes = sum(numbers.layers), numbers.whole
+        whole, part = whole - numbers.item * sharded, -(-sharded // processes)
+    trains = part if not recipe.lora else 0
+    stepped = max(_owned(sizes, processes)) if full or not recipe.lora else sum(sizes)
+    in_flight = max(numbers.layers, default=0) * (2 * numbers.item + (numbers.item + FLOAT32 if trains else 0))
     return Sizes(
         {
-            "weights": numbers.weights + numbers.adapter,
-            "gradients": FLOAT32 * numbers.trained,
-            "optimizer": _optimizer_state(recipe, numbers, stepped),
-            "reference model": numbers.weights if recipe.grpo.get("beta") and not recipe.lora else 0,
+            "weights": whole + part * (FLOAT32 if trains else numbers.item) + numbers.adapter,
+            "gathered layers": in_flight if full else 0,
+            "gradients": FLOAT32 * (sum(sizes) + trains),
+            "optimizer": _optimizer_state(recipe, numbers, stepped) + FLOAT32 * _moments(recipe) * trains,
             "merged experts": numbers.merged,
+            "reference model": whole + numbers.item * part if recipe.grpo.get("beta") and not recipe.lora else 0,
             "CUDA": CUDA if cuda else 0,
         }
     )
+
+
+def _owned(sizes: Sequence[int], processes: int) -> list[int]:
+    owned = [0] * processes
+    for size, owner in zip(sizes, shares(sizes, processes), strict=True):
+        owned[owner] += size
+    return owned
+
+
+def shards(recipe: Recipe, processes: int) -> bool:
+    """Return True when the processes share out the weights of the layers."""
+    return processes > 1 and recipe.grpo.get("sharding") == "full"
+
+
+def gathered_bytes(recipe: Recipe, numbers: ModelNumbers, processes: int, traces: Rows, sizes: Variable) -> int:
+    """Return what a process receives in an optimizer step to have each layer whole, where weights are sharded.
+
+    A batch of segments gathers all layers in the first pass, in the second, and for the gradients; again where its
+    states are computed again, and for a reference or `mismatch`.
+    """
+    if not shards(recipe, processes):
+        return 0
+    grpo = recipe.grpo
+    batches, passes = -(-traces.count * traces.longest // sizes.tokens_per_segment), 3
+    if grpo.get("forward") == "padded":
+        batches, passes = 1, 2
+    passes += (sizes.tokens_in_memory is not None) + bool(grpo.get("beta")) + (grpo.get("mismatch", "clip") != "clip")
+    passes *= batches * int(grpo.get("gradient_accumulation_steps", 1))
+    return int(passes * numbers.item * sum(numbers.layers) * (processes - 1) / processes)
 
 
 def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
@@ -222,18 +257,21 @@ def gib(size: float, digits: int = 1) -> str:
 def checkpoints_of(recipe: Recipe, numbers: ModelNumbers) -> dict[str, int]:
     """Return how many checkpoints a training writes, the most at once, and the bytes of one, with the optimizer."""
     written = -(-recipe.steps // recipe.save_steps)  # after the last step too
-    limit = int(recipe.grpo.get("save_total_limit", SAVE_TOTAL_LIMIT))
+    limit, full = int(recipe.grpo.get("save_total_limit", SAVE_TOTAL_LIMIT)), recipe.grpo.get("sharding") == "full"
     return {
         "checkpoints": written,
         # an old one is removed after a new one is written
         "checkpoints_at_once": min(written, limit + 1) if limit > 0 else written,
-        "checkpoint_bytes": (numbers.adapter if recipe.lora else numbers.weights)
-        + _optimizer_state(recipe, numbers, numbers.trained),
+        "checkpoint_bytes": (0 if full else numbers.adapter if recipe.lora else numbers.weights)
+        + FLOAT32 * (_moments(recipe) + (full or not recipe.lora)) * numbers.trained,
     }
 
 
 def _optimizer_state(recipe: Recipe, numbers: ModelNumbers, stepped: int) -> int:
     """Return the bytes of the optimizer's state for this many trained values, with float32 copies of 16-bit weights."""
-    moments = MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)
     copies = not recipe.lora and numbers.item != FLOAT32
-    return (moments + copies) * FLOAT32 * stepped
+    return (_moments(recipe) + copies) * FLOAT32 * stepped
+
+
+def _moments(recipe: Recipe) -> int:
+    return MOMENTS.get(str(recipe.grpo.get("optim", "adamw")), 2)

@@ -13,6 +13,7 @@ from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.arguments import add_adapter, model_arguments
 from rolltap.trainer.training.forward.sizes import Costs, measure
+from rolltap.trainer.training.grpo.sharding import layers_of
 from rolltap.trainer.training.recipe import Recipe
 
 FLOAT32 = 4
@@ -34,6 +35,10 @@ class ModelNumbers:
     """Weights of a layer with an adapter on its experts, into which PEFT merges it, and their gradient."""
     sizes: tuple[int, ...]
     """Number of values of each trained parameter."""
+    layers: tuple[int, ...]
+    """Number of values of each decoder layer, without an adapter's."""
+    whole: tuple[int, ...]
+    """As `sizes`, of those that are whole on each process where weights are sharded."""
     item: int
     """Bytes of a value of the weights."""
     context: int
@@ -61,6 +66,8 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
     config = model.config.get_text_config(decoder=True)
     parameters, item = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     weights = _bytes(model)
+    layers = [[*layer.parameters()] for layer in layers_of(model.get_decoder())]
+    sharded = {id(weight) for layer in layers for weight in layer}
     add_adapter(recipe, model)
     return ModelNumbers(
         architecture=type(model).__name__,
@@ -70,6 +77,8 @@ def model_numbers(recipe: Recipe, dtype: Dtype) -> ModelNumbers:
         adapter=_bytes(model) - weights,
         merged=merge_again(model),
         sizes=tuple(p.numel() for p in model.parameters() if p.requires_grad),
+        layers=tuple(sum(weight.numel() for weight in layer) for layer in layers),
+        whole=tuple(p.numel() for p in model.parameters() if p.requires_grad and id(p) not in sharded),
         item=item,
         context=int(config.max_position_embeddings),
         tied=bool(model.config.tie_word_embeddings),

@@ -24,6 +24,7 @@ from rolltap.trainer.training.dry_run.memory import (
     Memory,
     Rows,
     checkpoints_of,
+    gathered_bytes,
     gib,
     machine_of,
     memory_of,
@@ -125,6 +126,7 @@ def plan(
             "sessions": sessions * recipe.steps,
             "optimizer_steps": recipe.steps * recipe.iterations,
             **checkpoints_of(recipe, numbers),
+            "gathered_bytes": gathered_bytes(recipe, numbers, machine.processes, traces, memory.traces),
         },
         traces_per_pass=traces,
         memory=memory,
@@ -204,6 +206,8 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
     size = gib(work["checkpoint_bytes"], 2)
     yield "disk", f"checkpoints: {work['checkpoints']:,} of {size} each, {work['checkpoints_at_once']} at once"
+    if gathered := work["gathered_bytes"]:
+        yield "traffic", f"{gib(gathered)} of layers gathered by each process for an optimizer step"
     yield "traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, if each session is one trace"
 
 
@@ -211,13 +215,17 @@ def _sizes(plan: TrainingPlan, memory: Memory) -> Iterator[tuple[str, dict[str, 
     """Yield titles, bytes by names, and notes on the names."""
     recipe, traces, engine, tokens = plan.recipe, memory.traces, memory.engine, memory.traces.tokens_in_memory
     suggested = f": grpo.memory_gib = {memory.suggested_memory_gib}" if memory.suggested_memory_gib else ""
+    full = bool(plan.work["gathered_bytes"])
+    shared = full or (plan.machine.processes > 1 and not recipe.lora)
     together = {"together": memory.always.total + traces.sizes.total, "room for traces": memory.planned_traces or 0}
     yield (
         "A training process",
         memory.always | traces.sizes | together,
         {
+            "weights": f"a share of 1 / {plan.machine.processes} of each layer" if full else "",
+            "gathered layers": "two, and the gradient of one" if not recipe.lora else "two",
             "gradients": "float32",
-            "optimizer": "float32, the largest share" if plan.machine.processes > 1 and not recipe.lora else "float32",
+            "optimizer": "float32, the largest share" if shared else "float32",
             "reference model": "grpo.beta",
             "merged experts": "a layer's, with the adapter",
             "CUDA": "assumed",

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rolltap.trainer.training.forward.attention import segment_attention
 from rolltap.trainer.training.forward.caches import Layers, LinearAttention, State, linear_of
@@ -67,6 +69,13 @@ class Head:
         return torch.log_softmax(logits, -1)
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the model in the wrappers for several processes and of PEFT."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    # an adapter is in the modules of the model that it wraps
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _gradient_bytes(weight: Tensor) -> int:
     """Return the bytes of one gradient before it is added: in the weight's type, and cast to that of the sum."""
     if not weight.requires_grad:
@@ -86,16 +95,32 @@ def _logit_scale(config: Any) -> float:
     return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
 
 
+def most(body: Any, number: int) -> int:
+    """Return the largest `number` of any process, if the layers of the decoder are sharded. Collective then."""
+    if FSDPModule not in type(body).__mro__:
+        return number
+    largest = torch.tensor(number, device=body.get_input_embeddings().weight.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def idle(body: Any, batches: int) -> Iterator[Tensor]:
+    """Run a decoder as often as another process has more `batches`, if its layers are sharded. Collective then.
+
+    The processes gather each layer together, so all have to run all layers equally often. Call it before the batches.
+    Yields hidden states of two tokens; they have a backward pass where the batches have one.
+    """
+    for _ in range(most(body, batches) - batches):
+        ids = torch.zeros(1, 2, dtype=torch.long, device=body.get_input_embeddings().weight.device)
+        yield body(input_ids=ids, use_cache=False).last_hidden_state
+
+
 class Decoder:
     """A causal language model's decoder and head, without wrappers."""
 
     def __init__(self, model: Any, temperature: float, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         """Raises `InputError` for a model with layers whose states are not known."""
-        model = extract_model_from_parallel(model, keep_torch_compile=False)
-        if hasattr(model, "get_base_model"):
-            # an adapter is in the modules of the model that it wraps
-            model = model.get_base_model()
-        self.model = model
+        self.model = model = unwrapped(model)
         self.head = Head(model, temperature)
         self.body = model.get_decoder()
         self.layers = Layers(self.body.config)

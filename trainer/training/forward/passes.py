@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rolltap.trainer.training.forward.caches import LinearAttention, State
-from rolltap.trainer.training.forward.decoder import Decoder
+from rolltap.trainer.training.forward.decoder import Decoder, idle, most, unwrapped
 from rolltap.trainer.training.forward.forest import Row, batches, build_forest, own_tokens
 from rolltap.trainer.training.forward.paths import Batch, Paths
 
@@ -62,10 +62,13 @@ class PaddedScorer:
         """
         device = self._device
         rows = [row for row in rows if len(row.scored)]
+        with self._autocast():
+            instead = [*idle(unwrapped(model).get_decoder(), int(bool(rows)))]
         if not rows:
             self.forwarded = 0
             nothing = torch.zeros(0, device=device)
-            return Scores(nothing.clone().requires_grad_(torch.is_grad_enabled()), nothing)
+            logprobs = nothing.clone().requires_grad_(torch.is_grad_enabled())
+            return Scores(sum((hidden.flatten()[:0].float() for hidden in instead), logprobs), nothing)
         length = max(len(row.ids) for row in rows)
         ids = torch.zeros(len(rows), length, dtype=torch.long)
         labels = torch.full((len(rows), length), -100)
@@ -122,6 +125,7 @@ class SegmentScorer:
         decoder = Decoder(model, self._temperature, self._autocast)
         decoder.head.chunk = self.logits_tokens or decoder.head.chunk
         parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
+        parts += [[]] * (most(decoder.body, len(parts)) - len(parts))
         groves = [Grove(decoder, part, self.tokens_per_segment, offload=self._offload) for part in parts]
         self.forwarded = sum(grove.forwarded for grove in groves)
         hook = torch.zeros(0, device=decoder.device, requires_grad=torch.is_grad_enabled())
@@ -196,7 +200,9 @@ class Grove:
         The caller enters the context of mixed precision, so that all batches share the casts of the weights.
         """
         self._kept = graphs or states
-        found, places = [], []
+        nothing = torch.zeros(0, device=self._decoder.device)
+        found, places = [(nothing, nothing)], [np.zeros(0, np.int64)]
+        self._idle(len(self.batches))
         for batch, done in zip(self.batches, self._done, strict=True):
             with torch.set_grad_enabled(graphs):
                 run = self._run(batch)
@@ -219,10 +225,14 @@ class Grove:
         """
         with self._decoder.prepared():
             if not self._kept:
+                inner = [batch for batch in self.batches if self.segments[batch.segments[0]].inner]
                 with self._decoder.autocast():
-                    for batch in self.batches:
-                        if self.segments[batch.segments[0]].inner:
-                            self._run(batch)
+                    self._idle(len(inner))
+                    for batch in inner:
+                        self._run(batch)
+            with torch.enable_grad(), self._decoder.autocast():
+                for hidden in idle(self._decoder.body, len(self.batches)):
+                    hidden.backward(torch.zeros_like(hidden))
             for batch in reversed(self.batches):
                 batch.writes = False
                 if self._graphs:
@@ -268,6 +278,10 @@ class Grove:
         for k in segments:
             self._states.pop(k, None)
             self.paths.free(k)
+
+    def _idle(self, batches: int) -> None:
+        for _ in idle(self._decoder.body, batches):
+            pass
 
     def _chunks(self, tokens: int) -> list[slice]:
         size = self._decoder.head.chunk

@@ -136,7 +136,7 @@ class _Probe:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._watched]
         self._model.zero_grad(set_to_none=True)
         rows = torch.cat(logprobs).split([len(row.scored) for row in self._rows])
-        return [*rows], [trunk], [gradient.float().cpu() for gradient in gradients]
+        return [*rows], [trunk], [getattr(g, "to_local", lambda g=g: g)().float().cpu() for g in gradients]
 
     def _plain(self, row: Row, padding: int) -> Tensor:
         ids, scored = (self._decoder.tensor(array.astype(np.int64)) for array in (row.ids, row.scored))

@@ -13,7 +13,7 @@ from rolltap.trainer.training.forward.decoder import COPIES, Decoder
 from rolltap.trainer.training.forward.forest import Row, Segment, own_tokens
 from rolltap.trainer.training.forward.paths import POSITIONS, Batch, Paths
 
-SIZES = (8192, 4096, 2048, 1024, 512, 256)
+SIZES = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
 """Numbers of tokens that a batch of segments may have, best first."""
 
 MEASURED = 64

@@ -49,6 +49,9 @@ class TraceGRPOConfig(GRPOConfig):
     """Memory for states, activations and logits, in GiB. None: what is free on a CUDA device."""
     offload_states: bool = False
     """Keep the states of segments in pinned host memory between their uses."""
+    sharding: Literal["optimizer", "full"] = "optimizer"
+    """Share of each process. optimizer: of its state, and of the float32 copies of weights of 16 bits. full: of the
+    weights and gradients of all layers too; layers are gathered as they run."""
     normalise: Literal["tokens", "sessions", "constant"] = "tokens"
     """Weights of sessions. tokens: each trained token the same. sessions: each session the same, its tokens share its
     weight. constant: each token 1 / (sessions * max_completion_length), as in Dr. GRPO."""
@@ -107,11 +110,20 @@ class TraceGRPOConfig(GRPOConfig):
         if self.loss_type == "cispo" and not (self.epsilon_high or 0) > 1:
             # TRL takes epsilon in its place
             yield "epsilon_high", "with loss_type = 'cispo', where it is a token's largest weight: give more than 1"
+        if self.sharding == "full" and not self.activation_checkpointing:
+            yield "sharding", "with activation_checkpointing = False: leave one of them out"
+        if self.sharding == "full" and self.push_to_hub:
+            yield "sharding", "with push_to_hub: its checkpoints are not models; push the finished one"
         if self.normalise == "constant" and self.max_completion_length is None:
             yield "max_completion_length", "with normalise = 'constant', which divides by it: give a number of tokens"
         if any(part in str(self.optim) for part in ("lomo", "layerwise")):
             # it would change weights between segments
             yield "optim", "steps inside the backward pass: choose another optimizer"
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """See transformers. Sharded weights are moved to the device one layer at a time."""
+        return False if self.sharding == "full" else None
 
 
 def _default(declared: Field[Any]) -> Any:
@@ -156,7 +168,7 @@ _REASONS = {
     "there is no evaluation set; a recipe's table [evaluation] has held-out tasks": (
         "do_eval do_predict eval_ per_device_eval batch_eval metric_ greater_ load_best prediction_loss include_for"
     ),
-    "processes average their gradients once for each optimizer step, and the weights are whole": (
+    'processes average their gradients once for each optimizer step; sharding = "full" shards the weights': (
         "fsdp deepspeed parallelism_ accelerator_ ddp_ average_tokens"
     ),
     "the model must have the log-probabilities that the engine sampled with": (

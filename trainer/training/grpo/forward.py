@@ -13,7 +13,8 @@ from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, Segmen
 from rolltap.trainer.training.forward.probe import probe
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.grpo.ranks import on_main, together
+from rolltap.trainer.training.grpo.optimizer import local
+from rolltap.trainer.training.grpo.ranks import as_one, gathered, on_main, together
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,9 @@ class Forward:
         if args.forward == "segments":
             one_pass = not args.activation_checkpointing
             options = {"keep_graph": one_pass, "offload_states": args.offload_states}
-            reason = on_main(lambda: probe(model, autocast, **options))
+            run = as_one if args.sharding == "full" else on_main
+            # of sharded weights each process sees the gradients of its part
+            reason = next(filter(None, gathered(run(lambda: probe(model, autocast, **options)))), None)
             if reason is not None:
                 logger.warning("traces run as padded rows, not as segments: %s", reason)
                 return
@@ -54,7 +57,7 @@ class Forward:
                 autocast, args.temperature, tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT, **options
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
-                self._costs = together(lambda: measure(model, autocast))
+                self._costs = (as_one if args.sharding == "full" else together)(lambda: measure(model, autocast))
 
     @property
     def shares_prefixes(self) -> bool:
@@ -89,7 +92,7 @@ class Forward:
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         pending = self._merged
-        pending += sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
+        pending += sum(local(p).numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)
         if not optimizer.state:
             pending += sum(2 * parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
         return float(HEADROOM * (free + unused) - pending)

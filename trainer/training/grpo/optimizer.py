@@ -11,19 +11,25 @@ with gradients of log-probabilities that are scaled so that the largest is about
 scaling loses nothing, and it follows from the pass alone: there is no state to save.
 """
 
-import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.grpo.ranks import send_weights, several
+from rolltap.trainer.training.grpo.ranks import object_group, send_weights, several, together
 
 
 class LossScale:
@@ -72,8 +78,8 @@ def shares(sizes: Sequence[int], ranks: int) -> list[int]:
 class ShardedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer of this process's share of the parameters.
 
-    `param_groups` and `state` are the wrapped optimizer's: a group may be empty. `state_dict` says how the parameters
-    are shared out, and has the settings of the groups. The share itself is saved with `save_share`.
+    Of sharded weights (DTensor) each process steps its part. `param_groups` and `state` are the wrapped optimizer's: a
+    group may be empty. `state_dict` has the settings of the groups; weights and state are saved with `save`.
     """
 
     def __init__(
@@ -88,24 +94,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         `names` are the parameters' names in saved shares.
         """
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        self._ranks, self._rank = (dist.get_world_size(), dist.get_rank()) if several() else (1, 0)
-        owners = shares([parameter.numel() for parameter in parameters], self._ranks)
-        self._owners: dict[Parameter, int] = dict(zip(parameters, owners, strict=True))
+        merged: dict[str, dict[str, Any]] = {}  # transformers parts what is sharded from what is not
+        for group in groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            merged.setdefault(repr(settings), {**settings, "params": []})["params"] += group["params"]
+        parameters = [parameter for group in merged.values() for parameter in group["params"]]
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if several() else (1, 0)
+        whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        owners = shares([parameter.numel() for parameter in whole], ranks)
+        self._owners: dict[Parameter, int] = dict(zip(whole, owners, strict=True))
         self._names = names
         self._masters: dict[Parameter, Parameter] = {}
-        for parameter, owner in self._owners.items():
+        for parameter in parameters:
             small = parameter.itemsize < torch.float32.itemsize
             if small:
                 parameter.grad_dtype = torch.float32
-            if owner == self._rank:
+            if parameter not in self._owners:
+                self._masters[parameter] = Parameter(local(parameter.detach()))  # the same memory
+            elif self._owners[parameter] == rank:
                 self._masters[parameter] = Parameter(parameter.detach().float()) if small else parameter
         own = [
             {
                 **group,
                 "params": [self._masters[parameter] for parameter in group["params"] if parameter in self._masters],
             }
-            for group in groups
+            for group in merged.values()
         ]
         self.optimizer = kind(own, **options)
         self.defaults = self.optimizer.defaults
@@ -127,23 +140,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Parameters without a gradient stay as they are: all processes have the same gradients.
         """
         for parameter, master in self._masters.items():
-            master.grad = parameter.grad
+            master.grad = local(parameter.grad)
         self.optimizer.step()
         for parameter, master in self._masters.items():
             if master is not parameter:
-                parameter.copy_(master)
+                if parameter in self._owners:
+                    parameter.copy_(master)
                 master.grad = None
         send_weights((weight, rank) for weight, rank in self._owners.items() if weight.grad is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters."""
-        for parameter in self._owners:
+        for parameter in self._names:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of shares, and the settings of the groups."""
+        """Return the settings of the groups."""
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"shares": self._ranks, "groups": settings}
+        return {"groups": settings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the settings of the groups. Raises `InputError` for the state of another kind of optimizer."""
@@ -152,48 +166,89 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, settings in zip(self.param_groups, state_dict["groups"], strict=True):
             group.update(settings)
 
-    def save_share(self, folder: Path) -> None:
-        """Write what this process owns to its own file in `folder`. Raises `OSError`."""
-        share = {
-            self._names[parameter]: {
-                "master": None if master is parameter else master.detach(),
-                "state": self.state.get(master, {}),
-            }
-            for parameter, master in self._masters.items()
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(share, _share(folder, self._rank))
+    def save(self, folder: Path) -> None:
+        """Write the trained weights, in float32, and the optimizer's state to `folder`. Collective.
+
+        Raises `InputError` when they cannot be written.
+        """
+        state: dict[str, Any] = {}
+        for parameter, master in self._masters.items():
+            name, sharded = self._names[parameter], isinstance(parameter, DTensor)
+            state[name] = parameter.detach() if sharded else master.detach()
+            for key, value in self.state.get(master, {}).items():
+                alike = sharded and isinstance(value, Tensor) and value.shape == master.shape
+                state[f"{name}/{key}"] = _as_shard(value, parameter) if alike else value
+        _checkpoint(save, state, folder)
 
     @torch.no_grad()
-    def load_shares(self, folder: Path, number: int) -> None:
-        """Read what this process owns from the files that `number` processes saved.
+    def load(self, folder: Path) -> None:
+        """Read what any number of processes saved in `folder`. Collective.
 
-        Weights that are in float32 now take the copies in float32 that were saved of them.
+        Weights of 16 bits stay as they are, and have float32 copies beside them.
         Raises `InputError` when a file, or a parameter, is missing.
         """
+        exact: dict[Parameter, Parameter] = {parameter: parameter for parameter in self._names}
+        exact |= {parameter: master for parameter, master in self._masters.items() if parameter in self._owners}
+        state: dict[str, Any] = {
+            self._names[parameter]: weight.detach()
+            for parameter, weight in exact.items()
+            if weight.itemsize >= torch.float32.itemsize
+        }
+        owned = {self._names[parameter]: parameter for parameter in self._masters}
+        saved = together(lambda: _saved(folder))
+        fields = {key: field for key, field in saved.items() if "/" in key and key.partition("/")[0] in owned}
+        for key, field in fields.items():
+            parameter = owned[key.partition("/")[0]]
+            if not isinstance(field, TensorStorageMetadata):
+                state[key] = None
+            elif isinstance(parameter, DTensor) and field.size == parameter.shape:
+                like = self._masters[parameter]
+                state[key] = _as_shard(torch.empty_like(like, dtype=field.properties.dtype), parameter)
+            else:
+                state[key] = torch.empty(field.size, dtype=field.properties.dtype)
+        _checkpoint(load, state, folder)
         # in the order of the groups, as the wrapped optimizer counts them
-        places = {self._names[parameter]: place for place, parameter in enumerate(self._masters)}
-        weights = {self._names[parameter]: self._masters.get(parameter, parameter) for parameter in self._owners}
-        exact = {name: weight for name, weight in weights.items() if weight.itemsize >= torch.float32.itemsize}
-        found: dict[int, Any] = {}
-        for rank in range(number):
-            file = _share(folder, rank)
-            try:
-                share = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            except FileNotFoundError as error:
-                raise InputError(
-                    f"the checkpoint lacks {file}: all processes must write to, and read from, storage that they share"
-                ) from error
-            for name in places.keys() & share.keys():
-                found[places[name]] = copy.deepcopy(share[name]["state"])  # the file may be overwritten
-            for name in exact.keys() & share.keys():
-                if share[name]["master"] is not None:
-                    exact[name].copy_(share[name]["master"])
-        if lacking := [name for name, place in places.items() if place not in found]:
-            raise InputError(f"no share of the optimizer in {folder} has the parameter {lacking[0]}")
-        state = {place: one for place, one in found.items() if one}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        places = {name: place for place, name in enumerate(owned)}
+        found: dict[int, dict[str, Any]] = {}
+        for key in fields:
+            name, _, field = key.partition("/")
+            found.setdefault(places[name], {})[field] = local(state[key])
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": found})
 
 
-def _share(folder: Path, rank: int) -> Path:
-    return folder / f"optimizer-{rank}.pt"
+def local(value: Any) -> Any:
+    """Return this process's part of a sharded tensor, and other values as they are."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def load_weights(weights: Mapping[str, Parameter], folder: Path) -> None:
+    """Read trained weights that `ShardedOptimizer.save` has written. Collective. Raises `InputError`."""
+    _checkpoint(load, {name: weight.detach() for name, weight in weights.items()}, folder)
+
+
+def _as_shard(value: Tensor, parameter: Any) -> DTensor:
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    """Return what the checkpoint in a folder has, by name."""
+    try:
+        return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except OSError as error:
+        raise InputError(f"the checkpoint lacks {folder}: {error}; start in another folder") from error
+
+
+def _checkpoint(function: Callable[..., Any], state: dict[str, Any], folder: Path) -> None:
+    """Call torch's `save` or `load`."""
+    group = object_group() if several() else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process, or files of a checkpoint that was not finished
+            function(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    except (CheckpointException, RuntimeError, OSError) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise InputError(
+            f"the checkpoint {folder} cannot be written or read: {cause}; all processes must write to, and read from, "
+            "storage that they share, and resume with the model, and the version of rolltap, that saved it"
+        ) from error

@@ -5,7 +5,8 @@ no kernel of their device then, and are notified at once when it ends. Tensors t
 """
 
 import atexit
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import TrainingArguments
 
@@ -22,6 +24,7 @@ T = TypeVar("T")
 
 _BUCKET = 64 * 2**20
 """Number of values that one all-reduce averages."""
+_FAILED = "rolltap: failed"
 _PATIENCE = timedelta(days=365)
 """Time that a process waits for the others' objects: longer than the rollouts of any batch."""
 
@@ -38,7 +41,7 @@ def initialise(args: TrainingArguments) -> None:
 def connect() -> None:
     """Make the group over which objects travel, if there is a default group. Collective."""
     if several():
-        _objects()
+        object_group()
 
 
 def several() -> bool:
@@ -58,15 +61,21 @@ def on_main(function: Callable[[], T]) -> T:
     """
     if not several():
         return function()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None, None, None]
     failure: Exception | None = None
     if is_main():
         try:
-            outcome[0] = function()
+            with _leading():
+                outcome[0] = function()
         except Exception as error:
             failure, outcome[1] = error, _message(error)
     try:
-        dist.broadcast_object_list(outcome, group=_objects())
+        dist.broadcast_object_list(outcome, group=object_group())
+        while not is_main() and outcome[2] is not None:
+            _with_all(*outcome[2])
+            dist.broadcast_object_list(outcome, group=object_group())
+    except RankError:
+        raise
     except RuntimeError as error:
         raise failure or _lost(error) from error
     if failure is not None:
@@ -75,6 +84,40 @@ def on_main(function: Callable[[], T]) -> T:
         raise RankError(f"process 0 failed: {outcome[1]}")
     result: T = outcome[0]
     return result
+
+
+_callable: dict[str, Callable[..., Any]] = {}
+_leads = False
+"""True on the main process within `on_main`, while the others wait."""
+
+
+def let_call(name: str, function: Callable[..., Any]) -> None:
+    """Let `everywhere` call a collective function by this name."""
+    _callable[name] = function
+
+
+def everywhere(name: str, *args: Any) -> Any:
+    """Call a function of `let_call` on all processes, and return its result on this one.
+
+    The main process calls it within `on_main`, whose others take part, or all processes call it.
+    """
+    if _leads:
+        dist.broadcast_object_list([None, None, (name, args)], group=object_group())
+    return _with_all(name, args)
+
+
+def _with_all(name: str, args: Sequence[Any]) -> Any:
+    return as_one(lambda: _callable[name](*args))
+
+
+@contextmanager
+def _leading() -> Iterator[None]:
+    global _leads
+    _leads = True
+    try:
+        yield
+    finally:
+        _leads = False
 
 
 def together(function: Callable[[], T]) -> T:
@@ -103,6 +146,32 @@ def together(function: Callable[[], T]) -> T:
     return result
 
 
+def as_one(function: Callable[[], T]) -> T:
+    """Call a collective `function` on each process. If it fails on any of them, raise on all.
+
+    The one that fails leaves the groups: the others wait for it in operations which then end. NCCL may not notice it:
+    then the launcher, or its own timeout, ends the others.
+    """
+    if not several():
+        return function()
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return function()
+    except Exception as error:
+        if isinstance(error, RankError) or not several():  # within another call, which has left the groups
+            raise
+        failure: Exception = error
+        if isinstance(error, RuntimeError) and "gloo" in str(error):
+            failure = _lost(error)
+        with suppress(RuntimeError):  # the store ends with its process
+            if store.check([_FAILED]):
+                failure = RankError(store.get(_FAILED).decode())
+            elif failure is error:
+                store.set(_FAILED, f"process {dist.get_rank()} failed: {_message(error)}")
+        _disconnect()
+        raise failure from (None if failure is error else error)
+
+
 def anywhere(value: bool) -> bool:
     """Return True if `value` is true on any process. Collective."""
     return any(gathered(value))
@@ -114,7 +183,7 @@ def gathered(value: T) -> list[T]:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(values, value, group=_objects())
+        dist.all_gather_object(values, value, group=object_group())
     except RuntimeError as error:
         raise _lost(error) from error
     return values
@@ -152,7 +221,8 @@ def average_gradients(parameters: Iterable[Parameter]) -> None:
     """
     if not several():
         return
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # those that are sharded have been averaged in the backward pass
+    trained = [weight for weight in parameters if weight.requires_grad and not isinstance(weight, DTensor)]
     if not trained:
         return
     present = torch.tensor([parameter.grad is not None for parameter in trained], device=trained[0].device).int()
@@ -174,7 +244,7 @@ def average_gradients(parameters: Iterable[Parameter]) -> None:
 
 
 @cache
-def _objects() -> dist.ProcessGroup:
+def object_group() -> dist.ProcessGroup:
     """Return the group over which objects travel."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
     atexit.register(_disconnect)
@@ -187,7 +257,7 @@ def _disconnect() -> None:
     One of gloo's threads that drops the last reference to a tensor asks for the interpreter's lock. In an interpreter
     that is ending it is killed for that, and the process aborts ("terminate called without an active exception").
     """
-    _objects.cache_clear()
+    object_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -196,7 +266,7 @@ def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _lost(error: RuntimeError) -> RankError:
+def _lost(error: Exception) -> RankError:
     return RankError(f"another training process ended: its own output says why ({error})")
 
 

@@ -1,13 +1,15 @@
-"""GRPOTrainer on processes that each have all weights, and no wrapper around them.
+"""GRPOTrainer on processes that each have all weights, or a part of each layer, and no wrapper around the model.
 
-Segments run the layers of a model in an order of their own, which wrappers that hook into layers do not follow. So
-nothing is synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients
-before a step, and the weights after it where the optimizer is shared out (`ShardedOptimizer`).
+Segments run the layers of a model in an order of their own, which wrappers around it do not follow. So nothing is
+synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients before a step,
+and the weights after it where the optimizer is shared out (`ShardedOptimizer`). Sharded layers gather and average
+themselves (`shard`).
 """
 
 import copy
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -16,34 +18,41 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapter
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.models.saving import save_whole
 from rolltap.trainer.names import public_model
+from rolltap.trainer.training.forward.decoder import unwrapped
 from rolltap.trainer.training.grpo.config import require_whole_weights
-from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer
+from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer, load_weights, local
 from rolltap.trainer.training.grpo.ranks import (
     anywhere,
     average_gradients,
+    everywhere,
     is_main,
+    let_call,
+    on_main,
     require_same,
     send_weights,
     together,
 )
+from rolltap.trainer.training.grpo.sharding import shard
 
 logger = logging.getLogger(__name__)
 
 _NO_BASE = "[None](https://huggingface.co/None)"
 _NO_HUB = 'model="None"'
 """TRL 1.16 writes these for a base model in a local folder, and for a model that is not pushed to the Hub."""
-OPTIMIZER = "optimizer.pt"
-"""File of a checkpoint. With a `ShardedOptimizer` it says how many shares there are. Source: transformers."""
+STATE = "state"
+"""Folder of a checkpoint with what a `ShardedOptimizer` saves."""
 
 
 class ReplicatedTrainer(GRPOTrainer):
-    """A `GRPOTrainer` whose model is the same, and whole, on each process.
+    """A `GRPOTrainer` whose model is the same on each process: whole, or with `args.sharding` "full" a part of it.
 
     A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
     optimizer itself, whose state is small, on each process. One that the caller gives is used as it is.
@@ -55,6 +64,7 @@ class ReplicatedTrainer(GRPOTrainer):
         # TRL would load the reference from the model's folder, with the class that config.json names
         copies = bool(args.beta) and peft_config is None and not isinstance(model, PeftModel)
         beta, args.beta = args.beta, 0.0 if copies else args.beta
+        self._gathered: Counter[str] = Counter()
         try:
             super().__init__(model=model, args=args, peft_config=peft_config, **options)
         finally:
@@ -66,7 +76,16 @@ class ReplicatedTrainer(GRPOTrainer):
             reference = copy.deepcopy(self.model).requires_grad_(False).eval()
             vars(reference).pop("forward", None)  # TRL's own, which knows the original
             add_fused_lm_head(reference, temperature=self.temperature)
+            if args.sharding == "full":
+                shard(reference, self._device, self._gathered)
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        gather = shard(self.model, self._device, self._gathered) if args.sharding == "full" else None
+        self._shards = gather is not None
+        if gather is not None:
+            self._mixed_mesh_grads = True
+            let_call("gather", gather)
+            let_call("score", self._score)
+            unwrapped(self.model).gather_weights = partial(everywhere, "gather")
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -76,10 +95,15 @@ class ReplicatedTrainer(GRPOTrainer):
         """
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         require_same(trained.items())
-        send_weights((weight, 0) for weight in trained.values())
+        send_weights((weight, 0) for weight in trained.values() if not isinstance(weight, DTensor))
         small = any(weight.itemsize < torch.float32.itemsize for weight in trained.values())
-        if self.optimizer is None and (small or not isinstance(self.model, PeftModel)):
+        full = self.args.sharding == "full"
+        if full and self.optimizer is not None:
+            raise InputError('sharding="full" makes the optimizer itself: leave optimizers out, and set optim')
+        if self.optimizer is None and (full or small or not isinstance(self.model, PeftModel)):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            if full and not kind.__module__.startswith("torch.optim."):
+                raise InputError(f"optim={self.args.optim!r} looks at whole matrices: choose adamw_torch_fused, or sgd")
             if not isinstance(kind, type) or hasattr(kind, "train") or options.keys() & {"params", "model"}:
                 raise InputError(
                     f"optim={self.args.optim!r} needs more than the parameters that it steps: choose another one, such "
@@ -98,12 +122,17 @@ class ReplicatedTrainer(GRPOTrainer):
             text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
             card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
 
-    @torch.no_grad()
     def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
         """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
 
-        With `base`, a `PeftModel` is scored without its adapter. Not collective: other processes need not take part.
+        With `base`, a `PeftModel` is scored without its adapter. Other processes need not take part, unless weights are
+        sharded: then call it on all, or within `on_main`.
         """
+        scores: list[float] = everywhere("score", ids, base) if self._shards else self._score(ids, base)
+        return scores
+
+    @torch.no_grad()
+    def _score(self, ids: Sequence[int], base: bool) -> list[float]:
         model = self._unwrapped
         without = base and hasattr(model, "disable_adapter")
         with model.disable_adapter() if without else nullcontext(), self._autocast():
@@ -116,6 +145,29 @@ class ReplicatedTrainer(GRPOTrainer):
         """Add values to those of the present step, whose mean is logged."""
         for name, value in values.items():
             self._metrics["train"][name].append(value)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model. With sharded weights as a folder like that of the base model. Collective."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.sharding != "full":
+            super().save_model(output_dir, _internal_call)
+        elif _internal_call:
+            folder.mkdir(parents=True, exist_ok=True)  # the weights of a checkpoint are beside the optimizer's state
+        else:
+            on_main(lambda: save_whole(self.model, folder, Path(get_config_model_id(self.model.config))))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.args.sharding != "full":
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+            load_weights(trained, Path(resume_from_checkpoint, STATE))
+
+    def _mixed_mesh_grad_norm(self, model: Any, max_norm: float) -> torch.Tensor:
+        if all(weight.grad is None for weight in model.parameters()):
+            return torch.zeros(())
+        norm: torch.Tensor = super()._mixed_mesh_grad_norm(model, max_norm)
+        return norm
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
@@ -137,7 +189,7 @@ class ReplicatedTrainer(GRPOTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if (sharded := self._sharded) is not None:
-            together(lambda: sharded.save_share(Path(output_dir)))
+            sharded.save(Path(output_dir, STATE))
 
     def _save_rng_state(self, output_dir: str) -> None:
         # next, the main process writes trainer_state.json, which marks the checkpoint as complete
@@ -147,8 +199,7 @@ class ReplicatedTrainer(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and (sharded := self._sharded) is not None:
-            saved = torch.load(Path(checkpoint, OPTIMIZER), weights_only=True)
-            together(lambda: sharded.load_shares(Path(checkpoint), saved["shares"]))
+            sharded.load(Path(checkpoint, STATE))
 
     def _finish_gradients(self) -> None:
         """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
@@ -158,7 +209,8 @@ class ReplicatedTrainer(GRPOTrainer):
         if self._loss_scale is not None:
             self._loss_scale.finish()
         average_gradients(self._unwrapped.parameters())
-        gradients = [parameter.grad for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self._unwrapped.parameters() if parameter.grad is not None]
+        gradients = [gradient for gradient in gradients if gradient.numel()]
         skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
         self.log_metrics({"steps_skipped": float(skipped)})
         if skipped:

@@ -25,7 +25,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from datasets import Dataset
@@ -54,10 +54,12 @@ from rolltap.trainer.training.grpo.batch import (
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, require_embeddings
 from rolltap.trainer.training.grpo.forward import Forward
 from rolltap.trainer.training.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
-from rolltap.trainer.training.grpo.ranks import anywhere, on_main, together
+from rolltap.trainer.training.grpo.ranks import anywhere, as_one, on_main, together
 from rolltap.trainer.training.grpo.replicated import ReplicatedTrainer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TraceGRPOTrainer(ReplicatedTrainer):
@@ -146,10 +148,12 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
         step = super().training_step
-        loss: Tensor = together(lambda: step(model, inputs, num_items_in_batch))
+        loss: Tensor = self._together(lambda: step(model, inputs, num_items_in_batch))
         self._step_metrics.stop(self._device)
         if self.accelerator.sync_gradients:
             self._finish_gradients()
+            if self._shards:
+                self.log_metrics({"gathered_gib": self._gathered.pop("bytes") / 2**30})
             values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
             self.log_metrics(values)
         return loss
@@ -162,7 +166,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             if self.before_batch is not None:
                 self.before_batch()
             batch = on_main(lambda: self.trace_source(self.rows_of(generation)))
-            self._micro_batches = together(lambda: self._build(batch))
+            self._micro_batches = self._together(lambda: self._build(batch))
             self._generation = generation
             self._on_policy = batch.on_policy
             weights = "completion_mask" if self.beta else "advantages"
@@ -231,15 +235,19 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     @torch.no_grad()
     def _frozen(self, rows: Sequence[Row], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what the weights before the step, and the reference, say about the rows."""
-        values = {"sampler_per_token_logps": inputs["old_per_token_logps"]}
-        if self.beta and inputs["completion_mask"].any():
+        old = inputs["old_per_token_logps"]
+        values = {"sampler_per_token_logps": old}
+
+        def scored(model: Any) -> Tensor:
+            logprobs = self._forward.scorer(model, rows).logprobs  # where weights are sharded, without rows too
+            return logprobs[None] if len(logprobs) else torch.zeros_like(old)
+
+        if self.beta:
             with self._reference() as model:
-                values["ref_per_token_logps"] = self._forward.scorer(model, rows).logprobs[None]
-        elif self.beta:
-            values["ref_per_token_logps"] = torch.zeros_like(inputs["old_per_token_logps"])
-        if self.args.mismatch != "clip" and inputs["completion_mask"].any():
-            own = self._forward.scorer(self._unwrapped, rows).logprobs[None]
-            weight = torch.exp(own - inputs["old_per_token_logps"])
+                values["ref_per_token_logps"] = scored(model)
+        if self.args.mismatch != "clip":
+            own = scored(self._unwrapped)
+            weight = torch.exp(own - old)
             values["mismatch"] = weight
             limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
             values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
@@ -257,12 +265,13 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         self, model: Any, input_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
-        scores = together(self._score_inputs)
-        if self._loss_scale is not None and scores.logprobs.requires_grad:
-            self._loss_scale.watch(scores.logprobs)
+        scores = self._together(self._score_inputs)
         if not len(scores.logprobs):
             nothing = torch.zeros(1, 1, device=self._device)
-            return nothing.clone().requires_grad_(), nothing, None
+            # the sum of none has a backward pass, as the other processes have
+            return nothing + scores.logprobs.sum(), nothing, None
+        if self._loss_scale is not None and scores.logprobs.requires_grad:
+            self._loss_scale.watch(scores.logprobs)
         return scores.logprobs[None], scores.entropies[None], None
 
     def _score_inputs(self) -> Scores:
@@ -270,9 +279,15 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         self._add_metrics(scores)
         return scores
 
+    def _together(self, function: Callable[[], T]) -> T:
+        """Call what runs the model. Sharded weights make that collective."""
+        return as_one(function) if self._shards else together(function)
+
     @cached_property
     def _forward(self) -> Forward:
-        return Forward(self._unwrapped, self._autocast, self._device, self.args)
+        found = Forward(self._unwrapped, self._autocast, self._device, self.args)
+        self._gathered.clear()  # those of the probe belong to no step
+        return found
 
     def _add_metrics(self, scores: Scores) -> None:
         inputs = self._inputs

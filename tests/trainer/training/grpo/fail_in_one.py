@@ -22,7 +22,7 @@ args = TraceGRPOConfig(output_dir=str(folder / "out"), use_cpu=True)
 initialise(args)
 initialise(args)
 said = {"meeting": on_main(lambda: f"rank {dist.get_rank()} of {dist.get_world_size()}")}
-for place in ("model", "forward", "rollout"):
+for place in ("model", "forward", "rollout", "sharded"):  # after the last one the processes have left each other
     model = tiny_model()
     traces = record(model, random.Random(0))
     if place == "model" and rank == 1:
@@ -33,17 +33,19 @@ for place in ("model", "forward", "rollout"):
             raise OSError("the disk is full")
         return traces
 
-    trainer = make_trainer(model, folder / "out", source)
+    sharded = {"sharding": "full", "activation_checkpointing": True} if place == "sharded" else {}
+    trainer = make_trainer(model, folder / "out", source, **sharded)
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
     if place == "forward" and rank == 1:
-
-        def fail(*args: object) -> None:
-            raise torch.OutOfMemoryError("no memory")
-
         trainer._score_inputs = fail
+    if place == "sharded" and rank == 1:
+        layer = trainer.model.model.layers[1].mlp
+        trainer.before_batch = lambda layer=layer: layer.register_forward_hook(fail)
     try:
         trainer.train()
     except Exception as error:
         said[place] = f"{type(error).__name__}: {error}"
 (folder / str(rank)).write_text(json.dumps(said))
-dist.barrier()
-dist.destroy_process_group()  # its threads must not outlive the interpreter

@@ -14,22 +14,22 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def run_two(module: str, *arguments: str) -> None:
-    """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises AssertionError unless both end with status 0."""
+def run_two(module: str, *arguments: str, number: int = 2) -> None:
+    """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises AssertionError unless all end with status 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(number)
     ]
     try:
-        assert [rank.wait() for rank in ranks] == [0, 0]
+        assert [rank.wait() for rank in ranks] == [0] * number
     finally:
         for rank in ranks:
             rank.kill()

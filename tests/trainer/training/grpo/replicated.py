@@ -29,7 +29,7 @@ EVERY = [
 CASES = [", ".join(case) for case in cases(EVERY, 1, 2, 7, 8)]
 """The model, what of it is trained, and how rows run."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "LoRA in float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "LoRA in bfloat16": torch.bfloat16, "LoRA in float16": torch.float16}
 
 COMMON: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
 
 def trainer_of(case: str, out: Path, ranks: int, **config: Any) -> Any:
     """Return a trainer of a case. Rank 1 begins with other weights: those of rank 0 count."""
-    family, kind, forward = case.split(", ")
+    family, kind, forward, *_ = case.split(", ")
     model = tiny_models.tiny(family).eval()
     traces = tiny.record(model, random.Random(7))
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if "LoRA" in kind else None
@@ -54,10 +54,9 @@ def trainer_of(case: str, out: Path, ranks: int, **config: Any) -> Any:
         lambda rows: traces,
         peft_config=lora,
         forward=forward,
-        gradient_accumulation_steps=4 // ranks,
-        **COMMON | {"max_steps": 2} | sizes | config,
+        **COMMON | {"max_steps": 2, "gradient_accumulation_steps": 4 // ranks} | sizes | config,
     )
-    if os.environ.get("RANK") == "1":
+    if config.get("sharding") != "full" and os.environ.get("RANK") == "1":
         for weight in trainer.model.parameters():
             if weight.requires_grad:
                 weight.data += 1

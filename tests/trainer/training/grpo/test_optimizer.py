@@ -145,7 +145,7 @@ def test_any_number_of_processes_goes_on_from_the_shares_of_another(tmp_path, dt
         parameters = weights(dtype)
         optimizer = sharded(parameters, kind)
         steps(optimizer, parameters, 0, 3)
-        optimizer.save_share(tmp_path)
+        optimizer.save(tmp_path)
         return values(parameters), optimizer.state_dict()
 
     def go_on(rank):
@@ -155,14 +155,13 @@ def test_any_number_of_processes_goes_on_from_the_shares_of_another(tmp_path, dt
                 parameter.copy_(torch.tensor(value).view_as(parameter))
         optimizer = sharded(parameters, kind)
         optimizer.load_state_dict(state)
-        optimizer.load_shares(tmp_path, state["shares"])
+        optimizer.load(tmp_path)
         steps(optimizer, parameters, 3, 6)
         return values(parameters)
 
     whole = weights(dtype)
     steps(sharded(whole, kind), whole, 0, 6)
     saved, state = run_ranks(begin, ranks[0])[0]
-    assert state["shares"] == ranks[0]
     assert run_ranks(go_on, ranks[1]) == [values(whole)] * ranks[1]
 
 
@@ -172,7 +171,7 @@ def test_weights_of_float32_take_the_copies_that_were_saved_of_weights_of_16_bit
         parameters = weights(torch.bfloat16)
         optimizer = sharded(parameters)
         steps(optimizer, parameters, 0, 3)
-        optimizer.save_share(tmp_path)
+        optimizer.save(tmp_path)
         return values(parameters), {name: master.tolist() for name, master in masters_of(optimizer).items()}
 
     def go_on(rank):
@@ -180,7 +179,7 @@ def test_weights_of_float32_take_the_copies_that_were_saved_of_weights_of_16_bit
         with torch.no_grad():
             for parameter, value in zip(parameters, rounded, strict=True):
                 parameter.copy_(torch.tensor(value).view_as(parameter))
-        sharded(parameters).load_shares(tmp_path, ranks[0])
+        sharded(parameters).load(tmp_path)
         return [parameter.tolist() for parameter in parameters]
 
     began = run_ranks(begin, ranks[0])
@@ -197,11 +196,15 @@ def masters_of(optimizer):
 
 def test_shares_that_are_missing_or_of_others_are_refused(tmp_path):
     optimizer = sharded(weights())
-    sharded(weights(shapes=SHAPES[:2])).save_share(tmp_path)
-    with pytest.raises(ValueError, match=r"no share of the optimizer in .* has the parameter weight 2"):
-        optimizer.load_shares(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"the checkpoint lacks .*optimizer-1\.pt: all processes must write to"):
-        optimizer.load_shares(tmp_path, 2)
+    sharded(weights(shapes=SHAPES[:2])).save(tmp_path / "2")
+    with pytest.raises(ValueError, match=r"Missing key in checkpoint state_dict: weight 2"):
+        optimizer.load(tmp_path / "2")
+    with pytest.raises(ValueError, match=r"the checkpoint lacks .*3"):
+        optimizer.load(tmp_path / "3")
+    file = next((tmp_path / "2").glob("*.distcp"))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"cannot be written or read.* all processes must write to"):
+        sharded(weights(shapes=SHAPES[:2])).load(tmp_path / "2")
     with pytest.raises(ValueError, match="not one of full weights"):
         optimizer.load_state_dict(torch.optim.AdamW(weights()).state_dict())
 

@@ -147,7 +147,11 @@ def test_processes_find_each_other_before_there_is_a_trainer(said, tmp_path):
 
 @pytest.mark.parametrize(
     ("place", "own", "first"),
-    [("rollout", "OSError: the disk is full", 0), ("forward", "OutOfMemoryError: no memory", 1)],
+    [
+        ("rollout", "OSError: the disk is full", 0),
+        ("forward", "OutOfMemoryError: no memory", 1),
+        ("sharded", "OutOfMemoryError: no memory", 1),
+    ],
 )
 def test_a_training_ends_on_all_processes_with_the_error_of_one(said, place, own, first):
     assert said[first][place] == own

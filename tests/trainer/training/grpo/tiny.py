@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from rolltap.addons.store.records import Call
@@ -93,10 +94,15 @@ class Spy(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = model.named_parameters()
-        self.gradients.append({name: weight.grad.clone() for name, weight in named if weight.grad is not None})
+        self.gradients.append({name: whole(weight.grad) for name, weight in named if weight.grad is not None})
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+        self.weights.append({name: whole(weight.detach()) for name, weight in model.named_parameters()})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor. One that is sharded is gathered, which is collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def batch_of(traces: list[Trace], **fields) -> TraceBatch:
