@@ -225,6 +225,12 @@ class RecorderOptions:
         "calls that are not synced.",
         choices=get_args(Sync),
     )
+    routing: bool = _option(
+        False,
+        "Record the experts that the engine chose for each token, so that a training can choose the same "
+        '(`grpo.routing = "recorded"`). The engine needs `rolltap serve --routing`. A token takes one byte for each '
+        "chosen expert in each layer, two where there are more than 256.",
+    )
     max_concurrent_calls: int = _limit("Maximum number of requests of a session that run at the same time.")
     max_session_bytes: int = _limit("Maximum bytes of the bodies that a session sends and receives.")
     max_requests_per_minute: int = _limit("Maximum number of requests of a session in a minute.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import UNREWARDED, Call, Event, Session, VersionSpan
+from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.tables import RunWriter
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -53,16 +54,21 @@ def make_session(session_id: str = "s", status: str = "completed", **fields) -> 
     return Session(session_id=session_id, status=status, **{**defaults, **fields})
 
 
-def write_run(run: Path, *rows: Call | Session | Event, sync: str = "session", **metadata) -> Path:
+def write_run(run: Path, *rows: Call | Session | Event | Routing, sync: str = "session", **metadata) -> Path:
     """Write metadata and rows to a run folder and return the folder."""
     write_metadata(run, {"model": "tiny", **metadata})
     return add_rows(run, *rows, sync=sync)
 
 
-def add_rows(run: Path, *rows: Call | Session | Event, sync: str = "session") -> Path:
+def add_rows(run: Path, *rows: Call | Session | Event | Routing, sync: str = "session") -> Path:
     """Add rows, in this order, to a run that has metadata. Returns its folder."""
     with RunWriter(run, sync=sync) as writer:
-        add = {Call: writer.add_call, Session: writer.add_session, Event: writer.add_event}
+        add = {
+            Call: writer.add_call,
+            Session: writer.add_session,
+            Event: writer.add_event,
+            Routing: writer.note_routing,
+        }
         for row in rows:
             add[type(row)](row)
     return run

@@ -63,6 +63,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import GrowingReply
 from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
+from rolltap.addons.store.routing import make_routing
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Generation:
         self._growing = GrowingReply(session.rendering, prepared.prompt.ids, prepared.model_call)
         self._parsed_tokens = self._reasoning_tokens = 0
         self._stop: str | None = None
+        self._routed_experts: str | None = None
         self._token_at = asyncio.get_running_loop().time()
         """Time of its newest tokens, or of the start, of the event loop's clock."""
         self._changed = asyncio.Event()
@@ -222,6 +224,7 @@ class Generation:
             sampling, vocabulary = self._prepared.sampling, session.rendering.vocabulary
             async for chunk in sample(call, sampling, session.engines, self._policy, session.writer, vocabulary):
                 self._stop = chunk.stop or self._stop
+                self._routed_experts = chunk.routed_experts or self._routed_experts
                 self._token_at = asyncio.get_running_loop().time()
                 self._changed.set()
             self._enter(State.SAMPLED)
@@ -303,6 +306,9 @@ class Generation:
         if call.violation and call.reply is not None:
             logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
         self._session.writer.add_call(call)
+        if status == "completed" and self._session.engines.routing:
+            self._session.writer.note_routing(make_routing(call, self._routed_experts))
+        self._routed_experts = None
 
     def _complete(self, reply: Reply) -> None:
         """Set why the reply ends, and the ids of its tool calls."""

@@ -130,7 +130,10 @@ class Endpoint:
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
         own = OwnModel.of(self.rendering.model, self.rendering.encode)
-        self.engines = EnginePool(self.options.engine, self._engine_key, own, patience=self.options.patience)
+        options = self.options
+        self.engines = EnginePool(
+            options.engine, self._engine_key, own, patience=options.patience, routing=options.routing
+        )
         self._bodies = Bodies()
         self._workers = Workers()
         recovery = Recovery(self.writer, self.rendering)

@@ -23,6 +23,8 @@ from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 
 GENERATE = "/inference/v1/generate"
+ROUTED = "routed_experts_prompt_start"
+"""Sampling parameter of the first token of the prompt whose experts are returned."""
 REFUSAL_SECONDS = 10.0
 """Time limit for the body of a refusal, whose headers have arrived."""
 STREAM_INTERVAL = 8
@@ -51,6 +53,8 @@ class Chunk:
     weight_versions: list[VersionSpan] | None = None
     cached_tokens: int | None = None
     """Number of prompt tokens that came from the engine's prefix cache."""
+    routed_experts: str | None = None
+    """vLLM's, of the request's prompt and completion."""
 
 
 class Engine:
@@ -119,7 +123,9 @@ class Engine:
                     raise self._refusal(response.status, said, body)
                 watch = asyncio.create_task(self._watch(response.content))
                 try:
-                    async for data in self._connections.events(response, sampling["max_tokens"]):
+                    async for data in self._connections.events(
+                        response, sampling["max_tokens"], routed=ROUTED in sampling
+                    ):
                         if data == b"[DONE]":
                             break
                         chunk = self._decode(data, body)
@@ -217,6 +223,7 @@ def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:
         weight_versions=versions
         and [VersionSpan(version=str(v["version"]), start=_int32(v["start"]), end=_int32(v["end"])) for v in versions],
         cached_tokens=cached,
+        routed_experts=choice.get("routed_experts"),
     )
 
 

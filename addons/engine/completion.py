@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator
 from itertools import takewhile
 from typing import Any
 
-from rolltap.addons.engine.client import AdapterGone, Chunk, Engine
+from rolltap.addons.engine.client import ROUTED, AdapterGone, Chunk, Engine
 from rolltap.addons.engine.connections import Patience
 from rolltap.addons.engine.policy import LostVersions, Policy, SessionPolicy, covered_tokens
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import Call, VersionSpan, find_violation, utc_now
+from rolltap.addons.store.routing import first_routed
 from rolltap.addons.store.tables import RunWriter
 
 
@@ -40,12 +41,13 @@ async def sample(
     failed: set[Engine] = set()
     without: set[Engine] = set()
     lost = LostVersions()
+    routed = {ROUTED: first_routed(call)} if engines.routing else {}
     while call.finish_reason is None:
         policy, start, engine = policies.choose(), len(call.completion_ids), engines.of(call.session_id, failed)
         said: str | None = None
         try:
             said = await engine.weight_version() if policy.model is None else None
-            async for chunk in _sample_rest(call, sampling, engine, policy, lost, vocabulary):
+            async for chunk in _sample_rest(call, sampling | routed, engine, policy, lost, vocabulary):
                 if chunk.token_ids:
                     engines.token_at[engine.url] = asyncio.get_running_loop().time()
                 yield chunk

@@ -29,6 +29,8 @@ KEEP_ALIVE_SECONDS = 4.0
 MOST_BYTES = 1 << 20
 """Maximum size of an event or an answer of an engine. A token takes 150 bytes: an event has 8 of them, and more when
 vLLM joins those that nobody has read. Of JSON it is at most the number of values that a request may have."""
+MOST_ROUTED_BYTES = 1 << 30
+"""Maximum size of an event with the experts of all tokens of a request: some 500 bytes for each."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
 """Bounds in seconds of the pauses between the retries of a call."""
@@ -74,18 +76,22 @@ class Connections:
             self._require(len(body), MOST_BYTES)
         return bytes(body)
 
-    async def events(self, response: aiohttp.ClientResponse, num_tokens: int) -> AsyncIterator[bytes]:
+    async def events(
+        self, response: aiohttp.ClientResponse, num_tokens: int, *, routed: bool = False
+    ) -> AsyncIterator[bytes]:
         """Yield the data of each server-sent event of a generation of at most `num_tokens`.
 
-        Raises `EngineError` for a line of more than `MOST_BYTES`, and for more than that and 1 KiB a token in all.
+        Raises `EngineError` for a line of more than `MOST_BYTES`, `MOST_ROUTED_BYTES` with `routed`, and for more than
+        that and 1 KiB a token in all.
         """
+        most = MOST_ROUTED_BYTES if routed else MOST_BYTES
         line, total = bytearray(), 0
         async for received in response.content.iter_any():
             total += len(received)
-            self._require(total, MOST_BYTES + 1024 * num_tokens)
+            self._require(total, most + 1024 * num_tokens)
             end, *others = received.split(b"\n")
             line += end
-            self._require(len(line), MOST_BYTES)
+            self._require(len(line), most)
             if others:
                 for whole in (bytes(line), *others[:-1]):
                     if whole.startswith(b"data:"):

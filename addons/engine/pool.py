@@ -28,13 +28,20 @@ class EnginePool:
     The calls of a session go to one engine, which has their prefix cached. After `failed`, the sessions of that engine
     move to others. They return when it is healthy again, `DOWN_SECONDS` later at the earliest. `key` is sent to every
     engine, and every engine must serve the model `own`, if it is given. `patience` is the time in seconds for which a
-    call retries after all engines have failed. Create it inside the event loop that uses it.
+    call retries after all engines have failed. With `routing`, calls ask for the experts of their
+    tokens. Create it inside the event loop that uses it.
     """
 
     def __init__(
-        self, urls: Sequence[str], key: str | None = None, own: OwnModel | None = None, *, patience: float = 0.0
+        self,
+        urls: Sequence[str],
+        key: str | None = None,
+        own: OwnModel | None = None,
+        *,
+        patience: float = 0.0,
+        routing: bool = False,
     ) -> None:
-        self.patience = patience
+        self.patience, self.routing = patience, routing
         self._engines = [Engine(url, key, own) for url in urls]
         self._down: dict[Engine, asyncio.Task[None]] = {}
         """Engines that are not chosen, unless all are down, and the tasks that wait for their health."""

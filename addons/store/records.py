@@ -317,6 +317,7 @@ _TYPES: dict[Any, pa.DataType] = {
     bool: pa.bool_(),
     int: pa.int32(),
     float: pa.float64(),
+    bytes: pa.binary(),
     datetime: pa.timestamp("us", tz="UTC"),
     list[int]: pa.list_(pa.int32()),
     list[float]: pa.list_(pa.float32()),
@@ -325,7 +326,8 @@ _TYPES: dict[Any, pa.DataType] = {
 """Type of a field -> type of its column. Any column may have no value. A `Literal` is a string."""
 
 
-def _schema(record: type) -> pa.Schema:
+def schema_of(record: type) -> pa.Schema:
+    """Return the columns of a record, and the digest."""
     columns: list[tuple[str, pa.DataType]] = []
     for each in fields(record):
         if each.name == "prompt_ids":
@@ -336,7 +338,7 @@ def _schema(record: type) -> pa.Schema:
     return pa.schema([*columns, (DIGEST, pa.string())])
 
 
-CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = _schema(Call), _schema(Session), _schema(Event)
+CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = schema_of(Call), schema_of(Session), schema_of(Event)
 
 
 def find_violation(

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rolltap.addons.dialects.model_call import well_formed
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ _TYPES: dict[pa.DataType, tuple[type, ...]] = {
     pa.bool_(): (bool,),
     pa.int32(): (int,),
     pa.float64(): (float, int),
+    pa.binary(): (bytes,),
     pa.timestamp("us", tz="UTC"): (datetime,),
 }
 _NUMBERS: dict[pa.DataType, type] = {pa.list_(pa.int32()): np.int32, pa.list_(pa.float32()): np.float32}
 _LITTLE_ENDIAN = {pa.int32(): "<i4", pa.float32(): "<f4"}
-_NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail"}
+_NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail", ROUTING_SCHEMA: "missing"}
 """The column that says which others could not be written."""
 _TRAINED = {"prompt_length", "prompt_tail_ids", "completion_ids", "logprobs", "weight_versions", "parent_id", "kind"}
 """Columns of a call without which it is not trained on."""
@@ -86,6 +88,8 @@ def _empty(schema: pa.Schema) -> Row:
         return Call(session_id="", call_id="", prompt_ids=[], status="failed").to_row()
     if schema is SESSION_SCHEMA:
         return Session(session_id="", status="unknown").to_row()
+    if schema is ROUTING_SCHEMA:
+        return Routing(session_id="", call_id="").to_row()
     return Event(kind="rejected").to_row()
 
 
@@ -106,10 +110,10 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
 
     The input is, without the digest column:
 
-    1. The values of each list of numbers, in column order, as little-endian bytes of the column's type. A float is
-       therefore digested as it is stored.
-    2. A JSON list with an entry for each column: the length of a list of numbers, or the value itself. Times are ISO
-       8601 in UTC.
+    1. The values of each list of numbers, in column order, as little-endian bytes of the column's type; and binary
+       values. A float is therefore digested as it is stored.
+    2. A JSON list with an entry for each column: the length of a list of numbers or of a binary value, or the value
+       itself. Times are ISO 8601 in UTC.
     """
     digest = blake2b(digest_size=16)
     values: list[Any] = []
@@ -117,6 +121,9 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
         value = row[name]
         if value is None:
             values.append(None)
+        elif isinstance(value, bytes):
+            values.append(len(value))
+            digest.update(value)
         elif numbers is not None:
             values.append(len(value))
             digest.update(np.ascontiguousarray(value, dtype=numbers).data)

@@ -22,12 +22,13 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.segment import Segment, SegmentReader, compact
 
 logger = logging.getLogger(__name__)
 
-TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA}
+TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA, "routing": ROUTING_SCHEMA}
 _TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
 
 SEGMENT_BYTES = 64 * 1024 * 1024
@@ -67,7 +68,7 @@ class WriteOutage:
 
 
 class RunWriter:
-    """Appends calls, sessions and events to a run folder; a context manager.
+    """Appends calls, sessions, events and routings to a run folder; a context manager.
 
     Files appear with their first row. A row is written whatever its values are, see `to_batch`. A commit that fails
     raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and `close` may run in other threads than
@@ -92,6 +93,7 @@ class RunWriter:
         self._late: deque[Event] = deque()
         """Faults that could not be committed."""
         self._lost_events = WriteOutage(run, "events were lost")
+        self._lost_routings = WriteOutage(run, "routings were lost")
         pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
 
     def __enter__(self) -> Self:
@@ -156,6 +158,15 @@ class RunWriter:
                 self._lost_events.failed(error)
         else:
             self._lost_events.passed()
+
+    def note_routing(self, routing: Routing) -> None:
+        """Commit one routing. An `OSError` is not raised: the call is kept without it."""
+        try:
+            self._add_row("routing", routing.to_row())
+        except OSError as error:
+            self._lost_routings.failed(error)
+        else:
+            self._lost_routings.passed()
 
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit a batch of rows, digest column included."""
@@ -244,7 +255,7 @@ def _compact(segments: list[Segment]) -> None:
 
 
 def run_files(run: Path, table: str) -> list[Path]:
-    """Return the segments of one table (`calls`, `sessions` or `events`), ordered by the start of their writers."""
+    """Return the segments of one table (a name of `TABLES`), ordered by the start of their writers."""
     return sorted(run.glob(f"{table}-*.arrow"))
 
 

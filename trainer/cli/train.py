@@ -42,6 +42,7 @@ from rolltap.trainer.console import plain_console, runs_first
 @click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
 @click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
 @click.option("--ahead", type=click.IntRange(0), default=0, help="The recipe's `ahead`: so many more adapters at once.")
+@click.option("--routing", is_flag=True, help="Return the experts of each token, for `rolltap_routing`.")
 @engine_key_option("File with the key that the engine requires; made if it does not exist. By default a new file.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
 def serve_command(
@@ -52,6 +53,7 @@ def serve_command(
     max_model_len: int | None,
     lora_rank: int,
     ahead: int,
+    routing: bool,
     extra: tuple[str, ...],
 ) -> None:
     """Start vLLM for recording and publishing.
@@ -68,6 +70,7 @@ def serve_command(
         max_model_len=max_model_len,
         lora_rank=lora_rank,
         ahead=ahead,
+        routing=routing,
         extra=extra,
     )
     with server:

@@ -103,6 +103,7 @@ def engine_command(
     ahead: int,
     cpu: bool,
     has: Parts,
+    routing: bool = False,
 ) -> list[str]:
     """Return the engine's command line. The comments are about vLLM 0.32."""
     command = [vllm, "serve", model, "--host", host, "--port", str(port)]
@@ -121,6 +122,8 @@ def engine_command(
         batch, memory = adapter_places(ahead)
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
         command += ["--max-loras", str(batch), "--max-cpu-loras", str(memory)]
+    if routing:
+        command += ["--enable-return-routed-experts"]
     if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
     if cpu:
@@ -164,8 +167,8 @@ class EngineServer:
 
     `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
     window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted, as many as a training with
-    `ahead` needs. The output goes to `log`, by
-    default to this process's. `extra` are further arguments of `vllm serve`.
+    `ahead` needs. With `routing`, the experts of each token are returned to recorders that ask (`rolltap_routing`).
+    The output goes to `log`, by default to this process's. `extra` are further arguments of `vllm serve`.
 
     Every route but `/health` requires the key in `key_file`. This is the file that the environment variable
     `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable it is a new one, which is
@@ -187,6 +190,7 @@ class EngineServer:
         max_model_len: int | None = None,
         lora_rank: int = 0,
         ahead: int = 0,
+        routing: bool = False,
         log: str | Path | None = None,
         extra: Sequence[str] = (),
     ) -> None:
@@ -210,6 +214,7 @@ class EngineServer:
             ahead=ahead,
             cpu=cpu,
             has=has,
+            routing=routing,
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank

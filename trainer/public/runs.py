@@ -133,17 +133,19 @@ class Run:
         *,
         roles: Collection[CallRole] = TRAINED_ROLES,
         max_tokens: int | None = None,
+        routing: bool = False,
     ) -> RunTraces:
         """Return the traces of all sessions, built when they are iterated over.
 
         `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
         call tree to a leaf) or `tree` (the same, with the prefix that each trace shares with an earlier one). Every
         strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
-        off the end of longer traces.
+        off the end of longer traces. With `routing` each trace has the experts of its tokens; tokens of calls without
+        them (`rolltap_routing`) are left out as `missing_routing`.
 
         Raises `InputError` for an unknown strategy or role, and for `max_tokens` below 1.
         """
-        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens))
+        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens, routing=routing))
 
     def ledger(self) -> Ledger:
         """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""

@@ -110,12 +110,12 @@ class _Run:
     def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
         """Write the rows of a session; with `session_id` None, the events without a session.
 
-        With `calls`, a set of call ids, calls and their events are limited to these.
+        With `calls`, a set of call ids, calls, their routings and their events are limited to these.
         """
         kept = None if calls is None else pa.array(list(calls), pa.string())
         for name, table in self.tables.items():
             for batch in table.batches(session_id):
-                if kept is not None and name == "calls":
+                if kept is not None and name in ("calls", "routing"):
                     batch = batch.filter(pc.is_in(batch.column("call_id"), kept))
                 elif kept is not None and name == "events":
                     # events without a call are kept

@@ -57,7 +57,9 @@ _DISK_FULL = f"[Errno {errno.ENOSPC}]"
 _FAILED_COMMIT = 8
 """Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
 leaves a longer one."""
-_HIDDEN = re.compile(r"\.(?:(?:calls|sessions|events)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
+_HIDDEN = re.compile(
+    r"\.(?:(?:calls|sessions|events|routing)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)"
+)
 """See `rolltap.addons.store.staging.hidden_name`."""
 _COLUMNS = {
     "parts": TypeAdapter(dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]]),
@@ -82,8 +84,8 @@ class Finding:
 class Verification:
     """Result of a verification: numbers of rows, findings and repairs."""
 
-    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
-    """Table -> number of rows that can be read."""
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0))
+    """Table -> number of rows that can be read. A run without routings does not have that table."""
     findings: list[Finding] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     """A sentence for each repair."""
@@ -130,7 +132,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     for table, path in files:
         with SegmentReader(path, TABLES[table]) as reader:
             for offset, batch in reader:
-                found.rows[table] += batch.num_rows
+                found.rows[table] = found.rows.get(table, 0) + batch.num_rows
                 for number, (row, fault) in enumerate(check_rows(table, batch)):
                     if fault is not None:
                         found.findings.append(Finding("damage", f"{path.name}, byte {offset}", fault, SALVAGE))

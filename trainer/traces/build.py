@@ -21,17 +21,19 @@ has the account of a token in full.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallKind, CallRole, SessionStatus, VersionSpan, find_violation
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
+from rolltap.trainer.traces.routing import Experts, calls_with_experts, experts_of
 from rolltap.trainer.traces.tokens import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 
@@ -79,6 +81,8 @@ class Trace:
         shared_trace_id: Strategy `tree`: the earlier trace of the session with the longest shared prefix; None
             when no earlier trace begins with the same token.
         shared_tokens: Length of that prefix in tokens of `prompt_ids` + `completion_ids`.
+        routing: The experts that the engine chose for each token but the last one, shape (P + C - 1, layers, top_k);
+            None if they were not asked for.
     """
 
     session_id: str
@@ -97,10 +101,14 @@ class Trace:
     group_id: str = ""
     harness: str = ""
     reward: float | None = None
+    routing: NDArray[np.integer[Any]] | None = field(default=None, repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON values. A log-probability is the shortest decimal that rounds to its 32 bits."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the trace as JSON values, without its routing.
+
+        A log-probability is the shortest decimal that rounds to its 32 bits.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "routing"}
         values["logprobs"] = [float(str(logprob)) for logprob in np.array(self.logprobs, np.float32)]
         for name in ("weight_versions", "continuity"):
             values[name] = [asdict(span) for span in values[name]]
@@ -183,6 +191,7 @@ def build_traces(
     max_tokens: int | None = None,
     weights: Version | None = None,
     ahead: int = 0,
+    routing: Mapping[str, Experts] | None = None,
 ) -> tuple[list[Trace], Ledger]:
     """Return the traces of one session's calls and the ledger of their sampled tokens.
 
@@ -194,6 +203,9 @@ def build_traces(
 
     With `max_tokens`, no trace has more tokens, its prompt included. Tokens sampled beyond them are left out as
     `over_length`. Each trace ends with a token that it trains.
+
+    With `routing`, call id -> experts, each trace has those of its tokens. Calls with a token that has none are left
+    out as `missing_routing`.
 
     The order of `calls` does not matter. They are sorted by `start_order`.
 
@@ -208,6 +220,11 @@ def build_traces(
     if repeated := [call_id for call_id, n in Counter(call.call_id for call in calls).items() if n > 1]:
         raise InputError(f"session {calls[0].session_id} has several calls named {repeated[0]}")
     parents, left_out = judge_calls(calls, roles)
+    if routing is not None:
+        whole = calls_with_experts(calls, routing)
+        for i, call in enumerate(calls):
+            if left_out[i] not in _BEFORE_STALE and call.call_id not in whole:
+                left_out[i] = "missing_routing"
     ledger = Ledger()
     # call -> its sampled tokens that are trained
     num_trained: dict[int, range] = {}
@@ -232,7 +249,10 @@ def build_traces(
     unowned = dict(num_trained)
     for path in paths:
         owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
-        traces.append(_trace([calls[i] for i in path], owned, num_trained[path[-1]].stop))
+        traces.append(trace := _trace([calls[i] for i in path], owned, num_trained[path[-1]].stop))
+        if routing is not None:
+            experts = experts_of(calls[path[-1]], calls, routing)
+            trace.routing = experts[: len(trace.prompt_ids) + len(trace.completion_ids) - 1]
     masked = sum(trace.completion_mask.count(1) for trace in traces)
     if unowned or masked != ledger.trained:
         raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
@@ -273,7 +293,9 @@ def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
     return None if call.role in roles else call.role
 
 
-_BEFORE_STALE: frozenset[LeftOut | None] = frozenset({"aborted", "failed", "missing_logprobs", "violation", "grammar"})
+_BEFORE_STALE: frozenset[LeftOut | None] = frozenset(
+    {"aborted", "failed", "missing_logprobs", "violation", "grammar", "missing_routing"}
+)
 """Reasons that count before `stale`."""
 
 

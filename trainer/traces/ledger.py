@@ -2,7 +2,7 @@
 
                         tokens that calls sampled
     build_traces          - of calls that nothing is learned from          aborted failed missing_logprobs violation
-                                                                           grammar stale ROLE superseded
+                                                                           grammar missing_routing stale ROLE superseded
                           - beyond `max_tokens` of a trace                 over_length
                         = in traces: each token has mask 1 in exactly one
     label_session         - of sessions without a reward                   infrastructure cancelled unjudged excluded
@@ -42,6 +42,7 @@ LeftOut = Literal[
     "missing_logprobs",
     "violation",
     "grammar",
+    "missing_routing",
     "stale",
     CallRole,
     "superseded",
@@ -60,6 +61,7 @@ LeftOut = Literal[
 - `missing_logprobs`: the call has none.
 - `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot be rebuilt.
 - `grammar`: the call's `under_grammar`.
+- `missing_routing`: the experts of some of the call's tokens are asked for, and were not recorded.
 - `stale`: in an online training, the token was sampled by weights that are older than those of its step by more than
   `ahead`, or by others.
 - A role: the call's role was not selected.

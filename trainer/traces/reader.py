@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, SESSION_JSON, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.rewards import make_session
+from rolltap.addons.store.routing import ROUTING_SCHEMA
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version, row_digest
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
+from rolltap.trainer.traces.routing import Experts
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
@@ -33,6 +36,29 @@ CHANGED = "its row was changed after it was written"
 _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
+class RecordedRouting:
+    """The experts of a run's tokens, read from the disk when they are asked for. Not thread-safe."""
+
+    def __init__(self, run: Path) -> None:
+        """Raises `RunError` when the folder cannot be read."""
+        self._index = SessionIndex(run, "routing")
+
+    def of(self, session_id: str) -> dict[str, Experts]:
+        """Return call id -> the experts of the call's tokens, for the calls that have them.
+
+        Rows whose digest does not match are left out, as are those that say that the experts are missing.
+        """
+        found = {}
+        for batch in self._index.batches(session_id):
+            for row in batch_rows(batch):
+                if row["missing"] is None and row[DIGEST] == row_digest(row, ROUTING_SCHEMA):
+                    experts = np.frombuffer(row["experts"], f"<u{row['expert_bytes']}")
+                    shape = -1, row["layers"], row["top_k"]
+                    found[row["call_id"]] = Experts(row["first"], experts.reshape(shape))
+        self._index.close()
+        return found
+
+
 @dataclass(slots=True, kw_only=True)
 class RecordedSession:
     """A session as it is in the run folder."""
@@ -42,20 +68,28 @@ class RecordedSession:
     """The session's row that counts; None when only its calls were recorded."""
     calls: list[Call] = field(repr=False)
     """Calls in the order of `started_at`, each with its full prompt as `Tokens`, which share their prefixes."""
+    routing: RecordedRouting | None = field(default=None, repr=False)
+    """The experts of its run's tokens; None if they are not asked for."""
 
 
-def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
-    """Yield every session of a run, in the order of the first commits; with `sessions`, only those of these ids.
+def iter_sessions(
+    run: Path, sessions: Collection[str] | None = None, *, routing: bool = False
+) -> Iterator[RecordedSession]:
+    """Yield every session of a run, in the order of the first commits; with `sessions`, only those of these ids;
+    with `routing`, with their experts.
 
     Holds the calls of one session in memory. Calls that are committed after the first session was yielded are left out.
     Marks and raises as `rebuild_calls`.
     """
     known = load_sessions(run)
+    experts = RecordedRouting(run) if routing else None
     with SessionIndex(run, "calls") as index:
         for session_id in dict.fromkeys([*index.session_ids, *known]):
             if session_id is not None and (sessions is None or session_id in sessions):
                 calls = rebuild_calls(run, session_id, index.batches(session_id))
-                yield RecordedSession(session_id=session_id, session=known.get(session_id), calls=calls)
+                yield RecordedSession(
+                    session_id=session_id, session=known.get(session_id), calls=calls, routing=experts
+                )
 
 
 def recorded_ids(run: Path) -> set[str]:

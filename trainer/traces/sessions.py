@@ -126,6 +126,7 @@ class TraceOptions:
     weights: Version | None = None
     ahead: int = 0
     rewards: RewardRules = field(default_factory=RewardRules)
+    routing: bool = False
 
     def __post_init__(self) -> None:
         check_arguments(self.strategy, self.roles, self.max_tokens)
@@ -239,6 +240,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
             max_tokens=options.max_tokens,
             weights=options.weights,
             ahead=options.ahead,
+            routing=None if recorded.routing is None else recorded.routing.of(recorded.session_id),
         )
         if ledger.sampled != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
@@ -257,7 +259,7 @@ def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | No
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
-    return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions))
+    return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions, routing=options.routing))
 
 
 def load_batch(
@@ -277,7 +279,7 @@ def load_batch(
     missing = set(sessions or ())
 
     def found() -> Iterator[TracedSession]:
-        for recorded in iter_sessions(run, sessions):
+        for recorded in iter_sessions(run, sessions, routing=options.routing):
             missing.discard(recorded.session_id)
             recorded.session = rows.get(recorded.session_id, recorded.session)
             yield trace_session(recorded, options)

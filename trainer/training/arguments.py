@@ -17,6 +17,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
+from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, check_type
 from rolltap.trainer.training.recipe import Machine, Recipe
 
@@ -91,6 +92,8 @@ def check_arguments(recipe: Recipe) -> None:
     add_adapter(recipe, model)
     if recipe.publish == "lora":
         require_servable(recipe.lora)
+    if recipe.replays_routing:
+        Replay().attach(model)
     if args.disable_dropout:
         disable_dropout_in_model(model)
     check_model(model)

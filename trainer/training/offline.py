@@ -24,7 +24,7 @@ from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, RecordedSession, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import (
     RewardRules,
     TracedSession,
@@ -150,6 +150,10 @@ class RecordedTraces:
     def _calls(self) -> list[RecordedCalls]:
         return [RecordedCalls(run) for run in self._runs]
 
+    @cached_property
+    def _routing(self) -> list[RecordedRouting | None]:
+        return [RecordedRouting(run) if self._options.routing else None for run in self._runs]
+
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the groups that the rows name (`group`: index of a group)."""
         batch = TraceBatch()
@@ -183,7 +187,8 @@ class RecordedTraces:
     def _trace(self, run: int, session_id: str) -> TracedSession:
         calls = list(self._calls[run].get(session_id, []))
         session = self._sessions[run].get(session_id)
-        return trace_session(RecordedSession(session_id=session_id, session=session, calls=calls), self._options)
+        recorded = RecordedSession(session_id=session_id, session=session, calls=calls, routing=self._routing[run])
+        return trace_session(recorded, self._options)
 
 
 def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGroup]:

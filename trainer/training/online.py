@@ -119,6 +119,7 @@ class OnlineTraces:
                 f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs"
             )
         recorder = recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}
+        recorder |= {"rolltap_routing": "true"} if recipe.replays_routing else {}
         self._worker = Worker(
             recipe.model_copy(update={"recorder": recorder}),
             harness=recipe.harness,
@@ -400,6 +401,11 @@ class OnlineTraces:
         batch = load_batch(self._run, order.keys(), options, rows)
         if batch.ledger.left_out.get("stale") and (others := other_weights(self._run, order.keys(), options)):
             self._tell_other_weights(others, version, nothing_left=not batch.traces)
+        if batch.ledger.left_out.get("missing_routing") and not batch.traces:
+            raise EngineError(
+                f"no call of step {version.step + 1} has the experts of its tokens: start the engines with "
+                "`rolltap serve --routing`, and the training again"
+            )
         if stale:
             batch.ledger += load_batch(self._run, stale, options).ledger
         ages = token_ages(batch, version)

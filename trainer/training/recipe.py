@@ -141,7 +141,14 @@ class Recipe(RolloutConfig):
         """Return the way from its sessions to labelled traces."""
         rules = RewardRules(self.outcomes, self.suspicious)
         age = self.ahead * self.iterations  # a version has the number of its optimizer steps
-        return TraceOptions(self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules)
+        return TraceOptions(
+            self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules, routing=self.replays_routing
+        )
+
+    @property
+    def replays_routing(self) -> bool:
+        """True if experts are recorded, and replayed by the trainer."""
+        return self.grpo.get("routing") == "recorded"
 
 
 def load_recipe(path: Path) -> Recipe:

@@ -7,10 +7,15 @@ import sys
 import httpx
 import pytest
 
+from rolltap.addons.engine.client import ROUTED, Engine
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.store.routing import make_routing
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build, require_model
 from rolltap.trainer.training.recipe import Recipe
+from tests import tiny_checkpoints
+from tests.conftest import ROOT, vllm_program
+from tests.factories import make_call
 from tests.trainer.engine.answering import AS_VLLM
 
 DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "ahead": 0, "has": Parts()}
@@ -40,6 +45,12 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "ahead": 5}, cpu=False)
     assert int(flag(command, "--max-loras")) == 7
     assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, ahead=5, publish="lora").adapters == 7
+
+
+def test_experts_are_returned_if_they_are_asked_for():
+    for routing in (False, True):
+        command = engine_command("vllm", "model", **DEFAULTS, cpu=False, routing=routing)
+        assert ("--enable-return-routed-experts" in command) == routing
 
 
 def test_on_cpu_a_prefill_is_never_split():
@@ -198,6 +209,29 @@ class TestKey:
         with pytest.raises(EngineError, match="answers without its key: it ignores --middleware"):
             server.__enter__()
         assert server.wait() == -signal.SIGTERM
+
+
+@pytest.mark.engine
+async def test_vllm_returns_the_experts_of_all_tokens_but_the_last(monkeypatch, tmp_path):
+    vllm = vllm_program()
+    if is_cpu_build(vllm):
+        pytest.skip("vLLM's CPU build cannot return experts: it needs Triton")
+    model = tiny_checkpoints.qwen3_moe(tmp_path / "model", ROOT / "tests" / "models" / "qwen3-4b")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "engine.key"))
+    with EngineServer(model, vllm=vllm, port=port, routing=True, max_model_len=1024) as server:
+        engine = Engine(server.url, server.key_file.read_text().strip())
+        for start in (0, 3):
+            call = make_call(1, [5, 6, 7, 8], [], prefix_length=start + 1 if start else 0)
+            sampling = {"max_tokens": 3, "ignore_eos": True, ROUTED: start}
+            async for chunk in engine.generate(list(call.prompt_ids), sampling, None):
+                call.completion_ids += chunk.token_ids
+                encoded = chunk.routed_experts
+            routing = make_routing(call, encoded)
+            assert (routing.missing, routing.layers, routing.top_k) == (None, 2, 2)
+        await engine.close()
 
 
 @pytest.mark.engine

@@ -261,6 +261,11 @@ class TestOtherWeights:
         assert TrainedBatches(loop.folder).get(3) is None
 
 
+def test_a_step_whose_calls_have_no_experts_to_replay_ends_the_training(tmp_path):
+    with pytest.raises(EngineError, match=r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"):
+        Loop(tmp_path, grpo={"routing": "recorded"}).step(3, "ba")
+
+
 class TestAhead:
     """Rollouts of one group a step, beside the steps: task `a` is of the first step, `b` of the second."""
 

@@ -156,6 +156,7 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
         rank = max([recipe.lora.get("r", 8), *(recipe.lora.get("rank_pattern") or {}).values()])
         own += ["--lora-rank", str(next((size for size in LORA_RANKS if size >= rank), rank))]
         own += ["--ahead", str(recipe.ahead)] if recipe.ahead else []
+    own += ["--routing"] if recipe.replays_routing else []
     extra = ["--dtype", machine.dtype] if recipe.dtype or machine.gpu is not None else []
     if engine is not None and engine.utilization != UTILIZATION:
         extra += ["--gpu-memory-utilization", f"{engine.utilization:.2f}"]

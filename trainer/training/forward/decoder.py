@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from rolltap.trainer.training.forward.attention import segment_attention
 from rolltap.trainer.training.forward.caches import Layers, LinearAttention, State, linear_of
 from rolltap.trainer.training.forward.paths import Batch
+from rolltap.trainer.training.forward.routing import Replay
 
 LOGITS = 2**26
 """Logits of a chunk: its tokens times the vocabulary. `COPIES` tensors of this many float32 values are alive."""
@@ -125,6 +126,7 @@ class Decoder:
         self.body = model.get_decoder()
         self.layers = Layers(self.body.config)
         self.device = model.get_input_embeddings().weight.device
+        self.replay: Replay | None = None
         self._autocast = autocast
 
     def run(

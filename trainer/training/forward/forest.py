@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,12 @@ class Row:
         ids: Prompt and completion, shape (T,).
         scored: Ascending positions of the n trained tokens, each at least 1, shape (n,). The token `ids[p]` is
             scored given `ids[:p]`.
+        experts: Numbers of those that the engine chose for the tokens but the last one, shape (T - 1, layers, top_k).
     """
 
     ids: NDArray[np.int32]
     scored: NDArray[np.int64]
+    experts: NDArray[np.integer[Any]] | None = None
 
 
 def trace_row(trace: Trace) -> Row:
@@ -45,7 +47,7 @@ def trace_row(trace: Trace) -> Row:
     scored = len(trace.prompt_ids) + np.flatnonzero(np.array(trace.completion_mask))
     if len(scored) and scored[0] == 0:
         raise InputError(f"trace {trace.trace_id} trains its first token, which nothing precedes")
-    return Row(ids, scored)
+    return Row(ids, scored, trace.routing)
 
 
 LEAST_SHARED = 16
@@ -83,6 +85,8 @@ class Segment:
     """The scored token after each of these offsets, shape (E,)."""
     flat: NDArray[np.int64]
     """Index of each in the flat vector of scored tokens (row by row, each row's positions in order), shape (E,)."""
+    experts: NDArray[np.integer[Any]] | None = None
+    """Experts of its tokens in the first of its rows, shape (n, layers, top_k)."""
 
     @property
     def end(self) -> int:
@@ -204,7 +208,10 @@ def _with_targets(
     bounds = np.searchsorted(segment[by_segment], np.arange(len(spans) + 1)).tolist()
     inner = set(parents)
     return [
-        Segment(parents[k], start, rows[i].ids[start:end], k in inner, at[a:b], tokens[a:b], flat[a:b])
+        Segment(
+            *(parents[k], start, rows[i].ids[start:end], k in inner, at[a:b], tokens[a:b], flat[a:b]),
+            experts=None if (chosen := rows[i].experts) is None else chosen[start:end],
+        )
         for k, ((i, start, end), (a, b)) in enumerate(zip(spans, pairwise(bounds), strict=True))
     ]
 

@@ -6,7 +6,7 @@ attention. The backward pass runs them again, children first. So a segment's bac
 its state, which its descendants have added up. The activations of one batch of segments are alive at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from rolltap.trainer.training.forward.caches import LinearAttention, State
 from rolltap.trainer.training.forward.decoder import Decoder, idle, most, unwrapped
 from rolltap.trainer.training.forward.forest import Row, batches, build_forest, own_tokens
 from rolltap.trainer.training.forward.paths import Batch, Paths
+from rolltap.trainer.training.forward.routing import Replay
 
 
 class Scores(NamedTuple):
@@ -34,6 +35,8 @@ class Scores(NamedTuple):
 class Scorer(Protocol):
     """A way to run rows through a model."""
 
+    replay: Replay | None
+    """Replays the rows' experts. None: tokens route by themselves."""
     forwarded: int
     """Number of tokens that the last call put through the model, padding included. A token that is computed again in
     the backward pass counts once."""
@@ -53,6 +56,7 @@ class PaddedScorer:
     def __init__(self, autocast: Callable[[], AbstractContextManager[Any]], device: torch.device) -> None:
         """`autocast` makes the context of mixed precision. Rows run on `device`."""
         self._autocast, self._device = autocast, device
+        self.replay: Replay | None = None
         self.forwarded = 0
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
@@ -62,6 +66,8 @@ class PaddedScorer:
         """
         device = self._device
         rows = [row for row in rows if len(row.scored)]
+        if self.replay is not None:
+            self.replay.end()
         with self._autocast():
             instead = [*idle(unwrapped(model).get_decoder(), int(bool(rows)))]
         if not rows:
@@ -76,6 +82,9 @@ class PaddedScorer:
             ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
             labels[i, row.scored] = torch.from_numpy(row.ids[row.scored]).long()
         self.forwarded = ids.numel()
+        if self.replay is not None:
+            self.replay.attach(model)
+            self.replay.begin([row.experts for row in rows], [length] * len(rows), device)
         with self._autocast():
             output = model(input_ids=ids.to(device), labels=labels.to(device), fused_lm_head=True)
         # the value of position p is at p - 1
@@ -115,6 +124,7 @@ class SegmentScorer:
         self.tokens_in_memory = tokens_in_memory
         self.logits_tokens: int | None = None
         """Tokens whose logits are computed at once. None: as many as have `LOGITS`."""
+        self.replay: Replay | None = None
         self.forwarded = 0
 
     def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
@@ -123,6 +133,9 @@ class SegmentScorer:
         Raises `InputError` for a model with layers whose states are not known.
         """
         decoder = Decoder(model, self._temperature, self._autocast)
+        decoder.replay = self.replay
+        if self.replay is not None:
+            self.replay.attach(decoder.model)
         decoder.head.chunk = self.logits_tokens or decoder.head.chunk
         parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
         parts += [[]] * (most(decoder.body, len(parts)) - len(parts))
@@ -202,7 +215,8 @@ class Grove:
         self._kept = graphs or states
         nothing = torch.zeros(0, device=self._decoder.device)
         found, places = [(nothing, nothing)], [np.zeros(0, np.int64)]
-        self._idle(len(self.batches))
+        for _ in self._idle(len(self.batches)):
+            pass
         for batch, done in zip(self.batches, self._done, strict=True):
             with torch.set_grad_enabled(graphs):
                 run = self._run(batch)
@@ -227,11 +241,12 @@ class Grove:
             if not self._kept:
                 inner = [batch for batch in self.batches if self.segments[batch.segments[0]].inner]
                 with self._decoder.autocast():
-                    self._idle(len(inner))
+                    for _ in self._idle(len(inner)):
+                        pass
                     for batch in inner:
                         self._run(batch)
             with torch.enable_grad(), self._decoder.autocast():
-                for hidden in idle(self._decoder.body, len(self.batches)):
+                for hidden in self._idle(len(self.batches)):
                     hidden.backward(torch.zeros_like(hidden))
             for batch in reversed(self.batches):
                 batch.writes = False
@@ -279,9 +294,10 @@ class Grove:
             self._states.pop(k, None)
             self.paths.free(k)
 
-    def _idle(self, batches: int) -> None:
-        for _ in idle(self._decoder.body, batches):
-            pass
+    def _idle(self, batches: int) -> Iterator[Tensor]:
+        if self._decoder.replay is not None:
+            self._decoder.replay.end()
+        return idle(self._decoder.body, batches)
 
     def _chunks(self, tokens: int) -> list[slice]:
         size = self._decoder.head.chunk
@@ -308,6 +324,9 @@ class Grove:
             # a table of learned positions may end with the row
             positions[first : first + n] = np.minimum(start + np.arange(n), start + len(own) - 1)
             first += n
+        if self._decoder.replay is not None:
+            experts = [self.segments[k].experts for k in batch.segments]
+            self._decoder.replay.begin(experts, batch.lengths, self._decoder.device)
         parents = [self._states.get(self.segments[k].parent) for k in batch.segments]
         rows = ids.reshape(batch.rows, -1), positions.reshape(batch.rows, -1)
         run = _Run(*self._decoder.run(*rows, batch, parents))

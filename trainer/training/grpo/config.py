@@ -63,6 +63,9 @@ class TraceGRPOConfig(GRPOConfig):
     """Lower limit of the weight trainer / engine."""
     mismatch_max: Annotated[float, Limit(ge=1)] = 2.0
     """Upper limit of the weight trainer / engine."""
+    routing: Literal["own", "recorded"] = "own"
+    """Experts that tokens go to. own: those that the trainer's router chooses. recorded: those that the engine chose
+    (traces with routing), so that trainer and engine compute the same."""
 
     # TRL's, with limits. These losses are a sum over tokens, divided by the number of trained tokens of the batch. The
     # others average over rows or a micro-batch, or weigh rows: their gradient depends on how sessions are cut

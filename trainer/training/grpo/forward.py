@@ -3,14 +3,17 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, SegmentScorer
+from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, Scores, SegmentScorer
 from rolltap.trainer.training.forward.probe import probe
+from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.optimizer import local
@@ -58,6 +61,17 @@ class Forward:
             )
             if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
                 self._costs = (as_one if args.sharding == "full" else together)(lambda: measure(model, autocast))
+
+    def require_experts(self, rows: Sequence[Row]) -> None:
+        """Begin to replay the experts of traces, if that is asked for. Raises `InputError` for rows without them."""
+        if self._args.routing == "recorded":
+            if any(row.experts is None for row in rows):
+                raise InputError('routing="recorded", but a trace has no routing: read traces(routing=True)')
+            self.scorer.replay = self.scorer.replay or Replay()
+
+    def without_replay(self, model: Any, rows: Sequence[Row]) -> Scores:
+        """Return the scores of rows whose tokens route by themselves."""
+        return self.scorer(model, [replace(row, experts=None) for row in rows])
 
     @property
     def shares_prefixes(self) -> bool:

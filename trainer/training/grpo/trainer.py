@@ -150,12 +150,18 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         step = super().training_step
         loss: Tensor = self._together(lambda: step(model, inputs, num_items_in_batch))
         self._step_metrics.stop(self._device)
+        replay = self._forward.scorer.replay
+        if replay is not None:
+            replay.end()
         if self.accelerator.sync_gradients:
             self._finish_gradients()
             if self._shards:
                 self.log_metrics({"gathered_gib": self._gathered.pop("bytes") / 2**30})
             values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
             self.log_metrics(values)
+            if replay is not None:
+                replayed, differ = self.accelerator.gather(replay.taken().to(self._device)[None]).sum(0).tolist()
+                self.log_metrics({"routing/differs": differ / replayed} if replayed else {})
         return loss
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
@@ -214,6 +220,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     def _spread(self, traces: Sequence[Trace], advantages: dict[str, float]) -> list[dict[str, Any]]:
         rows = [trace_row(trace) for trace in traces]
         require_embeddings(self._unwrapped, traces, rows)
+        self._forward.require_experts(rows)
         processes = self.accelerator.num_processes
         number = self.args.gradient_accumulation_steps * processes
         parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
@@ -230,6 +237,8 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             micro_batch = {key: value.to(self._device) for key, value in flat[k].items()}
             own = [rows[i] for i in parts[k]]
             micro_batches.append({**micro_batch, **self._frozen(own, micro_batch), "rows": own})
+        if self._forward.scorer.replay is not None:
+            self._forward.scorer.replay.taken()  # those of the reference
         return micro_batches
 
     @torch.no_grad()
@@ -238,13 +247,17 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         old = inputs["old_per_token_logps"]
         values = {"sampler_per_token_logps": old}
 
-        def scored(model: Any) -> Tensor:
-            logprobs = self._forward.scorer(model, rows).logprobs  # where weights are sharded, without rows too
+        def scored(model: Any, score: Callable[..., Scores] = self._forward.scorer) -> Tensor:
+            logprobs = score(model, rows).logprobs  # where weights are sharded, without rows too
             return logprobs[None] if len(logprobs) else torch.zeros_like(old)
 
         if self.beta:
             with self._reference() as model:
                 values["ref_per_token_logps"] = scored(model)
+        if self._forward.scorer.replay is not None and self._generation < 0:
+            difference = (scored(self._unwrapped, self._forward.without_replay) - old).abs().mean()
+            if inputs["completion_mask"].any():
+                self.log_metrics({"routing/difference_before": float(difference)})
         if self.args.mismatch != "clip":
             own = scored(self._unwrapped)
             weight = torch.exp(own - old)

@@ -274,3 +274,7 @@ def test_commands_are_printed_whole(tmp_path, columns):
     urls = ",".join(f"http://127.0.0.1:{8000 + i}" for i in range(4))
     assert urls in trained
     assert trained[-2] == "--out"
+
+
+def test_experts_are_asked_for_and_a_model_without_them_is_refused(model):
+    assert any("has no experts" in text for text in said(planned(model, grpo={"routing": "recorded"}), "error"))

@@ -23,7 +23,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3, bfloat16, segments": {"beta": 0.3, "num_iterations": 2},
     "qwen3-moe, LoRA, segments": {"memory_gib": 1e-4},
 }
-"""What `replicated.trainer_of` trains -> further settings."""
+"""Kinds of `replicated.trainer_of` -> further settings."""
 DEEPER: dict[str, dict[str, Any]] = {
     f"{family}, {kind}, {forward}": BETA
     for family in tiny_models.FAMILIES
