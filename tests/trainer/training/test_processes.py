@@ -17,7 +17,9 @@ def training(tmp_path):
 
 
 @pytest.mark.deep  # short, the loop trains in two processes, and the next test ends them
-def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch):
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch, sharding):
+    training.recipe(f'{RECIPE}sharding = "{sharding}"\n')
     died = training.in_two(fault="second_dies")
     assert not died.startswith("0\n")
     assert training.owners() == []

@@ -96,9 +96,8 @@ def of_numbers(
     planned, traced = memory.planned_traces or 0, memory.traces.sizes.total
     if always > SLACK * gpu:
         text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(gpu)}"
-        fix = "more machine.processes, which share the optimizer's state" + (
-            "" if recipe.grpo.get("sharding") == "full" else ', and with grpo.sharding = "full" the weights'
-        )
+        also = "" if recipe.grpo.get("sharding") == "full" else ', and with grpo.sharding = "full" the weights'
+        fix = f"more machine.processes, which share the optimizer's state{also}"
         yield Finding("error", text, f"{fix}, or a {'larger GPU' if recipe.lora else '[lora] table'}")
         return
     if traced > planned:

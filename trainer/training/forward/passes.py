@@ -215,8 +215,7 @@ class Grove:
         self._kept = graphs or states
         nothing = torch.zeros(0, device=self._decoder.device)
         found, places = [(nothing, nothing)], [np.zeros(0, np.int64)]
-        for _ in self._idle(len(self.batches)):
-            pass
+        list(self._idle(len(self.batches)))
         for batch, done in zip(self.batches, self._done, strict=True):
             with torch.set_grad_enabled(graphs):
                 run = self._run(batch)
@@ -241,8 +240,7 @@ class Grove:
             if not self._kept:
                 inner = [batch for batch in self.batches if self.segments[batch.segments[0]].inner]
                 with self._decoder.autocast():
-                    for _ in self._idle(len(inner)):
-                        pass
+                    list(self._idle(len(inner)))
                     for batch in inner:
                         self._run(batch)
             with torch.enable_grad(), self._decoder.autocast():

@@ -5,8 +5,8 @@ no kernel of their device then, and are notified at once when it ends. Tensors t
 """
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -61,23 +61,29 @@ def on_main(function: Callable[[], T]) -> T:
     """
     if not several():
         return function()
+    global _leads
     outcome: list[Any] = [None, None, None]
     failure: Exception | None = None
-    if is_main():
+    if _leads := is_main():
         try:
-            with _leading():
-                outcome[0] = function()
+            outcome[0] = function()
         except Exception as error:
+            if not several():  # `as_one` has told the others
+                raise
             failure, outcome[1] = error, _message(error)
-    try:
-        dist.broadcast_object_list(outcome, group=object_group())
-        while not is_main() and outcome[2] is not None:
-            _with_all(*outcome[2])
+        finally:
+            _leads = False
+
+    def tell() -> None:
+        try:
             dist.broadcast_object_list(outcome, group=object_group())
-    except RankError:
-        raise
-    except RuntimeError as error:
-        raise failure or _lost(error) from error
+        except RuntimeError as error:
+            raise failure or _lost(error) from error
+
+    tell()
+    while not is_main() and outcome[2] is not None:
+        _with_all(*outcome[2])
+        tell()
     if failure is not None:
         raise failure
     if outcome[1] is not None:
@@ -108,16 +114,6 @@ def everywhere(name: str, *args: Any) -> Any:
 
 def _with_all(name: str, args: Sequence[Any]) -> Any:
     return as_one(lambda: _callable[name](*args))
-
-
-@contextmanager
-def _leading() -> Iterator[None]:
-    global _leads
-    _leads = True
-    try:
-        yield
-    finally:
-        _leads = False
 
 
 def together(function: Callable[[], T]) -> T:

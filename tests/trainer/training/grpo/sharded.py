@@ -23,7 +23,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "qwen3, bfloat16, segments": {"beta": 0.3, "num_iterations": 2},
     "qwen3-moe, LoRA, segments": {"memory_gib": 1e-4},
 }
-"""Kinds of `replicated.trainer_of` -> further settings."""
+"""Case of `replicated.trainer_of` -> further settings."""
 DEEPER: dict[str, dict[str, Any]] = {
     f"{family}, {kind}, {forward}": BETA
     for family in tiny_models.FAMILIES
@@ -60,6 +60,8 @@ def trained(folder: Path, ranks: int) -> dict[str, Spy]:
         trainer.train()
         found[case] = trainer.spy
         found[case].gathered = [entry.get("gathered_gib") for entry in trainer.state.log_history[:-1]]
+        if ranks > 1 and case in RESUMED:
+            found[case].published = published(trainer, case, folder, ranks)
         found[case].held = sum(tensor.nbytes for tensor in map(_local, trainer.model.parameters()))
     return found
 
@@ -75,26 +77,20 @@ def resumed(folder: Path, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def published(folder: Path, ranks: int) -> dict[str, tuple[Any, ...]]:
-    """Return of each case the files of the sharded model and of the same model whole, and log-probabilities by both."""
-    found = {}
-    for case in RESUMED:
-        trainer = trainer_of(case, folder / "out", ranks)
-        base = folder / f"base-{ranks}-{case}"
-        inner = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
-        whole = replicated.trainer_of(case, folder / "out", ranks, **CASES[case])
-        plain = whole.model.get_base_model() if hasattr(whole.model, "get_base_model") else whole.model
-        on_main(lambda: tiny_models.tiny(case.partition(",")[0]).save_pretrained(base))  # noqa: B023
-        inner.config._name_or_path = str(base)
-        trainer.train()
-        whole.model.load_state_dict(trainer.spy.weights[-1], strict=False)
-        trainer.save_model(str(folder / "saved"))
-        scores = on_main(lambda: trainer.score([3, 4, 5, 6, 7]))  # noqa: B023
-        if is_main():
-            save_whole(whole.model, folder / "whole", base)
-            files = [load_file(folder / name / "model.safetensors") for name in ("saved", "whole")]
-            found[case] = (*files, scores, whole.score([3, 4, 5, 6, 7]), plain.dtype)
-    return found
+def published(trainer: Any, case: str, folder: Path, ranks: int) -> tuple[Any, ...] | None:
+    """Return the files of the sharded model and of the same model whole, and log-probabilities by both."""
+    base = folder / f"base-{ranks}-{case}"
+    on_main(lambda: tiny_models.tiny(case.partition(",")[0]).save_pretrained(base))
+    trainer.model.config._name_or_path = str(base)
+    trainer.save_model(str(folder / "saved"))
+    scores = on_main(lambda: trainer.score([3, 4, 5, 6, 7]))
+    if not is_main():
+        return None
+    whole = replicated.trainer_of(case, folder / "out", ranks, **CASES[case])
+    whole.model.load_state_dict(trainer.spy.weights[-1], strict=False)
+    save_whole(whole.model, folder / "whole", base)
+    files = [load_file(folder / name / "model.safetensors") for name in ("saved", "whole")]
+    return (*files, scores, whole.score([3, 4, 5, 6, 7]), next(trainer.model.parameters()).dtype)
 
 
 def _local(weight: Any) -> torch.Tensor:
@@ -108,5 +104,5 @@ if __name__ == "__main__":
     spies = trained(folder, ranks)
     results = {"trained": {case: vars(spy) for case, spy in spies.items()}}
     if DEEP or ranks == BEGAN:
-        results |= {"resumed": resumed(folder, ranks), "published": published(folder, ranks)}
+        results["resumed"] = resumed(folder, ranks)
     torch.save(results, folder / f"{ranks}-{os.environ['RANK']}.pt")

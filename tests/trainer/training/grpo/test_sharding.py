@@ -57,7 +57,7 @@ def test_any_number_of_processes_resumes_it(found, case):
 @pytest.mark.parametrize("case", RESUMED)
 def test_what_is_published_is_the_whole_model(found, case):
     for results in found[1].values():
-        saved, whole, scores, own, dtype = results["published"][case]
+        saved, whole, scores, own, dtype = results["trained"][case]["published"]
         assert saved.keys() == whole.keys()
         for name, weight in whole.items():
             assert weight.dtype == saved[name].dtype == dtype
