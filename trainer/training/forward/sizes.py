@@ -31,8 +31,8 @@ class Parts(NamedTuple):
     activations: float
     """Tensors that one batch of segments saves for its backward pass, and a quarter of it for the running layer."""
     logits: float
-    """One chunk of logits, and the gradient of the head's weight. Before layers have gradients of keys and values that
-    are not yet added, these are freed; if they are less, the bytes of those."""
+    """One chunk of logits, and the gradient of the head's weight; or, if they are more, a layer's gradients of keys and
+    values that are not added yet: these come when the logits are freed."""
 
 
 class Sizes(NamedTuple):
