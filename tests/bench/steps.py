@@ -28,7 +28,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.passes import PaddedScorer, Scores
+from rolltap.trainer.training.forward.passes import PaddedScorer, Scores, SegmentScorer
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.bench.groups import single
@@ -140,10 +140,10 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
         trainer.remove_callback(PrinterCallback)
         # here the model is probed, which a training does once
         forward = trainer._forward
-        if forward.shares_prefixes != (variant.forward == "segments"):
+        if isinstance(forward.scorer, SegmentScorer) != (variant.forward == "segments"):
             raise RuntimeError("the model does not run as segments: see the warning above")
         if variant.forward == "trl":
-            forward.scorer = TRLScorer(trainer._autocast, trainer._device)
+            forward.scorer = TRLScorer(trainer._autocast, trainer.args.device)
         with patch("trl.trainer.utils._use_triton", return_value=True):
             trainer.train()
         watch.forwarded = forward.scorer.forwarded

@@ -17,14 +17,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from rolltap.addons.errors import InputError
@@ -40,8 +33,7 @@ _PACKAGES = {"fla": "flash-linear-attention"}
 def kernels(model_type: str) -> dict[str, bool]:
     """Return the kernel packages that the models of a type can use, and whether each can be imported here.
 
-    `model_type` is that of `config.json`, of the whole model or of its text part. An importable package is used. The
-    answer is empty for models without such layers, and for those that bring their own code.
+    `model_type` is that of `config.json`, of the whole model or of its text part. Models with their own code have none.
     """
     folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
     sources = "".join(file.read_text() for file in sorted(folder.glob("modeling_*.py")))
@@ -76,9 +68,8 @@ def load_policy(folder: Path, dtype: Dtype, /, *, on_cpu: bool = False, **init: 
     the other parts are loaded and frozen: see `frozen_modules`. The output embeddings are tied as `config.json` says.
     The device is the current one of CUDA, so set it before; without CUDA, or with `on_cpu`, it is the CPU.
 
-    `init` are further arguments of `from_pretrained`, such as `trust_remote_code` and `attn_implementation`. Raises
-    `InputError` for an argument that is decided here, for a folder that is not a checkpoint of a causal language
-    model, and for one that lacks weights of the model.
+    `init` are further arguments of `from_pretrained`. Raises `InputError` for one that is decided here, for a folder
+    that is not a checkpoint of a causal language model, and for one that lacks weights of the model.
     """
     config, unused = _config(folder, init)
     if not any(folder.glob("*.safetensors")):
@@ -134,18 +125,17 @@ def frozen_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of all modules outside the text part: a vision tower, what is in it, a projector.
 
     They are frozen, adapters leave them out (the list fits `LoraConfig.exclude_modules`, which does not look below a
-    name), and they are not published. A text-only model has none.
+    name), and they are not published.
     """
     if model.config.get_text_config() is model.config:
         return []
     parts = (model.get_decoder(), model.get_output_embeddings())
-    text = {id(module) for part in parts if part is not None for module in part.modules()}
-    # the text part, and what holds it
-    above = {name for name, module in model.named_modules() if any(id(below) in text for below in module.modules())}
-    return [name for name, _ in model.named_modules() if name not in above]
+    text = {module for part in parts if part is not None for module in part.modules()}
+    # what is not in the text part, and does not hold it
+    return [name for name, module in model.named_modules() if text.isdisjoint(module.modules())]
 
 
-def _config(folder: Path, init: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def _config(folder: Path, init: dict[str, Any]) -> tuple[transformers.PreTrainedConfig, dict[str, Any]]:
     """Return the configuration in a folder, changed by `init`, and the arguments that are left for the model."""
     for name in init.keys() & _DECIDED_HERE.keys():
         raise InputError(f"model_init_kwargs.{name}: {_DECIDED_HERE[name]}: remove it")

@@ -24,10 +24,8 @@ from rolltap.addons.errors import InputError
 class MergedWeights:
     """The weights of a model as it would be without its adapter. The model itself stays as it is.
 
-    Sharded weights are gathered when they are asked for: by the model's `gather_weights`, which returns them by name.
-
-    The constructor raises `InputError` for a quantized model, whose weights are not numbers that can be merged, and
-    for an adapter on a module that shares its weight with another one.
+    Sharded weights are gathered when they are asked for, by the model's `gather_weights`. The constructor raises
+    `InputError` for a quantized model, and for an adapter on a module that shares its weight with another one.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
@@ -44,17 +42,17 @@ class MergedWeights:
             if name not in ignored and not any(name.startswith(f"{path}.") for path in self._adapted):
                 self._stored[name] = tensor
         for path, module in self._adapted.items():
-            for key, tensor in _without_adapter(module).state_dict().items():
+            plain: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
+            for key, tensor in plain.state_dict().items():
                 self._stored[f"{path}.{key}"] = tensor
                 self._module[f"{path}.{key}"] = path
         self.shared = _shared(self._stored)
         """Groups of names of the same weight."""
         for names in self.shared:
             if changed := [name for name in names if name in self._module]:
-                raise InputError(
-                    f"the adapter changes {changed[0]}, which is the same weight as "
-                    f"{next(name for name in names if name != changed[0])}: leave the module out of the adapter"
-                )
+                other = next(name for name in names if name != changed[0])
+                what = f"the adapter changes {changed[0]}, which is the same weight as {other}"
+                raise InputError(f"{what}: leave the module out of the adapter")
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shape of each weight, by name."""
@@ -82,8 +80,7 @@ class MergedWeights:
 def merge_again(model: nn.Module) -> int:
     """Let adapters on parameters, such as the experts of a layer, be merged again in the backward pass.
 
-    Otherwise the merged weights of all layers are kept until it. Returns the most bytes that a layer's take then, with
-    the gradient of the largest; 0 for a model without such adapters.
+    Returns the most bytes that a layer's take then, with the gradient of the largest; 0 without such adapters.
     """
     most = 0
     for module in _adapted(model).values():
@@ -102,12 +99,6 @@ def _adapted(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(name.startswith(f"{path}.") for path in found)
         if not inside and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             found[name] = module
-    return found
-
-
-def _without_adapter(module: nn.Module) -> nn.Module:
-    found = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
-    assert isinstance(found, nn.Module)
     return found
 
 

@@ -1,12 +1,8 @@
 """A trained model as folders that vLLM and transformers take for its base: checkpoints, adapters, the finished model.
 
 All names are those of the base checkpoint. vLLM applies nothing, and says nothing, for names that it does not know.
-
-A model's weights under the names of its base checkpoint.
-
-transformers gives weights other names than their checkpoint does, and keeps some of them together: the text part of a
-vision-language model, the experts of a layer. vLLM knows the checkpoint's names, so these are written. They are
-transformers' own conversions of the loading, reversed, and are compared with what the checkpoint contains.
+transformers gives weights other names, and keeps some of them together: the text part of a vision-language model, the
+experts of a layer. Its own conversions of the loading are reversed, and compared with what the checkpoint contains.
 """
 
 import json
@@ -68,10 +64,6 @@ class NamedWeights:
         """Return the names, those of a layer one after the other."""
         return iter(self._layer_of)
 
-    def get(self, name: str) -> Tensor:
-        """Return a weight by its name in the base checkpoint, in main memory."""
-        return self.on_device(name).cpu()
-
     def on_device(self, name: str) -> Tensor:
         """Return a weight by its name in the base checkpoint, where the model is."""
         layer = self._layer_of[name]
@@ -94,14 +86,11 @@ def _written_once(weights: MergedWeights, base: StoredWeights) -> set[str]:
 
 def _stored_shapes(
     model: PreTrainedModel, shapes: Mapping[str, torch.Size], base: StoredWeights
-) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes in the base of some weights of the model.
-
-    Most checkpoints have the names that transformers writes. Some have been saved with those of the model.
-    """
+) -> Mapping[str, torch.Size]:
+    """Return names and shapes in the base of some weights of the model."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    converted = {name: tuple(tensor.shape) for name, tensor in _converted(model, tensors).items()}
-    for candidate in (converted, {name: tuple(shape) for name, shape in shapes.items()}):
+    converted = {name: tensor.shape for name, tensor in _converted(model, tensors).items()}
+    for candidate in (converted, shapes):  # as transformers writes them, or as the model has them
         if all(base.shape(name) == shape for name, shape in candidate.items()):
             return candidate
     name = next(name for name, shape in converted.items() if base.shape(name) != shape)
@@ -127,19 +116,18 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
     """Write what training can have changed as a checkpoint that an engine which serves `base` reloads.
 
     These are all weights but those of `frozen_modules`, in the model's type, with the base's `config.json`. An adapter
-    is merged into what is written, and the model stays as it is. Main memory: three times the largest file
-    of the base. The frozen weights that are left out stay in the engine: `load_policy` may refuse the folder.
-
-    Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
+    is merged into what is written. Main memory: three times the largest file of the base. `load_policy` may refuse the
+    folder. Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
     """
-    changed, stored = _changed(model, base)
+    stored = stored_weights(base)
+    changed = NamedWeights(MergedWeights(model), stored)
     index: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for file, shapes in stored.shapes.items():
         if names := [name for name in shapes if name in changed]:
-            _write({name: changed.get(name) for name in names}, folder / file)
+            _write({name: changed.on_device(name).cpu() for name in names}, folder / file)
             index |= dict.fromkeys(names, file)
-    if INDEX in _names(base):
+    if (base / INDEX).is_file():
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     _write_config(model, folder, base)
 
@@ -147,24 +135,22 @@ def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -
 def save_whole(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -> None:
     """Write the finished model: a folder with everything that `base` has, and the trained weights in their place.
 
-    Weights that were not loaded, such as a vision tower, are the base's, as are tokenizer and processor. `config.json`
-    is the base's; only its type of the weights follows the model. An adapter is merged as in `save_weights`. Memory
-    and errors are those of `save_weights`.
+    Only the type of the weights in `config.json` follows the model. Adapter, memory and errors are those of
+    `save_weights`.
     """
-    changed, stored = _changed(model, base)
+    stored = stored_weights(base)
+    changed = NamedWeights(MergedWeights(model), stored)
     folder.mkdir(parents=True, exist_ok=True)
     for file, shapes in stored.shapes.items():
         if not any(name in changed for name in shapes):
             shutil.copyfile(base / file, folder / file)
             continue
         with safe_open(base / file, "pt") as weights:
-            _write(
-                {name: changed.get(name) if name in changed else weights.get_tensor(name) for name in shapes},
-                folder / file,
-            )
-    for name in _names(base):
-        if name == INDEX or ((base / name).is_file() and not name.startswith(".") and not name.endswith(_WEIGHTS)):
-            shutil.copyfile(base / name, folder / name)
+            own = {name: changed.on_device(name).cpu() for name in shapes if name in changed}
+            _write(own | {name: weights.get_tensor(name) for name in shapes.keys() - own.keys()}, folder / file)
+    for path in filter(Path.is_file, base.iterdir()):
+        if path.name == INDEX or not (path.name.startswith(".") or path.name.endswith(_WEIGHTS)):
+            shutil.copyfile(path, folder / path.name)
     if (base / _TEMPLATES).is_dir():
         shutil.copytree(base / _TEMPLATES, folder / _TEMPLATES, dirs_exist_ok=True)
     _write_config(model, folder, base)
@@ -198,19 +184,13 @@ def save_adapter(model: PeftModel, folder: Path, base: Path) -> None:
 
 
 def _by_name(pattern: Mapping[str, float], modules: Mapping[str, str]) -> dict[str, float]:
-    """Return the values that a pattern gives to modules, under their stored names. The first key that matches counts.
-
-    `modules` maps a name in memory to the stored one.
-    """
+    """Return a pattern's values by the stored names of modules, given by those in memory. The first match counts."""
     keys = {stored: get_pattern_key(list(pattern), module) for module, stored in modules.items()}
     return {stored: pattern[key] for stored, key in keys.items() if key in pattern}
 
 
 def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> str:
-    """Return the base checkpoint's name of a linear layer.
-
-    Raises `InputError` when the base has no such layer: transformers has made the model's layer of several.
-    """
+    """Return the base checkpoint's name of a linear layer. Raises `InputError` if transformers made it of several."""
     try:
         layer = model.get_submodule(module).get_base_layer()
         shape = layer.weight.shape
@@ -221,15 +201,6 @@ def _stored_name(model: PreTrainedModel, module: str, base: StoredWeights) -> st
         ) from error
     (name,) = _stored_shapes(model, {f"{module}.weight": shape}, base)
     return name.removesuffix(".weight")
-
-
-def _changed(model: PreTrainedModel | PeftModel, base: Path) -> tuple[NamedWeights, StoredWeights]:
-    stored = stored_weights(base)
-    return NamedWeights(MergedWeights(model), stored), stored
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> None:

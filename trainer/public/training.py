@@ -37,10 +37,11 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     out = Path(out)
     read = _read(recipe, rollouts=True, out=out) if runs_first() else None
     with _importing():
-        from rolltap.trainer.training import loop
-    settings = loop.join_processes(read)
+        from rolltap.trainer.training import loop, online
+    settings = loop.join_processes(read and online.typed_recipe(read, engine))
     title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
-    loop.train(settings, engine=engine, run=out, title=title, seed=seed, console=console, steal=steal)
+    source = online.OnlineTraces(settings, out, engine=engine, seed=seed, console=console, steal=steal)
+    loop.train(source, settings, out, title=title, seed=seed, console=console)
     return Run(out)
 
 
@@ -69,7 +70,8 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     settings = loop.join_processes(read)
     title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
     folders = [Path(run) for run in runs]
-    offline.train(settings, folders, out=out, title=title, seed=seed, console=console)
+    source = offline.RecordedTraces(settings, folders, out=out, seed=seed, console=console)
+    loop.train(source, settings, out, title=title, seed=seed, console=console)
     return out / FINISHED
 
 

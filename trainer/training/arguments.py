@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,10 +19,10 @@ from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, check_type
-from rolltap.trainer.training.recipe import Machine, Recipe
+from rolltap.trainer.training.recipe import Recipe
 
-LARGEST_RANK = 512
-"""Of an adapter that vLLM loads."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""
 _INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of `init_lora_weights` that leave the base weights as they are. The others change those of the trainer."""
 _ABSENT = """
@@ -34,8 +34,8 @@ _UNSERVED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_ABSENT.split(), bool),
     "bias": lambda bias: bias != "none",
     "init_lora_weights": lambda init: isinstance(init, str) and init.lower() not in _INITS,
-    "r": lambda rank: rank > LARGEST_RANK,
-    "rank_pattern": lambda ranks: max((ranks or {}).values(), default=0) > LARGEST_RANK,
+    "r": lambda rank: rank > LORA_RANKS[-1],
+    "rank_pattern": lambda ranks: max((ranks or {}).values(), default=0) > LORA_RANKS[-1],
 }
 
 
@@ -43,10 +43,8 @@ def require_servable(lora: Mapping[str, Any]) -> None:
     """Raise `InputError` for arguments of `LoraConfig` whose adapter vLLM does not serve. Their types are right."""
     for key, value in lora.items():
         if key in _UNSERVED and _UNSERVED[key](value):
-            raise InputError(
-                f"vLLM does not serve an adapter with lora.{key} = {value!r}: leave it out, or set publish = "
-                '"checkpoint"'
-            )
+            what = f"vLLM does not serve an adapter with lora.{key} = {value!r}"
+            raise InputError(f'{what}: leave it out, or set publish = "checkpoint"')
 
 
 CHECKPOINTS = "checkpoints"
@@ -58,11 +56,12 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(filter(_whole, folder.glob("checkpoint-*")), key=checkpoint_step, default=None)
 
 
-def remove_incomplete(folder: Path) -> None:
-    """Remove checkpoints that a killed training left incomplete. The trainer would write into them."""
+def remove_incomplete(folder: Path) -> Path | None:
+    """Remove checkpoints that a killed training left incomplete, and return the newest other one, or None."""
     for checkpoint in folder.glob("checkpoint-*"):
         if not _whole(checkpoint):
             shutil.rmtree(checkpoint)
+    return last_checkpoint(folder)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -80,13 +79,24 @@ def _whole(checkpoint: Path) -> bool:
     return True
 
 
-_SET_HERE = ("output_dir", "max_steps", "seed", "save_strategy", "save_steps", "ddp_backend", "ddp_timeout")
 SAVE_TOTAL_LIMIT = 2
 """Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
 
 
-def check_arguments(recipe: Recipe) -> None:
-    """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with."""
+def check_arguments(recipe: Recipe, processes: int = 1, urls: int | None = None) -> None:
+    """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with, and for
+    other numbers of training `processes` and engine `urls` (None without engines) than the table [machine] gives."""
+    given = {} if recipe.machine is None else recipe.machine.model_dump(exclude_unset=True)
+    if (declared := given.get("processes", processes)) != processes:
+        raise InputError(
+            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
+            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
+        )
+    if urls is not None and (engines := given.get("engines", urls)) != urls:
+        raise InputError(
+            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
+            "by commas, or change the recipe"
+        )
     args = training_arguments(recipe, Path("run"), 0)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     add_adapter(recipe, model)
@@ -104,38 +114,28 @@ def check_arguments(recipe: Recipe) -> None:
         )
 
 
-def require_machine(machine: Machine | None, processes: int, urls: int | None = None) -> None:
-    """Raise `InputError` for other numbers of processes and engine URLs than a recipe's table [machine] gives.
-
-    `urls` None is a training without engines.
-    """
-    given = {} if machine is None else machine.model_dump(exclude_unset=True)
-    if (declared := given.get("processes", processes)) != processes:
-        raise InputError(
-            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
-            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
-        )
-    if urls is not None and (engines := given.get("engines", urls)) != urls:
-        raise InputError(
-            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
-            "by commas, or change the recipe"
-        )
-
-
 def dtype_of(recipe: Recipe) -> Dtype:
     """Return the type of the weights: the recipe's, or bfloat16 on a CUDA GPU and float32 without one."""
     on_cuda = torch.cuda.is_available() and not recipe.grpo.get("use_cpu", False)
     return recipe.dtype or ("bfloat16" if on_cuda else "float32")
 
 
-def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[object] | None = None) -> TraceGRPOConfig:
-    """Return TRL's arguments: the recipe's, and those that follow from it.
+def require_rows(recipe: Recipe, rows: int, what: str) -> None:
+    """Raise `InputError` for fewer rows than a step needs. `what` says how many there are."""
+    if recipe.groups_per_step > rows:
+        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {what}")
 
-    Raises `InputError` for what TRL refuses, and for fewer `rows` than a step needs.
-    """
-    if rows is not None and recipe.groups_per_step > len(rows):
-        raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {recipe.tasks} has {len(rows)} tasks")
-    for key in _SET_HERE:
+
+def training_arguments(recipe: Recipe, run: Path, seed: int) -> TraceGRPOConfig:
+    """Return TRL's arguments: the recipe's, and those that follow from it. Raises `InputError` for what TRL refuses."""
+    set_here: dict[str, Any] = {
+        "output_dir": str(run / CHECKPOINTS),
+        "max_steps": recipe.steps * recipe.iterations,
+        "seed": seed,
+        "save_strategy": "steps",
+        "save_steps": recipe.save_steps * recipe.iterations,
+    }
+    for key in (*set_here, "ddp_backend", "ddp_timeout"):
         if key in recipe.grpo:
             raise InputError(f"grpo.{key} is set by rolltap: remove it")
     _check_names("grpo", TraceGRPOConfig, recipe.grpo)
@@ -148,14 +148,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int, rows: Sequence[obje
         "save_total_limit": SAVE_TOTAL_LIMIT,
     }
     try:
-        args = TraceGRPOConfig(
-            **defaults | recipe.grpo,
-            output_dir=str(run / CHECKPOINTS),
-            max_steps=recipe.steps * recipe.iterations,
-            seed=seed,
-            save_strategy="steps",
-            save_steps=recipe.save_steps * recipe.iterations,
-        )
+        args = TraceGRPOConfig(**defaults | recipe.grpo | set_here)
     except InputError as error:
         raise InputError(f"grpo.{error}") from error
     args.model_init_kwargs = None  # they are for the model, which TRL gets as it is
@@ -167,8 +160,8 @@ def model_arguments(recipe: Recipe) -> dict[str, Any]:
     return dict(recipe.grpo.get("model_init_kwargs") or {})
 
 
-def lora_config(recipe: Recipe) -> LoraConfig | None:
-    """Return the configuration of the recipe's adapter; None when the full model is trained. Raises `InputError`."""
+def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
+    """Return the configuration of the recipe's adapter on the text part of `model`, or None. Raises `InputError`."""
     if not recipe.lora:
         return None
     _check_names("lora", LoraConfig, recipe.lora)
@@ -180,13 +173,9 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
     if recipe.lora.get("alora_invocation_tokens"):
         raise InputError("lora.alora_invocation_tokens: such an adapter cannot be merged into the model: remove it")
     try:
-        return LoraConfig(**recipe.lora)
+        config = LoraConfig(**recipe.lora)
     except (TypeError, ValueError, ImportError) as error:
         raise InputError(f"the recipe's [lora] table: {error}") from error
-
-
-def without_frozen(config: LoraConfig, model: Any) -> LoraConfig:
-    """Leave what is outside of the text part of `model` out of an adapter's configuration, and return it."""
     frozen, own = frozen_modules(model), config.exclude_modules or []
     if frozen:
         config.exclude_modules = "|".join([own, *map(re.escape, frozen)]) if isinstance(own, str) else [*own, *frozen]
@@ -194,10 +183,7 @@ def without_frozen(config: LoraConfig, model: Any) -> LoraConfig:
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """Return the recorder's sampling parameters: the recipe's own, and the temperature by which the trainer divides.
-
-    Raises `InputError` when the two temperatures differ.
-    """
+    """Return the recipe's sampling parameters, with the trainer's temperature. Raises `InputError` if two differ."""
     text = recipe.recorder.get("rolltap_sampling", "{}")
     try:
         own = TypeAdapter(dict[str, Any]).validate_json(str(text))
@@ -222,15 +208,11 @@ def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
 
 
 def add_adapter(recipe: Recipe, model: Any) -> None:
-    """Add the recipe's adapter, if it has one, without weights to a model on the meta device.
-
-    Raises `InputError` when it does not fit.
-    """
-    if not (config := lora_config(recipe)):
+    """Add the recipe's adapter, if any, to a model on the meta device. Raises `InputError` if it does not fit."""
+    if not (config := lora_config(recipe, model)):
         return
+    config.init_lora_weights = False  # there are none to begin from
     try:
-        config.init_lora_weights = False  # there are none to begin from
-        without_frozen(config, model)
         with torch.device("meta"):
             inject_adapter_in_model(config, model)
     except Exception as error:  # PEFT checks little: wrong values end in errors of all kinds

@@ -1,13 +1,11 @@
-"""`training.json` in the run folder: the name of the training, its starts, and the values that decide its steps.
-
-A folder that was begun with other values is not gone on with.
-"""
+"""`training.json` in the run folder: the name of the training, its starts, and the values that decide its steps."""
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,32 +21,29 @@ from rolltap.trainer.training.recipe import Recipe
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
-_KEYS = ("groups_per_step", "strategy", "roles", "max_tokens", "suspicious")
-_ROLLOUT_KEYS = ("sessions", "replace_zero_variance", "runtime")
 _DIGEST = "sha256:"
 
-_FREE_FIELDS = (
-    "gradient_accumulation_steps steps_per_generation forward tokens_per_segment memory_gib offload_states "
-    "activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps use_cpu full_determinism "
-    "skip_memory_metrics debug local_rank report_to run_name project disable_tqdm push_to_hub"
-)
-_MAY_CHANGE = {f"grpo.{name}" for name in _FREE_FIELDS.split()} | {f"recorder.{name}" for name in FREE_OPTIONS}
-_MAY_CHANGE_FAMILIES = ("grpo.logging_", "grpo.log_", "grpo.save_", "grpo.hub_", "grpo.trackio_")
-"""How a step is computed, logged and saved, not which step it is."""
+_FREE_FIELDS = """
+    gradient_accumulation_steps steps_per_generation forward tokens_per_segment memory_gib offload_states
+    activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps use_cpu full_determinism
+    skip_memory_metrics debug local_rank report_to run_name project disable_tqdm push_to_hub
+    logging_* log_* save_* hub_* trackio_*
+"""
+"""Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""
 
 
 def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
     """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one.
 
-    Of folders that a task names the content counts, wherever they are. Raises `InputError` for one that cannot be read.
+    Of folders that a task names the content counts. Raises `InputError` for one that cannot be read.
     """
     return {
         "kind": "online",
         "tasks": _digest([task.digest() for task in tasks]),
         "harness": _DIGEST + harness.digest(),
-        **{key: getattr(recipe, key) for key in _ROLLOUT_KEYS},
+        **recipe.model_dump(include={"sessions", "replace_zero_variance", "runtime"}),
         **({"ahead": recipe.ahead} if recipe.ahead else {}),
-        **_table("recorder", recipe.recorder),
+        **_table("recorder", recipe.recorder, FREE_OPTIONS),
         **_table("budget", recipe.budget.model_dump(exclude_none=True)),
         **_common(recipe, seed),
     }
@@ -71,27 +66,23 @@ def require_same(where: object, known: Mapping[str, Any], begun: Mapping[str, An
 
 
 def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
+    part_of_all = 0 < recipe.grpo.get("warmup_steps", 0) < 1
+    same_rates = recipe.grpo.get("lr_scheduler_type") in _CONSTANT and not part_of_all
     return {
         "seed": seed,
         "model": str(recipe.model),
         "dtype": dtype_of(recipe),
-        **({} if _same_rates(recipe) else {"steps": recipe.steps}),
-        **{key: getattr(recipe, key) for key in _KEYS},
+        **({} if same_rates else {"steps": recipe.steps}),
+        **recipe.model_dump(include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"}),
         **_table("outcomes", recipe.outcomes.model_dump()),
         **_table("lora", recipe.lora),
-        **_table("grpo", recipe.grpo),
+        **_table("grpo", recipe.grpo, _FREE_FIELDS.split()),
     }
 
 
-def _same_rates(recipe: Recipe) -> bool:
-    """Return True when the learning rate of a step does not depend on the recipe's number of steps."""
-    part_of_all = 0 < recipe.grpo.get("warmup_steps", 0) < 1
-    return recipe.grpo.get("lr_scheduler_type") in _CONSTANT and not part_of_all
-
-
-def _table(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    named = {f"{name}.{key}": value for key, value in values.items() if f"{name}.{key}" not in _MAY_CHANGE}
-    return {key: value for key, value in named.items() if not key.startswith(_MAY_CHANGE_FAMILIES)}
+def _table(name: str, values: Mapping[str, Any], free: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of a table without those that match a `free` pattern."""
+    return {f"{name}.{key}": value for key, value in values.items() if not any(fnmatch(key, each) for each in free)}
 
 
 def _named(known: Mapping[str, Any], key: str) -> str:
@@ -131,8 +122,7 @@ def claimed_attempt(run: Path, begun: Mapping[str, Any]) -> Iterator[Attempt]:
     """Count a start of the training on the folder `run`, and yield it. No other start ever gets the same attempt.
 
     `begun` is what decides the steps (`begun_online`, `begun_offline`). The first start keeps it. The count is on the
-    disk when the block begins, so claim before anything is published. Inside the block no other training can start on
-    the folder, not even on this one's incomplete checkpoints.
+    disk when the block begins, in which no other training can start on the folder.
 
     Raises `InputError` when the first start had another `begun`; `RunError` when another training is running, and when
     `training.json` is damaged, or missing beside checkpoints; and `OSError`.

@@ -1,8 +1,7 @@
 """The evaluations of a training: held-out tasks, rolled out with the weights of a step.
 
-Their sessions are recorded in `evaluation`, a run folder of its own in that of the training. So no training reads them,
-and each command for runs does. Its recorder samples as the recipe's table [evaluation] says, by a copy of `policy.json`
-that is made when the evaluation begins.
+Their sessions are recorded in `evaluation`, a run folder of its own in that of the training, which no training reads.
+Its recorder samples as the recipe's table [evaluation] says, by the `policy.json` of when the evaluation begins.
 """
 
 import json
@@ -26,7 +25,7 @@ from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.training.arguments import sampling
 from rolltap.trainer.training.grpo.metrics import MOST_TASKS
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import HeldOut, Recipe
 from rolltap.trainer.training.report import METRICS, append_metrics, read_metrics
 from rolltap.trainer.training.steps import FinishedSessions, step_group
 
@@ -35,16 +34,15 @@ EVALUATION = "evaluation"
 
 
 class Evaluations:
-    """The evaluations of a training into the folder `run`, on the main process; none for a recipe without the table.
-
-    `worker` runs their sessions. It is made by `check`, and entered and left by the caller.
-    """
+    """The evaluations of a training into the folder `run`, on the main process; none for a recipe without the table."""
 
     def __init__(self, recipe: Recipe, run: Path) -> None:
         self.worker: Worker
+        """It runs the sessions. `check` makes it, and the caller enters and leaves it."""
         self._recipe, self._run = recipe, run
+        self._table = recipe.evaluation or HeldOut(tasks=Path())
         self.tasks: Sequence[Task] = ()
-        """Held-out tasks, as they will be run."""
+        """Held-out tasks, as they will be run; none without the table."""
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
 
@@ -54,51 +52,41 @@ class Evaluations:
         Harness, runtime and engines are the training's: boxes of both hide what sessions of both must not see. Says
         which tasks are trained too. Raises `InputError`.
         """
-        table = self._recipe.evaluation
-        if table is None:
+        if self._recipe.evaluation is None:
             return
-        options = {**sampling(self._recipe), **table.sampling}
-        recorder = self._recipe.recorder | {"rolltap_sampling": json.dumps(options)}
-        self.worker = Worker(
-            self._recipe.model_copy(update={"recorder": recorder}),
-            harness=training.harness,
-            engine=training.recorder.engine,
-            model=self._recipe.model,
-            out=self._run / EVALUATION,
-        )
+        options = json.dumps(sampling(self._recipe) | self._table.sampling)
+        recorder = self._recipe.recorder | {"rolltap_sampling": options}
+        recipe, engine = self._recipe.model_copy(update={"recorder": recorder}), training.recorder.engine
+        out = self._run / EVALUATION
+        self.worker = Worker(recipe, harness=training.harness, engine=engine, model=recipe.model, out=out)
         self.worker.runtime = training.runtime
         # those that are refused were named when the recipe was read
-        held_out = self.worker.fit(load_tasks(table.tasks, repositories=self._recipe.repositories, refused=[]))
+        held_out = self.worker.fit(load_tasks(self._table.tasks, repositories=self._recipe.repositories, refused=[]))
         contents = {task.id: task.model_copy(update={"id": ""}).digest() for task in [*held_out, *tasks]}
         known = {name for task in tasks for name in (task.id, contents[task.id])}
         if same := [task.id for task in held_out if not known.isdisjoint((task.id, contents[task.id]))]:
             say(f"warning: {counted(len(same), 'task')} of evaluation.tasks, which the training has too: {some(same)}")
         self.tasks = run_blocking(self.worker.build(held_out))
 
-    def groups(self, version: Version, *, last: bool = False) -> list[Group]:
+    def begin(self, version: Version, *, last: bool = False) -> Evaluation | None:
         """Return the groups to run with the published weights `version`, without the sessions that have ended.
 
-        There are none when no evaluation is due, and when they were returned before.
+        None when no evaluation is due, and when they were returned before.
         """
         if version.step in self._begun or not (missing := self.missing(version, last=last)):
-            return []
+            return None
         self._begun.add(version.step)
         write_atomically(self._run / EVALUATION / POLICY_FILE, (self._run / POLICY_FILE).read_text())
-        return missing
+        return Evaluation(missing, self.worker.stage, self._table.share)
 
     def missing(self, version: Version, *, last: bool = False) -> list[Group]:
         """Return the groups of an evaluation that is due, with the sessions that have not ended."""
-        table = self._recipe.evaluation
-        if table is None or not (last or version.step % (table.every * self._recipe.iterations) == 0):
+        due = last or version.step % (self._table.every * self._recipe.iterations) == 0
+        if not due or not self.tasks:
             return []
         ended = self._ended(version)
         missing = [(group, [name for name in group.session_ids if name not in ended]) for group in self._all(version)]
         return [replace(group, session_ids=names) for group, names in missing if names]
-
-    def beside(self, groups: Sequence[Group]) -> Evaluation | None:
-        """Return the groups as a schedule takes them; None without the table."""
-        table = self._recipe.evaluation
-        return Evaluation(groups, self.worker.stage, table.share) if table is not None else None
 
     def metrics(self, version: Version, say: Callable[[str], object]) -> dict[str, float]:
         """Return the metrics of the weights `version` by name, and say the first ones; none without an evaluation.
@@ -110,13 +98,12 @@ class Evaluations:
         - `eval/reward`, `eval/reward/task/ID` (of at most `MOST_TASKS` tasks), `eval/reward/harness/NAME`.
         - `eval/pass@K`, `eval/pass^K`: see `PassRow`; with `_low` and `_high` the ends of the interval of 95 %.
         """
-        table = self._recipe.evaluation
-        if table is None:
+        if not self.tasks:
             return {}
         sessions = [each for each in self._ended(version).values() if session_reward(each) is not None]
         if not sessions:
             if version.step in self._begun:
-                number = len(self.tasks) * table.sessions
+                number = len(self.tasks) * self._table.sessions
                 say(f"warning: none of the {number} sessions of the evaluation of {version} has a reward")
             return {}
         rewards = rewards_of(sessions)
@@ -145,8 +132,7 @@ class Evaluations:
 
     def _all(self, version: Version) -> list[Group]:
         """Return a group of each task. Its id is of no training group, not even of one of the same task."""
-        table = self._recipe.evaluation
-        return [step_group(version, 0, task, table.sessions, EVALUATION) for task in self.tasks] if table else []
+        return [step_group(version, 0, task, self._table.sessions, EVALUATION) for task in self.tasks]
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""

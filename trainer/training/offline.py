@@ -7,12 +7,11 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasets import Dataset
 from rich.console import Console
 
 from rolltap.addons.errors import InputError
@@ -25,177 +24,107 @@ from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
-from rolltap.trainer.traces.sessions import (
-    RewardRules,
-    TracedSession,
-    TraceOptions,
-    label_session,
-    make_batch,
-    trace_session,
-)
-from rolltap.trainer.training.arguments import check_arguments, require_machine, training_arguments
+from rolltap.trainer.traces.sessions import RewardRules, TracedSession, label_session, make_batch, trace_session
+from rolltap.trainer.training.arguments import check_arguments, require_rows
 from rolltap.trainer.training.attempt import begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
-from rolltap.trainer.training.grpo.ranks import initialise, on_main
-from rolltap.trainer.training.loop import first_on_main, make_trainer, save_finished, train_to_end
+from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.report import run_reports
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedGroup:
-    """A group of a recorded run that trains something: it has sessions with rewards that differ."""
+class RecordedGroup(NamedTuple):
+    """A group of a recorded run, by its index, that trains something: it has sessions with rewards that differ."""
 
     run: int
-    """Index of the run."""
     group_id: str
     session_ids: tuple[str, ...]
     """Sessions with a reward."""
-    unrewarded: tuple[str, ...] = ()
+    unrewarded: tuple[str, ...]
     """The others. They are only counted."""
-    task_id: str = ""
+    task_id: str
     """Task of the first session."""
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[float, ...]
     """Rewards of `session_ids`, by the recipe's rules."""
 
 
-@dataclass(slots=True)
-class Skipped:
-    """Sessions of recorded runs that are in no row, and the account of their tokens.
+class RecordedTraces(Source):
+    """Source of an offline training: a row has the index of a group of the recorded runs."""
 
-    Attributes:
-        groups: Run and group -> number of sessions, and whether one has a reward.
-    """
+    def __init__(self, recipe: Recipe, runs: Sequence[Path], *, out: Path, seed: int, console: Console) -> None:
+        self.groups: Sequence[RecordedGroup] = ()
+        self._recipe, self._runs, self._out, self._seed, self._console = recipe, runs, out, seed, console
+        self._options = recipe.trace_options()
 
-    groups: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
-    ledger: Ledger = field(default_factory=Ledger)
+    def check(self) -> dict[str, list[Any]]:
+        """Check recipe and runs, and return the groups to train and their tasks.
 
-    def add(self, run: int, traced: TracedSession) -> None:
-        """Add a session of the run with this index. Its tokens that a trainer would train have no signal."""
-        key = run, traced.group_id
-        sessions, rewarded = self.groups.get(key, (0, False))
-        self.groups[key] = sessions + 1, rewarded or traced.reward is not None
-        self.ledger += traced.rewarded().ledger.leave_out("no_signal")
+        Raises `InputError` for runs that the recipe's model cannot be trained on, and `RunError`.
+        """
+        recipe = self._recipe
+        check_arguments(recipe, processes_started())
+        for run in self._runs:
+            _require_tokenizer(run, recipe.model)
+        self.groups = recorded_groups(self._runs, self._options.rewards)
+        for number, run in enumerate(self._runs):
+            sessions = {name for group in self.groups if group.run == number for name in group.session_ids}
+            _require_temperature(run, sessions, recipe.grpo.get("temperature", 1.0))
+        require_rows(recipe, len(self.groups), f"the runs have {len(self.groups)} groups to train")
+        return {"group": list(range(len(self.groups))), "task_id": [group.task_id for group in self.groups]}
 
-    def __str__(self) -> str:
-        kinds = {True: "whose rewards are equal", False: "without a reward"}
-        parts = []
-        for rewarded, kind in kinds.items():
-            if sizes := [sessions for sessions, any_reward in self.groups.values() if any_reward == rewarded]:
-                parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
-        return f"{', '.join(parts)}; tokens {self.ledger}"
-
-
-def train(recipe: Recipe, runs: Sequence[Path], *, out: Path, title: str, seed: int, console: Console) -> None:
-    """Train on recorded runs, from the start or from the last checkpoint in `out`, to the recipe's last step.
-
-    Every process calls it; the main one alone reads the runs. Raises `InputError` for runs that the recipe's model
-    cannot be trained on, `RunError` and, on processes of which another one failed, `RankError`.
-    """
-    groups = on_main(partial(_groups, recipe, runs))
-    args = first_on_main(partial(training_arguments, recipe, out, seed, groups))
-    initialise(args)
-    source = RecordedTraces(runs, groups, recipe.trace_options())
-
-    def claim() -> None:
-        stack.enter_context(claimed_attempt(out, begun_offline(recipe, [astuple(group) for group in groups], seed)))
-        sessions = sum(len(group.session_ids) for group in groups)
-        console.print(f"{len(groups)} groups whose rewards differ, of {sessions} sessions")
-        if (skipped := source.skipped()).groups:
-            console.print(f"not trained: {skipped}")
-
-    with ExitStack() as stack:
-        on_main(claim)
-        rows = Dataset.from_dict({"group": list(range(len(groups))), "task_id": [group.task_id for group in groups]})
-        trainer = make_trainer(recipe, args, rows, source, run_reports(out, title, console))
-        train_to_end(trainer, console)
-        on_main(partial(save_finished, trainer, recipe, out))
-
-
-def _groups(recipe: Recipe, runs: Sequence[Path]) -> list[RecordedGroup]:
-    """Return the groups to train, after the checks of recipe and runs."""
-    require_machine(recipe.machine, processes_started())
-    check_arguments(recipe)
-    temperature = recipe.grpo.get("temperature", 1.0)
-    for run in runs:
-        _require_tokenizer(run, recipe.model)
-    groups = recorded_groups(runs, recipe.trace_options().rewards)
-    for number, run in enumerate(runs):
-        _require_temperature(
-            run, {i for group in groups if group.run == number for i in group.session_ids}, temperature
-        )
-    if recipe.groups_per_step > len(groups):
-        raise InputError(
-            f"groups_per_step is {recipe.groups_per_step}, but the runs have {len(groups)} groups to train"
-        )
-    return groups
-
-
-class RecordedTraces:
-    """Trace source of an offline training. It reads the runs on first use: every process has one, the main one uses it.
-
-    Raises `RunError` for a folder that is not a run.
-    """
-
-    def __init__(self, runs: Sequence[Path], groups: Sequence[RecordedGroup], options: TraceOptions) -> None:
-        self._runs = runs
-        self._groups = groups
-        self._options = options
-
-    @cached_property
-    def _sessions(self) -> list[dict[str, Session]]:
-        return [load_sessions(run) for run in self._runs]
-
-    @cached_property
-    def _calls(self) -> list[RecordedCalls]:
-        return [RecordedCalls(run) for run in self._runs]
-
-    @cached_property
-    def _routing(self) -> list[RecordedRouting | None]:
-        return [RecordedRouting(run) if self._options.routing else None for run in self._runs]
+    def claim(self, stack: ExitStack) -> None:
+        """Claim the folder, and say what is trained and what is not."""
+        stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
+        sessions = sum(len(group.session_ids) for group in self.groups)
+        self._console.print(f"{len(self.groups)} groups whose rewards differ, of {sessions} sessions")
+        if skipped := self.skipped()[1]:
+            self._console.print(f"not trained: {skipped}")
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
-        """Return the batch of the groups that the rows name (`group`: index of a group)."""
+        """Return the batch of the groups that the rows name (`group`: index of a group).
+
+        A group's id gets the index of its run: two runs may have groups of one name.
+        """
         batch = TraceBatch()
         for row in rows:
-            part = self._load(self._groups[row["group"]])
-            batch.traces += part.traces
-            batch.rewards |= part.rewards
-            batch.unrewarded |= part.unrewarded
+            group = self.groups[row["group"]]
+            part = make_batch(self._trace(group.run, name) for name in group.session_ids + group.unrewarded)
+            name = f"{group.run}/{group.group_id}"
+            batch.traces += [replace(trace, group_id=name) for trace in part.traces]
+            batch.rewards |= {session: replace(reward, group_id=name) for session, reward in part.rewards.items()}
+            batch.unrewarded |= {session: replace(why, group_id=name) for session, why in part.unrewarded.items()}
             batch.ledger += part.ledger
         return batch
 
-    def skipped(self) -> Skipped:
-        """Count the sessions that are in no row. Reads their calls."""
-        skipped = Skipped()
-        for run, (sessions, calls) in enumerate(zip(self._sessions, self._calls, strict=True)):
-            rows = {name for group in self._groups if group.run == run for name in group.session_ids + group.unrewarded}
+    def skipped(self) -> tuple[Ledger, str]:
+        """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
+        ledger, groups = Ledger(), defaultdict[tuple[int, str], list[float | None]](list)
+        for run, (sessions, calls, _) in enumerate(self._read):
+            rows = {name for group in self.groups if group.run == run for name in group.session_ids + group.unrewarded}
             for session_id in {*sessions, *calls} - rows:
-                skipped.add(run, self._trace(run, session_id))
-        return skipped
+                traced = self._trace(run, session_id)
+                ledger += traced.rewarded().ledger.leave_out("no_signal")
+                groups[run, traced.group_id].append(traced.reward)
+        parts = []
+        for kind, without in (("whose rewards are equal", False), ("without a reward", True)):
+            sizes = [len(given) for given in groups.values() if (set(given) == {None}) == without]
+            if sizes:
+                parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
+        return ledger, f"{', '.join(parts)}; tokens {ledger}" if parts else ""
 
-    def _load(self, group: RecordedGroup) -> TraceBatch:
-        """Return the batch of one group. Its id gets the index of its run: two runs may have groups of one name."""
-        batch = make_batch(self._trace(group.run, name) for name in group.session_ids + group.unrewarded)
-        name = f"{group.run}/{group.group_id}"
-        for trace in batch.traces:
-            trace.group_id = name
-        batch.rewards = {session: replace(reward, group_id=name) for session, reward in batch.rewards.items()}
-        batch.unrewarded = {session: replace(why, group_id=name) for session, why in batch.unrewarded.items()}
-        return batch
+    @cached_property
+    def _read(self) -> list[tuple[dict[str, Session], RecordedCalls, RecordedRouting | None]]:
+        routing = RecordedRouting if self._options.routing else lambda run: None
+        return [(load_sessions(run), RecordedCalls(run), routing(run)) for run in self._runs]
 
     def _trace(self, run: int, session_id: str) -> TracedSession:
-        calls = list(self._calls[run].get(session_id, []))
-        session = self._sessions[run].get(session_id)
-        recorded = RecordedSession(session_id=session_id, session=session, calls=calls, routing=self._routing[run])
-        return trace_session(recorded, self._options)
+        sessions, calls, routing = self._read[run]
+        own, recorded = sessions.get(session_id), [*calls.get(session_id, [])]
+        found = RecordedSession(session_id=session_id, session=own, calls=recorded, routing=routing)
+        return trace_session(found, self._options)
 
 
 def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGroup]:
-    """Return the groups of runs that train something, by run and id.
-
-    Groups whose rewards, by the recipe's rules, are all equal are left out: they have no advantage. A session without a
-    reward does not count.
+    """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id.
 
     Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
     not a run.
@@ -204,23 +133,22 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
     groups: list[RecordedGroup] = []
     rewarded = 0
     for number, run in enumerate(runs):
-        rewards: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        unrewarded: defaultdict[str, list[str]] = defaultdict(list)
+        members: defaultdict[str, list[str]] = defaultdict(list)
         sessions = load_sessions(run)
-        for session_id, session in sessions.items():
+        for session_id, session in sorted(sessions.items()):
             if session_id in owners:
                 raise InputError(f"session {session_id} is in {owners[session_id]} and in {run}: name each run once")
             owners[session_id] = run
-            if (reward := label_session(session, rules).reward) is not None:
-                rewards[session.group_id or session_id][session_id] = reward
-            else:
-                unrewarded[session.group_id or session_id].append(session_id)
-        rewarded += len(rewards)
-        for group_id in sorted(rewards):
-            if rewards_differ(rewards[group_id].values()):
-                ids, given = zip(*sorted(rewards[group_id].items()), strict=True)
-                without = tuple(sorted(unrewarded[group_id]))
-                groups.append(RecordedGroup(number, group_id, ids, without, sessions[ids[0]].task_id, given))
+            members[session.group_id or session_id].append(session_id)
+        for group_id, names in sorted(members.items()):
+            labels = {name: label_session(sessions[name], rules).reward for name in names}
+            rewards = {name: reward for name, reward in labels.items() if reward is not None}
+            rewarded += bool(rewards)
+            if rewards_differ(rewards.values()):
+                without = tuple(name for name in names if name not in rewards)
+                task_id = sessions[next(iter(rewards))].task_id
+                found = RecordedGroup(number, group_id, tuple(rewards), without, task_id, tuple(rewards.values()))
+                groups.append(found)
     if not groups:
         where = ", ".join(map(str, runs))
         why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"

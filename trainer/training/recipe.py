@@ -18,7 +18,6 @@ from rolltap.trainer.traces.sessions import Outcomes, RewardRules, Suspicious, T
 FINISHED = "model"
 """Folder in the run with the trained model. It exists once the training is finished."""
 
-
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -64,6 +63,9 @@ class Recipe(RolloutConfig):
     none."""
     harness: str | None = None
     """Name of a harness preset, or path of a preset file that ends in `.toml`. Required to roll out."""
+    service: str | None = None
+    """URL of a rollout service (`rolltap service`) that runs the sessions, into the same run folder. By default they
+    run here."""
     steps: int = Field(ge=1)
     """Number of rollout and training rounds. Each trains on newly recorded sessions, `grpo.num_iterations` times.
     Recorded runs are passed over until there are as many."""
@@ -140,10 +142,8 @@ class Recipe(RolloutConfig):
     def trace_options(self) -> TraceOptions:
         """Return the way from its sessions to labelled traces."""
         rules = RewardRules(self.outcomes, self.suspicious)
-        age = self.ahead * self.iterations  # a version has the number of its optimizer steps
-        return TraceOptions(
-            self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules, routing=self.replays_routing
-        )
+        age, routing = self.ahead * self.iterations, self.replays_routing  # a version counts optimizer steps
+        return TraceOptions(self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules, routing=routing)
 
     @property
     def replays_routing(self) -> bool:
@@ -157,10 +157,11 @@ def load_recipe(path: Path) -> Recipe:
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     require_options(recipe.recorder, f"{path}: recorder.")
+    if recipe.service is not None and recipe.evaluation is not None:
+        raise InputError(f"{path}: service = {recipe.service!r} runs no [evaluation]: remove one of them")
     if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
-        raise InputError(
-            f'{path}: container_engine and container_arguments are for runtime = "container", not "{recipe.runtime}"'
-        )
+        what = 'container_engine and container_arguments are for runtime = "container"'
+        raise InputError(f'{path}: {what}, not "{recipe.runtime}"')
     paths: dict[str, Any] = {
         name: (path.parent / getattr(recipe, name)).resolve()
         for name in ("model", "tasks", "repositories", "publish_folder")
@@ -172,9 +173,7 @@ def load_recipe(path: Path) -> Recipe:
     if (held_out := recipe.evaluation) is not None:
         require_options({"rolltap_sampling": json.dumps(held_out.sampling)}, f"{path}: evaluation.sampling: ")
         if recipe.concurrency == 1:
-            raise InputError(
-                f"{path}: evaluation.share = {held_out.share:g} leaves no slot for the training with concurrency = 1: "
-                "set concurrency = 2 or more"
-            )
+            what = f"evaluation.share = {held_out.share:g} leaves no slot for the training with concurrency = 1"
+            raise InputError(f"{path}: {what}: set concurrency = 2 or more")
         paths["evaluation"] = held_out.model_copy(update={"tasks": (path.parent / held_out.tasks).resolve()})
     return recipe.model_copy(update=paths)

@@ -1,30 +1,28 @@
 """Reports of a training while it runs: the file of metrics, the plots, a line a step on the console.
 
-They show what TRL logs, and so do the reporters of `grpo.report_to`. Only the main process reports.
-
 The file has one JSON object a line, in the order of the steps: `step`, the number of optimizer steps taken, and the
 metrics by name. A number that JSON lacks is null.
 """
 
+import fnmatch
 import json
 import logging
-import math
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from pydantic_core import to_json
 from rich.console import Console
 from transformers import TrainerCallback
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import RUN_FILE
-from rolltap.addons.store.staging import write_atomically
+from rolltap.addons.store.staging import new_file, write_atomically
 from rolltap.trainer.runs.views.report import plot_rewards
 
 METRICS = "metrics.jsonl"
@@ -33,9 +31,8 @@ METRICS = "metrics.jsonl"
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
     """Append the metrics of a step, in one write. Raises `OSError`."""
-    line = {"step": step, **{name: _json_value(value) for name, value in metrics.items()}}
     with path.open("ab", buffering=0) as file:
-        file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        file.write(_line({"step": step, **metrics}))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -58,23 +55,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`, and a last line that was not written to its end.
-
-    A training that resumes from the checkpoint of `step` takes the later steps again. Raises `RunError` as
-    `read_metrics`, and `OSError`.
-    """
-    if not path.exists():
-        return
-    kept = "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step)
-    if kept.encode() != path.read_bytes():
-        write_atomically(path, kept)
+    """Remove the lines after `step`, and a last line without its end. Raises as `read_metrics`, and `OSError`."""
+    if path.exists():
+        kept = b"".join(_line(line) for line in read_metrics(path) if line["step"] <= step)
+        write_atomically(path, kept.decode())
 
 
-def _json_value(value: Any) -> Any:
-    if value is None or isinstance(value, str | int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
+def _line(values: Mapping[str, Any]) -> bytes:
+    return to_json(values, inf_nan_mode="null", fallback=float) + b"\n"
 
 
 _OUTCOMES = tuple(
@@ -83,7 +71,7 @@ _OUTCOMES = tuple(
 )
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "reward/harness/*", "reward/task/*")),
-    ("evaluation", ("eval/reward", "eval/pass@*")),
+    ("evaluation", ("eval/reward", "eval/pass@*[0-9]")),
     ("sessions", ("sessions", *_OUTCOMES, "suspicious")),
     ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
     ("sampler and trainer: mean difference of log-probabilities", ("difference/*",)),
@@ -96,14 +84,15 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tokens in rows a second", ("tokens_per_second",)),
     ("peak memory, GiB", ("peak_memory_gib",)),
 )
-"""Titles, and names of metrics; `PREFIX*` stands for each that begins so. Outcomes and reasons that never occur are
-left out."""
+"""Titles, and patterns of metrics' names."""
+_OCCURRED = (*_OUTCOMES, "suspicious", "left_out/*")
+"""Patterns of metrics that are left out if they are 0 in every step."""
 _COLUMNS = 2
 MOST_LABELLED = 8
 """More lines than this of one prefix are thin, grey and without a label."""
 
 
-def plot_training(metrics: Path, path: Path, title: str) -> None:
+def plot_training(metrics: Path, path: Path | IO[bytes], title: str) -> None:
     """Write a PNG of the metrics of a training over its steps. Raises as `read_metrics`, and `OSError`."""
     lines = read_metrics(metrics)
     for line in lines:
@@ -134,7 +123,7 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], patterns: Sequence[str
             step = "eval/step" if name.startswith("eval/") else "step"
             points = [(line[step], line[name]) for line in lines if line.get(name) is not None]
             style = {"color": "tab:gray", "linewidth": 0.5} if many else {"label": unquote(name), "marker": "."}
-            axes.plot([step for step, _ in points], [value for _, value in points], **style)
+            axes.plot(*zip(*points, strict=True), **style)
     if patterns == ("difference/*",):
         axes.set_yscale("symlog", linthresh=1e-7)
     if axes.get_legend_handles_labels()[0]:
@@ -143,17 +132,10 @@ def _draw(axes: Axes, lines: Sequence[Mapping[str, Any]], patterns: Sequence[str
 
 def _matching(lines: Sequence[Mapping[str, Any]], pattern: str) -> list[str]:
     """Return the names of a pattern that have a value, sorted."""
-    prefix = pattern.removesuffix("*")
-    names = {name for line in lines for name, value in line.items() if name.startswith(prefix) and value is not None}
-    if prefix == pattern:
-        names &= {pattern}
-    elif prefix == "eval/pass@":
-        names = {name for name in names if name.removeprefix(prefix).isdecimal()}  # without the intervals
-    if prefix == "left_out/" or pattern in (*_OUTCOMES, "suspicious"):
-        names = {name for name in names if any(line.get(name) for line in lines)}
-    elif prefix.startswith("reward/") and len(names) == 1:
-        return []  # the reward of all
-    return sorted(names)
+    nothing = (None, 0) if pattern in _OCCURRED else (None,)
+    present = {name for line in lines for name, value in line.items() if value not in nothing}
+    names = sorted(fnmatch.filter(present, pattern))
+    return [] if pattern.startswith("reward/") and len(names) == 1 else names  # it is the reward of all
 
 
 logger = logging.getLogger(__name__)
@@ -162,49 +144,39 @@ PLOT_SHARE = 0.05
 """Most of the time of a training that drawing takes."""
 
 
-def run_reports(run: Path, title: str, console: Console) -> list[TrainerCallback]:
-    """Return the callbacks that report a training into the folder `run` and on `console`."""
-    return [MetricsFile(run / METRICS), Plots(lambda: plot_run(run, title)), StepLines(console)]
-
-
 def plot_run(run: Path, title: str) -> None:
     """Draw `training.png`, and for a run with recorded sessions `reward.png`. Each appears when it is complete."""
-    _replace(run / "training.png", lambda path: plot_training(run / METRICS, path, title))
+    with new_file(run / "training.png", "wb") as file:
+        plot_training(run / METRICS, file, title)
     if (run / RUN_FILE).exists():
-        _replace(run / "reward.png", lambda path: plot_rewards(run, path, title))
+        with new_file(run / "reward.png", "wb") as file:
+            plot_rewards(run, file, title)
 
 
-class MetricsFile(TrainerCallback):
-    """Appends each step's metrics to a file. A training that resumes first removes those of steps it takes again."""
+class Reports(TrainerCallback):
+    """Reports a training into the folder `run` and on `console` whenever metrics are logged.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the lines after the checkpoint."""
-        if state.is_world_process_zero:
-            cut_metrics(self._path, state.global_step)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line."""
-        if state.is_world_process_zero and _of_a_step(logs):
-            append_metrics(self._path, state.global_step, logs)
-
-
-class Plots(TrainerCallback):
-    """Draws when metrics were logged, unless that would take more than `PLOT_SHARE` of the time, and at the end.
-
-    A plot that cannot be drawn is a warning: the training goes on.
+    Plots are not drawn if that would take more than `PLOT_SHARE` of the time, but always at the end. One that cannot be
+    drawn is a warning: the training goes on.
     """
 
-    def __init__(self, draw: Callable[[], None]) -> None:
-        self._draw_plots = draw
-        self._next = 0.0
+    def __init__(self, run: Path, title: str, console: Console) -> None:
+        self._run, self._title, self._console = run, title, console
+        self._next_plot = 0.0
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Draw if it is time."""
-        if state.is_world_process_zero and _of_a_step(logs) and time.monotonic() >= self._next:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the lines after the checkpoint: their steps are taken again."""
+        if state.is_world_process_zero:
+            cut_metrics(self._run / METRICS, state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any) -> None:
+        """Report a step."""
+        if not state.is_world_process_zero or "train_runtime" in logs:  # a summary comes after the last step
+            return
+        append_metrics(self._run / METRICS, state.global_step, logs)
+        if time.monotonic() >= self._next_plot:
             self.draw()
+        self._console.print(step_line(state.global_step, state.max_steps, logs), markup=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the last state."""
@@ -215,24 +187,11 @@ class Plots(TrainerCallback):
         """Draw what was logged."""
         started = time.monotonic()
         try:
-            self._draw_plots()
+            plot_run(self._run, self._title)
         except Exception as error:
             logger.warning("the plots of the training could not be drawn: %s", error, exc_info=True)
         ended = time.monotonic()
-        self._next = ended + (ended - started) / PLOT_SHARE
-
-
-class StepLines(TrainerCallback):
-    """Prints a line when metrics were logged."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print the line of a step."""
-        if state.is_world_process_zero and _of_a_step(logs):
-            line = step_line(state.global_step, state.max_steps, logs)
-            self._console.print(line, markup=True)
+        self._next_plot = ended + (ended - started) / PLOT_SHARE
 
 
 def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
@@ -277,18 +236,3 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
         ("{:.1f} GiB", number.get("peak_memory_gib")),
     ]
     return "  ".join([f"step {step}/{steps}", *(text.format(value) for text, value in parts if value is not None)])
-
-
-def _of_a_step(logs: Any) -> bool:
-    """Return False for the summary that transformers logs after the last step."""
-    return logs is not None and "train_runtime" not in logs
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write `path` under a hidden name, with its suffix, and rename it."""
-    hidden = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        write(hidden)
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)

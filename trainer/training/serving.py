@@ -1,21 +1,20 @@
-"""The engines of a training: its weights are published to all of them, and what they serve is compared with it.
-
-All of this happens on the main process.
-"""
+"""The engines of a training: its weights are published to all of them, and what they serve is compared with it."""
 
 import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RunError
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.publish import Publisher, make_publisher
+from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.engine.weights import LIMITS, fixed_ids, published_name
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.runs.views.check import check_sessions
@@ -71,16 +70,11 @@ class Serving:
     """Weights on the engines of a training. `folder` is for those on their way, `run` is the run folder."""
 
     def __init__(self, recipe: Recipe, engines: Engines, folder: Path, run: Path) -> None:
-        self.engines = engines
-        self._recipe = recipe
+        self.engines, self._recipe, self._run = engines, recipe, run
         self._ids = fixed_ids(load_tokenizer(recipe.model))
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
-        self._run = run
-        self._publisher = self._publisher_from(folder, recipe.adapters)
-
-    def _publisher_from(self, folder: Path, adapters: int) -> Publisher:
-        kind, base = self._recipe.publish, self._recipe.model
-        return make_publisher(kind, self.engines, folder=folder, run=self._run, base=base, adapters=adapters)
+        self._publisher_from = partial(make_publisher, recipe.publish, engines, run=run, base=recipe.model)
+        self._publisher = self._publisher_from(folder=folder, adapters=recipe.adapters)
 
     def verify_base(self, trainer: TraceGRPOTrainer, version: str, console: Console) -> None:
         """Make sure that every engine serves the weights that the training began with.
@@ -92,55 +86,15 @@ class Serving:
         self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, console.print)
         self.engines.unload_ended(version.partition(".")[0])
 
-    def publish(self, trainer: TraceGRPOTrainer, version: str) -> None:
+    def publish(self, trainer: TraceGRPOTrainer, version: str, *, last: bool = False) -> None:
         """Publish the trainer's weights to every engine that then agrees with the trainer, on all engines or none.
 
         The metric `engine_difference` is the mean absolute difference of the log-probabilities of a fixed text, in
-        nats. Raises `EngineError` when it is over the limit, and what `Publisher.publish` raises.
+        nats. Of the training's adapters only the `last` one stays loaded at its end. It is loaded from the run folder,
+        which stays: vLLM reads an adapter again that its cache has dropped.
+
+        Raises `EngineError` when the difference is over the limit, and what `Publisher.publish` raises.
         """
-        self._publish(self._publisher, trainer, version)
-
-    def publish_last(self, trainer: TraceGRPOTrainer, version: str) -> None:
-        """Publish the finished weights as `publish` does. Of the training's adapters only this one stays loaded.
-
-        It is loaded from the run folder, which stays: vLLM reads an adapter again that its cache has dropped.
-        """
-        if self._recipe.publish != "lora":
-            self.publish(trainer, version)
-            return
-        try:
-            self._publish(self._publisher_from(self._run / PUBLISHED, 1), trainer, version)
-        except EngineError as error:
-            if self._recipe.publish_folder is None:
-                raise
-            _log.warning("the last adapter cannot be loaded from the run folder: %s", error)
-            self.publish(trainer, version)
-
-    def check_calls(self, session_ids: Sequence[str], console: Console) -> None:
-        """Score calls of the first sessions again, and print how far they differ.
-
-        Call it while the engines serve the weights that sampled them.
-        """
-        urls = ",".join(engine.url for engine in self.engines.admins)
-        try:
-            report = check_sessions(self._run, urls, session_ids, sample=CHECKED_CALLS)
-        except EngineError as error:
-            return console.print(f"warning: no call of the first step was checked: {error}")
-        if isinstance(report, str):
-            return console.print(f"warning: no call of the first step could be checked: {report}")
-        tokens = sum(row.tokens for row in report.rows)
-        mean = sum(row.mean_difference * row.tokens for row in report.rows) / tokens
-        calls = sum(row.calls for row in report.rows)
-        console.print(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
-        worst = max(report.rows, key=lambda row: row.mean_difference)
-        if not worst.within:
-            console.print(
-                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
-                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
-                f"`rolltap check {self._run}`"
-            )
-
-    def _publish(self, publisher: Publisher, trainer: TraceGRPOTrainer, version: str) -> None:
         own = trainer.score(self._ids)
 
         def agrees(name: str | None) -> None:
@@ -156,4 +110,33 @@ class Serving:
                     f"{dtype_of(self._recipe)}, or set max_difference in the recipe"
                 )
 
-        publisher.publish(trainer.model, version, agrees)
+        if last and self._recipe.publish == "lora":
+            try:
+                publisher = self._publisher_from(folder=self._run / PUBLISHED, adapters=1)
+                publisher.publish(trainer.model, version, agrees)
+                return
+            except EngineError as error:
+                if self._recipe.publish_folder is None:
+                    raise
+                _log.warning("the last adapter cannot be loaded from the run folder: %s", error)
+        self._publisher.publish(trainer.model, version, agrees)
+
+    def check_calls(self, session_ids: Sequence[str], console: Console) -> None:
+        """Score calls of sessions again, with the weights that sampled them, and print how far they differ."""
+        urls = ",".join(engine.url for engine in self.engines.admins)
+        try:
+            report = check_sessions(self._run, urls, session_ids, sample=CHECKED_CALLS)
+        except EngineError as error:
+            report = str(error)
+        if isinstance(report, str):
+            return console.print(f"warning: no call of the first step was checked: {report}")
+        mean = fmean([row.mean_difference for row in report.rows], [row.tokens for row in report.rows])
+        calls = sum(row.calls for row in report.rows)
+        console.print(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
+        worst = max(report.rows, key=lambda row: row.mean_difference)
+        if not worst.within:
+            console.print(
+                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
+                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
+                f"`rolltap check {self._run}`"
+            )

@@ -6,7 +6,6 @@ one that was a fault. `stale` are the ids of sessions that were too old when the
 with a row that are in no line are still to be trained.
 """
 
-import json
 import os
 import random
 import re
@@ -15,16 +14,27 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from pydantic import BaseModel, ValidationError
+
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.sessions import RewardRules, label_session
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 
 BATCHES = "batches.jsonl"
 """Name of the file in the run folder."""
+
+
+class TrainedBatch(BaseModel):
+    """The sessions of a step that was trained: id and revision of each, and the ids of those that were too old."""
+
+    step: int
+    sessions: list[tuple[str, int]]
+    stale: list[str] = []
 
 
 class TrainedBatches:
@@ -36,39 +46,33 @@ class TrainedBatches:
 
     def __init__(self, run: Path) -> None:
         self._path = run / BATCHES
-        self._steps: dict[int, list[tuple[str, int]]] = {}
-        self._stale: dict[int, list[str]] = {}
+        self._steps: dict[int, TrainedBatch] = {}
         text = self._path.read_bytes() if self._path.exists() else b""
         *lines, torn = text.split(b"\n")
         if torn:
             os.truncate(self._path, len(text) - len(torn))
         for number, line in enumerate(lines, 1):
             try:
-                batch = json.loads(line)
-                self._steps[int(batch["step"])] = [(str(name), int(number)) for name, number in batch["sessions"]]
-                self._stale[int(batch["step"])] = list(map(str, batch.get("stale", [])))
-            except (ValueError, TypeError, LookupError) as error:
-                raise RunError(f"{self._path}, line {number} is damaged ({error}): train into a new folder") from error
+                batch = TrainedBatch.model_validate_json(line)
+            except ValidationError as error:
+                what = f"{self._path}, line {number} is damaged ({describe(error)})"
+                raise RunError(f"{what}: train into a new folder") from error
+            self._steps[batch.step] = batch
 
-    def get(self, step: int) -> list[tuple[str, int]] | None:
-        """Return id and revision of a step's sessions in their order; None when its batch was not trained before."""
+    def get(self, step: int) -> TrainedBatch | None:
+        """Return the batch of a step; None when it was not trained before."""
         return self._steps.get(step)
-
-    def stale(self, step: int) -> list[str]:
-        """Return the ids of the sessions that were too old for a step that was trained."""
-        return self._stale.get(step, [])
 
     def groups(self) -> set[str]:
         """Return the groups that were trained or too old, by the ids that they were run with."""
-        names = [name for step, sessions in self._steps.items() for name in [*dict(sessions), *self._stale[step]]]
+        names = [name for batch in self._steps.values() for name in [*dict(batch.sessions), *batch.stale]]
         return {found[1] for name in names if (found := _PLACE.fullmatch(place_of(name)))}
 
-    def add(self, step: int, sessions: Sequence[tuple[str, int]], stale: Sequence[str] = ()) -> None:
-        """Write the batch of a step, id and revision of each. It is on the disk after the return. Raises `OSError`."""
-        self._steps[step], self._stale[step] = list(sessions), list(stale)
-        line = {"step": step, "sessions": self._steps[step], **({"stale": self._stale[step]} if stale else {})}
+    def add(self, batch: TrainedBatch) -> None:
+        """Write the batch of a step. It is on the disk after the return. Raises `OSError`."""
+        self._steps[batch.step] = batch
         with self._path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(batch.model_dump_json(exclude_defaults=True).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -81,16 +85,24 @@ and the training's attempt. The group of its row may be another one since somebo
 def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
-    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts; `position` is its place in the step.
-    Before it there may be a `kind` of groups, and `~`, which no task's id has.
-    A session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
+    The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of groups and `~`. A
+    session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
     """
     group_id = f"{kind and f'{kind}~'}{task.id}-{version.run}.{version.step}.{position}"
     return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
 
 
+def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
+    """Return id in `group` -> the session of its place, of several tries the last; of whatever start, on a service."""
+
+    prefix = f"{group.group_id}-"
+    index = {name: place_of(name).removeprefix(prefix).partition(".")[0] for name in group.session_ids}
+    own = {place_of(each.session_id).removeprefix(prefix).partition(".")[0]: each for each in sessions}
+    return {name: own[at] for name, at in index.items() if at in own}
+
+
 class FinishedSessions:
-    """Sessions with a row in the run folder that need not be tried again, by group and index. The weights of their step
+    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index. The weights of their step
     sampled the first token of each, or with `ahead` any weights of their training."""
 
     def __init__(self, sessions: Iterable[Session], *, ahead: bool = False) -> None:
@@ -105,10 +117,7 @@ class FinishedSessions:
                 group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
 
     def of(self, group: Group) -> dict[str, Session]:
-        """Return the sessions of a group: id in `group` -> session of the first attempt that need not be tried again.
-
-        Those of `RERUN` and sessions of other weights are not among them: they are run again.
-        """
+        """Return id in `group` -> session of the first attempt that need not be tried again."""
         finished = self._groups[group.group_id]
         return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
 
@@ -124,9 +133,8 @@ def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, s
 
     Tasks that the step has not `used` come first. When all have come, they are drawn again.
     """
-    drawn: list[Task] = []
     rng = random.Random(f"{seed}/{step}/further")
+    drawn = sorted(rng.sample(tasks, len(tasks)), key=lambda task: task in used)
     while len(drawn) < number:
-        order = rng.sample(tasks, len(tasks))
-        drawn += sorted(order, key=lambda task: task in used) if not drawn else order
+        drawn += rng.sample(tasks, len(tasks))
     return drawn[:number]

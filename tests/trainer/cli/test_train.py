@@ -122,6 +122,14 @@ class TestStart:
             raise refused.exception
         assert not (training.folder / "run").exists()
 
+    def test_a_step_of_more_groups_than_there_are_tasks_is_refused_by_start_and_plan(self, training, monkeypatch):
+        training.recipe(SMALL.replace("groups_per_step = 2", "groups_per_step = 4"))
+        message = r"groups_per_step is 4, but .*tasks\.jsonl has 3 tasks"
+        refused = training.here(monkeypatch)
+        with pytest.raises(InputError, match=message):
+            raise refused.exception
+        assert re.search(message, training.here(monkeypatch, more=(*ENGINES, "--dry-run")).output)
+
 
 class TestSeveralProcesses:
     @pytest.mark.parametrize("ends", [click.UsageError("no such option"), KeyboardInterrupt()])

@@ -193,7 +193,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
         worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
-        online.Schedule = schedule_by(points)
+        worker.Schedule = schedule_by(points)
         report.plot_run = lambda run, title: None  # which takes longer than such a training
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
@@ -215,15 +215,11 @@ def train(folder: Path, kill_at: str | None = None) -> int:
 
         online.OnlineTraces.__call__, online.OnlineTraces.before_batch = noted, stepped
         recipe = load_recipe(folder.parent / "recipe.toml")
+        run = folder / "run"
         with open(os.devnull, "w") as silent:
-            loop.train(
-                recipe,
-                engine="http://127.0.0.1:9",
-                run=folder / "run",
-                title="killed",
-                seed=3,
-                console=Console(file=silent),
-            )
+            console = Console(file=silent)
+            source = online.OnlineTraces(recipe, run, engine="http://127.0.0.1:9", seed=3, console=console)
+            loop.train(source, recipe, run, title="killed", seed=3, console=console)
         (folder / "points").write_text("\n".join(points.passed))  # to choose from
         status = 0
     except Exception:

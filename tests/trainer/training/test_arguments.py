@@ -1,22 +1,21 @@
 """Arguments of a recipe for TRL, PEFT and the recorder; its adapter, checkpoints and reporters."""
 
 import pytest
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training import arguments
 from rolltap.trainer.training.arguments import (
     CHECKPOINTS,
     check_arguments,
     last_checkpoint,
+    lora_config,
     remove_incomplete,
     require_servable,
     sampling,
     training_arguments,
-    without_frozen,
 )
-from rolltap.trainer.training.recipe import load_recipe
+from rolltap.trainer.training.recipe import Recipe, load_recipe
 from tests.trainer.training.grpo.tiny import tiny_model
 from tests.trainer.training.grpo.tiny_models import FAMILIES
 from tests.trainer.training.test_loop import write_recipe
@@ -27,7 +26,7 @@ class TestArguments:
     def arguments(self, tmp_path):
         def arguments(text, **values):
             recipe = load_recipe(write_recipe(tmp_path, text, **values))
-            return training_arguments(recipe, tmp_path, 3, load_tasks(recipe.tasks))
+            return training_arguments(recipe, tmp_path, 3)
 
         return arguments
 
@@ -37,20 +36,15 @@ class TestArguments:
         assert args.output_dir == str(tmp_path / CHECKPOINTS)
 
     @pytest.mark.parametrize(
-        ("text", "values", "message"),
+        ("text", "message"),
         [
-            (
-                "[grpo]\nlearning_rate = -1\n",
-                {},
-                r"grpo\.learning_rate = -1: Input should be greater than or equal to 0",
-            ),
-            ("[grpo]\nadam_beta1 = 2\n", {}, r"grpo\..*adam_beta1 = 2.*: Invalid beta parameter"),
-            ("", {"groups_per_step": 2}, "groups_per_step is 2, but .* has 1 tasks"),
+            ("[grpo]\nlearning_rate = -1\n", r"grpo\.learning_rate = -1: Input should be greater than or equal to 0"),
+            ("[grpo]\nadam_beta1 = 2\n", r"grpo\..*adam_beta1 = 2.*: Invalid beta parameter"),
         ],
     )
-    def test_invalid_arguments_are_refused(self, arguments, text, values, message):
+    def test_invalid_arguments_are_refused(self, arguments, text, message):
         with pytest.raises(InputError, match=message):
-            arguments(text, **values)
+            arguments(text)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -60,8 +54,8 @@ class TestArguments:
 def test_an_adapter_leaves_out_frozen_towers_and_what_the_recipe_leaves_out(monkeypatch, excluded, left):
     frozen = lambda model: [name for name, _ in model.named_modules() if name.startswith("model.layers.0")]  # noqa: E731
     monkeypatch.setattr(arguments, "frozen_modules", frozen)
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
-    model = get_peft_model(tiny_model(), without_frozen(config, tiny_model()))
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"], "exclude_modules": excluded}
+    model = get_peft_model(tiny_model(), lora_config(Recipe(model="m", steps=1, lora=lora), tiny_model()))
     adapted = {name.partition("layers.")[2] for name, _ in model.named_modules() if name.endswith("lora_A")}
     assert adapted == {f"1.self_attn.{name}.lora_A" for name in left}
 
@@ -149,7 +143,7 @@ class TestChecks:
     def test_values_that_trl_and_peft_take_are_accepted(self, tmp_path, model, text):
         recipe = load_recipe(write_recipe(tmp_path, text, model=str(model)))
         check_arguments(recipe)
-        training_arguments(recipe, tmp_path, 0, [1])
+        training_arguments(recipe, tmp_path, 0)
 
     def test_a_folder_without_a_model_is_named(self, tmp_path):
         with pytest.raises(InputError, match=r"model: the folder /nope does not exist"):

@@ -22,7 +22,7 @@ from rolltap.trainer.training import evaluation
 from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.evaluation import EVALUATION, Evaluations
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.report import METRICS, Plots, append_metrics, read_metrics
+from rolltap.trainer.training.report import METRICS, Reports, append_metrics, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests.trainer.training.test_online import HELD_OUT, Loop
 from tests.trainer.training.trainings import ENGINES, RECIPE, Training
@@ -155,7 +155,7 @@ def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_pa
     (tmp_path / "held_out.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.replace("steps = 2", "steps = 3")
     training.recipe(recipe + "[evaluation]\ntasks = 'held_out.jsonl'\nsessions = 1\nevery = 2\n")
-    monkeypatch.setattr(Plots, "draw", lambda plots: drawn.append(len(read_metrics(tmp_path / "run" / METRICS))))
+    monkeypatch.setattr(Reports, "draw", lambda reports: drawn.append(len(read_metrics(tmp_path / "run" / METRICS))))
     ended = training.here(monkeypatch)
     assert ended.exit_code == 0, ended.output
     assert "warning: 1 task of evaluation.tasks, which the training has too: a\n" in ended.output

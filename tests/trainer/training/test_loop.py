@@ -26,6 +26,7 @@ from rolltap.trainer.training.steps import TrainedBatches
 from tests import tiny_checkpoints
 from tests.conftest import running_engine
 from tests.deep import cases
+from tests.trainer.service.served import serving
 from tests.trainer.training.grpo.tiny import largest_difference
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,6 +124,38 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     assert (run / FINISHED / "model.safetensors").exists()
 
 
+@pytest.mark.deep
+@pytest.mark.engine
+@pytest.mark.harness
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_service_runs_the_sessions_of_a_training(engine, tmp_path, ahead):
+    run, tasks = tmp_path / "run", write_task(tmp_path)
+    with serving(
+        run, engine.url, engine.model_dir, Path("mini-swe-agent"), tasks=[json.loads(tasks.read_text())]
+    ) as at:
+        settings = {"service": at.url, "ahead": ahead, "tasks": str(tasks), "model": str(engine.model_dir)}
+        tables = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\n"
+        arguments = [
+            "train",
+            str(write_recipe(tmp_path, tables, **settings)),
+            "--engine",
+            engine.url,
+            "--out",
+            str(run),
+        ]
+        try:
+            result = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
+        finally:
+            restore(engine)
+        assert result.exit_code == 0, result.output
+        ended = {data["id"] for _, kind, data in at.events(until=lambda kind, _: kind == "ended") if kind == "ended"}
+    sessions = load_sessions(run).values()
+    name = json.loads((run / TRAINING_FILE).read_text())["run"]
+    assert {session.policy_version for session in sessions} <= {f"{name}.0.0", f"{name}.1.0"}
+    assert (len(sessions), {session.group_id for session in sessions} >= ended) == (4, True)
+    assert [bool(line["tokens_trained"]) for line in read_metrics(run / METRICS)] == [True, True]
+
+
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -149,7 +182,9 @@ def test_rollouts_one_step_ahead_train_what_they_sampled_and_say_how_old_it_is(e
     batches, recorded = TrainedBatches(run), dict(RecordedCalls(run).items())
     lines = read_metrics(run / METRICS)
     for step, line in enumerate(lines):
-        spans = [span for name, _ in batches.get(step) for call in recorded[name] for span in call.weight_versions]
+        spans = [
+            span for name, _ in batches.get(step).sessions for call in recorded[name] for span in call.weight_versions
+        ]
         ages = [step - Version.parse(span.version).step for span in spans for _ in range(span.start, span.end)]
         kept = [age for age in ages if age <= 1]
         assert line["age/mean"] == pytest.approx(fmean(kept))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,13 +22,15 @@ from rolltap.trainer.cli import main
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.build import Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.sessions import Outcomes, RewardRules, TraceOptions
+from rolltap.trainer.traces.sessions import Outcomes, RewardRules
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
+from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests import tiny_checkpoints
 from tests.trainer.training.grpo.tiny import tiny_model
 
 GROUPS = {"a": [0.0, 1.0]}
+RECIPE = Recipe(model="m", steps=1)
 GRPO = "[grpo]\nlearning_rate = 1e-2\nactivation_checkpointing = false\nmax_grad_norm = 0.0\n"
 
 
@@ -161,6 +164,13 @@ def test_a_finished_training_is_not_overwritten(run, write_recipe, tmp_path):
         rolltap.train_offline(write_recipe(), [run], out=tmp_path / "out")
 
 
+def source_of(runs, recipe=RECIPE):
+    """Return the source of a training from runs, after its checks."""
+    source = RecordedTraces(recipe, runs, out=Path("out"), seed=0, console=Console())
+    source.groups = recorded_groups(runs, recipe.trace_options().rewards)
+    return source
+
+
 def test_groups_have_the_sessions_with_a_reward_if_the_rewards_differ(tmp_path, model):
     first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0], "none": [None]})
     second = write_run(tmp_path / "second", model, {"a": [0.0, 1.0]}, prefix="x")
@@ -177,16 +187,15 @@ def test_the_ledgers_of_all_rows_and_of_the_groups_that_are_none_add_up_to_that_
         spans = [VersionSpan(version="0", start=0, end=1)]
         fields = {"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1.0], "weight_versions": spans}
         writer.add_call(Call(session_id="unknown", call_id="c", **fields))
-    groups = recorded_groups([run], RewardRules())
-    source = RecordedTraces([run], groups, TraceOptions())
-    batch = source([{"group": group} for group in range(len(groups))])
-    skipped = source.skipped()
+    source = source_of([run])
+    batch = source([{"group": group} for group in range(len(source.groups))])
+    ledger, text = source.skipped()
     assert batch.ledger == Ledger(sampled=20, trained=16, left_out={"infrastructure": 4})
-    assert skipped.ledger == Ledger(sampled=17, left_out={"no_signal": 8, "infrastructure": 8, "no_reward": 1})
-    total, recorded = batch.ledger + skipped.ledger, summarize(run).ledger
+    assert ledger == Ledger(sampled=17, left_out={"no_signal": 8, "infrastructure": 8, "no_reward": 1})
+    total, recorded = batch.ledger + ledger, summarize(run).ledger
     assert total == recorded + Ledger(trained=-8, left_out={"no_signal": 8})
     assert batch.unrewarded == {"a-2": Unrewarded(group_id="0/a", reason="infrastructure", status="infrastructure")}
-    assert str(skipped) == (
+    assert text == (
         "1 group whose rewards are equal (3 sessions), 2 groups without a reward (2 sessions); "
         "tokens 17: 0 to train, left out: 8 infrastructure, 1 no_reward, 8 no_signal"
     )
@@ -200,13 +209,12 @@ def test_a_row_has_the_rewards_of_the_recipe_and_not_those_of_the_run(tmp_path, 
         cheated = {"session_id": "a-1", "task_id": "task a", "group_id": "a", "revision": 1, "reward": 1.0}
         writer.add_session(Session(**cheated, status="completed", suspicions={"git_history": 2}))
     assert [group.group_id for group in recorded_groups([run], RewardRules())] == ["b"]
-    rules = RewardRules(Outcomes(timeout="exclude"), 0.5)
-    [group] = recorded_groups([run], rules)
+    source = source_of([run], Recipe(model="m", steps=1, outcomes=Outcomes(timeout="exclude"), suspicious=0.5))
+    [group] = source.groups
     assert (group.group_id, group.session_ids) == ("a", ("a-0", "a-1"))
-    source = RecordedTraces([run], [group], TraceOptions(rewards=rules))
     batch = source([{"group": 0}])
     assert {name: label.reward for name, label in batch.rewards.items()} == {"a-0": 1.0, "a-1": 0.5}
-    assert source.skipped().ledger.left_out == {"excluded": 4, "no_signal": 4}
+    assert source.skipped()[0].left_out == {"excluded": 4, "no_signal": 4}
 
 
 def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the_metrics(tmp_path, model, write_recipe):
@@ -224,12 +232,12 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
 
 
 def test_groups_of_one_name_in_two_runs_are_two_groups(two_runs):
-    source = RecordedTraces(two_runs, recorded_groups(two_runs, RewardRules()), TraceOptions())
-    batch = source._load(source._groups[1])
+    source = source_of(two_runs)
+    batch = source([{"group": 1}])
     assert {reward.group_id for reward in batch.rewards.values()} == {"1/a"}
     assert [(trace.session_id, trace.group_id) for trace in batch.traces] == [("ya-0", "1/a"), ("ya-1", "1/a")]
     assert batch.ledger.trained == batch.ledger.sampled == 8
-    assert not source.skipped().ledger.sampled  # all groups are rows: nothing is said
+    assert source.skipped() == (Ledger(), "")  # all groups are rows: nothing is said
 
 
 HOT = {"sampling": '{"temperature": 0.7}'}

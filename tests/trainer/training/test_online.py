@@ -72,18 +72,18 @@ class Loop:
     def verify_base(self, trainer, version, console):
         self.published.append(f"base {version}")
 
-    def publish(self, trainer, version):
+    def publish(self, trainer, version, *, last=False):
         if self.refusal is not None:
             raise self.refusal
         self.published.append(version)
         write_policy(self.folder, None, version)
 
-    publish_last = publish
     check_calls = Serving.check_calls
 
-    def run_sessions(self, groups, version, evaluated):
-        self.evaluated += [session.session_id for session in self.record(self.folder / EVALUATION, evaluated, version)]
-        sessions = self.record(self.folder, groups, version)
+    def run_sessions(self, groups, version, evaluation):
+        evaluated = evaluation.groups if evaluation is not None else []
+        self.evaluated += [each.session_id for each in self.record(self.folder / EVALUATION, evaluated, str(version))]
+        sessions = self.record(self.folder, groups, str(version))
         self.run += [session.session_id for session in sessions]
         return sessions
 
@@ -113,8 +113,11 @@ class Loop:
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source.take(TASKS, Attempt("1a2b3c4d", attempt), self, self.run_sessions, self.open_schedule)
-        source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace(stage=None)
+        source._roll_out, source._open_schedule = self.run_sessions, self.open_schedule
+        source._tasks = {task.id: task for task in TASKS}
+        source.take(Attempt("1a2b3c4d", attempt), self)
+        if self.recipe.evaluation is not None:
+            source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace(stage=None)
         source.trainer = SimpleNamespace(
             state=SimpleNamespace(global_step=number),
             args=SimpleNamespace(max_steps=9),
@@ -161,8 +164,8 @@ class AtOnce:
     async def submit(self, group, stage=None, evaluates=False):
         events = asyncio.get_running_loop()
         result = events.create_future()
-        groups, evaluated = ([], [group]) if evaluates else ([group], [])
-        sessions = self.loop.run_sessions(groups, self.loop.published[-1], evaluated)
+        groups, evaluation = ([], SimpleNamespace(groups=[group])) if evaluates else ([group], None)
+        sessions = self.loop.run_sessions(groups, self.loop.published[-1], evaluation)
         if group.task.id in self.loop.held:
             self.loop.waiting[group.task.id] = partial(events.call_soon_threadsafe, result.set_result, sessions)
         else:
@@ -312,7 +315,7 @@ class TestAhead:
         assert {reward.task_id for reward in batch.rewards.values()} == {"d"}
         assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
         stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
-        assert TrainedBatches(self.loop.folder).stale(2) == stale
+        assert TrainedBatches(self.loop.folder).get(2).stale == stale
         assert [line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line] == [0, 0, 1]
         assert "other weights" not in self.loop.console.file.getvalue()
         assert self.step(make(2, attempt=1), 2) == batch
@@ -531,7 +534,7 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         ("old", "new", "lacks"),
-        [(", 0]]", ', 0], ["gone", 0]]', "gone of revision 0"), (", 0]", ", 5]", "b-1a2b3c4d.3.0-0.0 of revision 5")],
+        [(",0]]", ',0],["gone",0]]', "gone of revision 0"), (",0]", ",5]", "b-1a2b3c4d.3.0-0.0 of revision 5")],
     )
     def test_a_step_whose_sessions_or_revisions_are_gone_is_not_taken_again(self, loop, old, new, lacks):
         loop.step(3, "b")

@@ -20,13 +20,12 @@ from rolltap.trainer.training import report
 from rolltap.trainer.training.report import (
     METRICS,
     MOST_LABELLED,
-    Plots,
+    Reports,
     append_metrics,
     cut_metrics,
     plot_run,
     plot_training,
     read_metrics,
-    run_reports,
     step_line,
 )
 
@@ -104,7 +103,7 @@ def train(tmp_path):
                 dataloader_pin_memory=False,
             ),
             train_dataset=[{"x": torch.ones(1)}] * 8,
-            callbacks=[*run_reports(tmp_path, "title", console), Kill()],
+            callbacks=[Reports(tmp_path, "title", console), Kill()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}"))
@@ -152,30 +151,32 @@ def test_the_rewards_of_a_recorded_run_are_drawn_too(tmp_path):
     assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
 
 
-def test_drawing_takes_at_most_its_share_of_the_time(monkeypatch):
+def test_drawing_takes_at_most_its_share_of_the_time(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(report.time, "monotonic", lambda: clock.now)
     drawn = []
 
-    def draw():
+    def draw(run, title):
         drawn.append(clock.now)
         clock.now += 2
 
-    plots, state = Plots(draw), SimpleNamespace(is_world_process_zero=True)
+    monkeypatch.setattr(report, "plot_run", draw)
+    reports = Reports(tmp_path, "title", Console(file=io.StringIO()))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=2)
     for _ in range(100):
-        plots.on_log(None, state, None, logs={"loss": 1.0})
+        reports.on_log(None, state, None, logs={"loss": 1.0})
         clock.now += 1
-    plots.on_train_end(None, state, None)
+    reports.on_train_end(None, state, None)
     assert drawn == [100, 142, 184, clock.now - 2]
 
 
 def test_other_processes_report_nothing(tmp_path):
     printed = io.StringIO()
     state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=2)
-    for callback in run_reports(tmp_path, "title", Console(file=printed)):
-        callback.on_train_begin(None, state, None)
-        callback.on_log(None, state, None, logs={"loss": 1.0})
-        callback.on_train_end(None, state, None)
+    reports = Reports(tmp_path, "title", Console(file=printed))
+    reports.on_train_begin(None, state, None)
+    reports.on_log(None, state, None, logs={"loss": 1.0})
+    reports.on_train_end(None, state, None)
     assert (printed.getvalue(), list(tmp_path.iterdir())) == ("", [])
 
 

@@ -117,7 +117,7 @@ class TestTheLastAdapter:
         published = serving(publish="lora", publish_folder=tmp_path)
         for step in range(3):
             published.publish(adapted, f"1a2b3c4d.{step}.0")
-        published.publish_last(adapted, "1a2b3c4d.3.0")
+        published.publish(adapted, "1a2b3c4d.3.0", last=True)
         assert self.adapters(tmp_path) == [["policy-1a2b3c4d.3.0"]] * 2
         assert loaded[-1] == tmp_path / "run" / "published" / "policy-1a2b3c4d.3.0"
         assert loaded[-1].is_dir()
@@ -134,7 +134,7 @@ class TestTheLastAdapter:
 
         monkeypatch.setattr(FolderEngine, "load_adapter", elsewhere)
         published = serving(publish="lora", publish_folder=tmp_path)
-        published.publish_last(adapted, "1a2b3c4d.3.0")
+        published.publish(adapted, "1a2b3c4d.3.0", last=True)
         assert self.adapters(tmp_path) == [["policy-1a2b3c4d.3.0"]] * 2
         assert "cannot be loaded from the run folder: no such folder" in caplog.text
 

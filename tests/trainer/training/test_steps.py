@@ -13,6 +13,7 @@ from rolltap.trainer.traces.sessions import Outcomes, RewardRules
 from rolltap.trainer.training.steps import (
     BATCHES,
     FinishedSessions,
+    TrainedBatch,
     TrainedBatches,
     further_tasks,
     has_signal,
@@ -141,21 +142,23 @@ def test_steps_and_seeds_draw_other_tasks():
 
 @pytest.mark.parametrize("torn", [b'{"step": 4, "sess', b'{"step": 4, "sessions": ["\xc3', b"\x00\x00"])
 def test_a_torn_line_is_as_if_it_had_not_been_written(tmp_path, torn):
-    TrainedBatches(tmp_path).add(3, [("b", 0), ("a", 2)])
+    third = TrainedBatch(step=3, sessions=[("b", 0), ("a", 2)], stale=["c"])
+    TrainedBatches(tmp_path).add(third)
     with (tmp_path / BATCHES).open("ab") as file:
         file.write(torn)
     batches = TrainedBatches(tmp_path)
     assert batches.get(4) is None
-    batches.add(4, [("c", 1)])
+    fourth = TrainedBatch(step=4, sessions=[("c", 1)])
+    batches.add(fourth)
     again = TrainedBatches(tmp_path)
-    assert (again.get(3), again.get(4)) == ([("b", 0), ("a", 2)], [("c", 1)])
+    assert (again.get(3), again.get(4)) == (third, fourth)
 
 
 @pytest.mark.parametrize(
     "line", ["", "[]", "{}", '{"step": 1, "sessions": ["a-0"]}', '{"step": 1}', '{"step": "x", "sessions": []}', "{"]
 )
 def test_a_damaged_line_is_named(tmp_path, line):
-    TrainedBatches(tmp_path).add(3, [("a", 0)])
+    TrainedBatches(tmp_path).add(TrainedBatch(step=3, sessions=[("a", 0)]))
     with (tmp_path / BATCHES).open("a") as file:
         file.write(line + "\n")
     with pytest.raises(RunError, match=r"batches\.jsonl, line 2 is damaged"):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import IO, Any
 
 from pyarrow import RecordBatch
 from rich import box
@@ -368,7 +368,7 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
-def plot_rewards(run: Path, path: Path, title: str) -> None:
+def plot_rewards(run: Path, path: Path | IO[bytes], title: str) -> None:
     """Write a PNG of the mean reward of each step's weights, every session's reward as a dot behind it."""
     from matplotlib.figure import Figure  # of the extra `train`
 

@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from rolltap.trainer.doctor.model import diagnose
 from rolltap.trainer.models.loading import INSTALL, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
-from rolltap.trainer.training.arguments import check_arguments, require_machine, sampling, training_arguments
+from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
 from rolltap.trainer.training.dry_run.memory import SLACK, Machine, Memory, Rows, gib, session_bytes
 from rolltap.trainer.training.dry_run.model import ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
@@ -29,12 +28,6 @@ class Finding:
     here, and the plan does without."""
     text: str
     fix: str
-
-
-def refused(refusal: RolltapError) -> Finding:
-    """Return the finding of what a start refuses. Its remedy comes after the last colon of the message."""
-    what, _, fix = str(refusal).rpartition(": ")
-    return Finding("error", what or fix, fix if what else "correct the recipe")
 
 
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
@@ -62,11 +55,7 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if recipe.publish == "nccl" and machine.shared_gpu:
         fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
         yield Finding("error", "NCCL does not join two processes on one GPU", fix)
-
-
-def of_replies(recipe: Recipe) -> Iterator[Finding]:
-    """Yield what the rollouts of the model will lack. A folder without a tokenizer is left to the start."""
-    with suppress(RolltapError):
+    with suppress(RolltapError):  # a folder without a tokenizer is left to the start
         for problem in diagnose(str(recipe.model), recipe.recorder).problems:
             yield Finding("warning", *problem.rsplit(". ", 1))
 
@@ -122,12 +111,12 @@ def of_numbers(
 
 def check_start(recipe: Recipe, machine: Machine) -> None:
     """Make a start's own checks. Raises the first `RolltapError`."""
-    online = bool(machine.engines)
-    require_machine(recipe.machine, machine.processes, len(machine.engines) if online else None)
-    check_arguments(recipe)
-    tasks = recipe.tasks if online and recipe.tasks and recipe.tasks.is_file() else None
-    training_arguments(recipe, Path("run"), 0, load_tasks(tasks) if tasks else range(recipe.groups_per_step))
-    if online:
-        sampling(recipe)
-    if online and recipe.harness:
+    check_arguments(recipe, machine.processes, len(machine.engines) or None)
+    if not machine.engines:
+        return
+    if recipe.tasks and recipe.tasks.is_file():
+        tasks = len(load_tasks(recipe.tasks))
+        require_rows(recipe, tasks, f"{recipe.tasks} has {tasks} tasks")
+    sampling(recipe)
+    if recipe.harness:
         Harness.load(recipe.harness)

@@ -3,7 +3,7 @@
 All sizes are bytes. A trace is as long as the recipe allows, and shares no prefix with another one.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil, floor
 
@@ -20,8 +20,6 @@ from rolltap.trainer.training.recipe import Machine as DeclaredMachine
 from rolltap.trainer.training.recipe import Recipe
 
 GIB = 2**30
-FIRST_PORT = 8000
-"""Port of the first engine, if no URL is given."""
 CUDA = int(1.5 * GIB)
 """A process on a GPU before it has any tensor, with the workspaces of its libraries. Assumed, not measured."""
 SLACK = 0.95
@@ -49,18 +47,12 @@ class Machine:
 
 
 def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, online: bool) -> Machine:
-    """Return the machine that a recipe's table [machine] names, and otherwise this one.
-
-    `engine` is the value of `--engine`, and `processes` the number of processes that are started. Without `online`
-    there are no engines.
-    """
+    """Return the machine of a recipe's table [machine], or this one. `engine` and `processes` are those of `plan`."""
     declared = recipe.machine or DeclaredMachine()
-    gpu = declared.gpu_gib * GIB if declared.gpu_gib else None
-    if gpu is None and torch.cuda.is_available():
-        gpu = float(torch.cuda.get_device_properties(0).total_memory)
-    if recipe.grpo.get("use_cpu"):
-        gpu = None
-    here_by_default = (f"http://127.0.0.1:{FIRST_PORT + i}" for i in range(declared.engines if online else 0))
+    gpu = None
+    if not recipe.grpo.get("use_cpu") and (declared.gpu_gib or torch.cuda.is_available()):
+        gpu = GIB * declared.gpu_gib if declared.gpu_gib else float(torch.cuda.get_device_properties(0).total_memory)
+    here_by_default = (f"http://127.0.0.1:{8000 + i}" for i in range(declared.engines if online else 0))
     return Machine(
         processes=processes or declared.processes,
         engines=tuple(map(str.strip, engine.split(","))) if engine else tuple(here_by_default),
@@ -162,33 +154,28 @@ def fixed(recipe: Recipe, numbers: ModelNumbers, processes: int, *, cuda: bool) 
     the process that has the largest. The reference model comes with `grpo.beta` and full weights. Sharded layers are
     float32 where they are trained; two are gathered at once, and one has a gradient of its own and for the others.
     """
-    full = shards(recipe, processes)
-    whole, sizes = numbers.weights, numbers.sizes
-    sharded = part = 0
-    if full:
+    whole, sizes, part = numbers.weights, numbers.sizes, 0
+    if full := shards(recipe, processes):
         sharded, sizes = sum(numbers.layers), numbers.whole
         whole, part = whole - numbers.item * sharded, -(-sharded // processes)
-    trains = part if not recipe.lora else 0
-    stepped = max(_owned(sizes, processes)) if full or not recipe.lora else sum(sizes)
+    trains = 0 if recipe.lora else part
+    owned = Counter[int]()
+    for size, owner in zip(sizes, shares(sizes, processes), strict=True):
+        owned[owner] += size
+    stepped = max(owned.values(), default=0) if full or not recipe.lora else sum(sizes)
+    copies = not recipe.lora and numbers.item != FLOAT32  # of 16-bit weights
     in_flight = max(numbers.layers, default=0) * (2 * numbers.item + (numbers.item + FLOAT32 if trains else 0))
     return Sizes(
         {
             "weights": whole + part * (FLOAT32 if trains else numbers.item) + numbers.adapter,
             "gathered layers": in_flight if full else 0,
             "gradients": FLOAT32 * (sum(sizes) + trains),
-            "optimizer": _optimizer_state(recipe, numbers, stepped) + FLOAT32 * _moments(recipe) * trains,
+            "optimizer": FLOAT32 * (_moments(recipe) * (stepped + trains) + copies * stepped),
             "merged experts": numbers.merged,
             "reference model": whole + numbers.item * part if recipe.grpo.get("beta") and not recipe.lora else 0,
             "CUDA": CUDA if cuda else 0,
         }
     )
-
-
-def _owned(sizes: Sequence[int], processes: int) -> list[int]:
-    owned = [0] * processes
-    for size, owner in zip(sizes, shares(sizes, processes), strict=True):
-        owned[owner] += size
-    return owned
 
 
 def shards(recipe: Recipe, processes: int) -> bool:
@@ -197,14 +184,11 @@ def shards(recipe: Recipe, processes: int) -> bool:
 
 
 def gathered_bytes(recipe: Recipe, numbers: ModelNumbers, processes: int, traces: Rows, sizes: Variable) -> int:
-    """Return what a process receives in an optimizer step to have each layer whole, where weights are sharded.
-
-    A batch of segments gathers all layers in the first pass, in the second, and for the gradients; again where its
-    states are computed again, and for a reference or `mismatch`.
-    """
+    """Return what a process receives in an optimizer step to have each layer whole, where weights are sharded."""
     if not shards(recipe, processes):
         return 0
     grpo = recipe.grpo
+    # segments: the first pass, the second and the gradients; one more for states, for a reference, for `mismatch`
     batches, passes = -(-traces.count * traces.longest // sizes.tokens_per_segment), 3
     if grpo.get("forward") == "padded":
         batches, passes = 1, 2
@@ -214,21 +198,16 @@ def gathered_bytes(recipe: Recipe, numbers: ModelNumbers, processes: int, traces
 
 
 def rows(recipe: Recipe, numbers: ModelNumbers, processes: int) -> Rows:
-    """Return the traces of a process's largest forward pass: one trace a session, each of `max_tokens`.
-
-    Groups that are replaced are not trained. A session has more traces where it has sub-agents, or where a call does
-    not continue the one before it.
-    """
+    """Return the traces of a process's largest forward pass: one trace a session, each of `max_tokens`."""
     parts = processes * int(recipe.grpo.get("gradient_accumulation_steps", 1))
     count = -(-recipe.groups_per_step * recipe.sessions // parts)
     return Rows(count, min(recipe.max_tokens or numbers.context, numbers.context))
 
 
 def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float | None) -> Variable:
-    """Return the sizes that the trainer chooses for these traces and `memory` bytes, and what they take.
+    """Return the sizes that the trainer chooses for these traces and `memory` bytes (`Costs.sizes`).
 
-    Without a number of bytes, as on a CPU, segments have one size and all states are kept. If nothing fits, the sizes
-    that take least: their total is then more than `memory`.
+    Without a number of bytes, as on a CPU, segments have one size and all states are kept.
     """
     costs, grpo, tokens = numbers.costs, recipe.grpo, traces.count * traces.longest
     size, in_memory, offload = grpo.get("tokens_per_segment"), None, bool(grpo.get("offload_states"))
@@ -239,13 +218,12 @@ def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float 
         parts = costs.parts(size, tokens, traces.longest, offload_states=offload)
     else:
         among = (size,) if size else SIZES
-        found = costs.sizes_of(memory, tokens, traces.longest, offload_states=offload, among=among)
-        size, in_memory, _, parts = found
+        size, in_memory, _, parts = costs.sizes(memory, tokens, traces.longest, offload_states=offload, among=among)
     return Variable(size, in_memory, Sizes({name: ceil(value) for name, value in parts._asdict().items()}))
 
 
 def session_bytes(numbers: ModelNumbers, tokens: int) -> int:
-    """Return what a session of this many tokens takes in the engine's cache."""
+    """Return the bytes of a session in the engine's cache."""
     return int(numbers.costs.state_per_token * tokens + numbers.costs.state_per_segment)
 
 
@@ -265,12 +243,6 @@ def checkpoints_of(recipe: Recipe, numbers: ModelNumbers) -> dict[str, int]:
         "checkpoint_bytes": (0 if full else numbers.adapter if recipe.lora else numbers.weights)
         + FLOAT32 * (_moments(recipe) + (full or not recipe.lora)) * numbers.trained,
     }
-
-
-def _optimizer_state(recipe: Recipe, numbers: ModelNumbers, stepped: int) -> int:
-    """Return the bytes of the optimizer's state for this many trained values, with float32 copies of 16-bit weights."""
-    copies = not recipe.lora and numbers.item != FLOAT32
-    return (_moments(recipe) + copies) * FLOAT32 * stepped
 
 
 def _moments(recipe: Recipe) -> int:

@@ -4,7 +4,6 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from rolltap.addons.errors import RolltapError
+from rolltap.addons.wire.listen import is_loopback
+from rolltap.trainer.training.arguments import LORA_RANKS
 from rolltap.trainer.training.dry_run import findings as found
 from rolltap.trainer.training.dry_run.findings import Finding
 from rolltap.trainer.training.dry_run.memory import (
@@ -33,8 +34,6 @@ from rolltap.trainer.training.dry_run.memory import (
 from rolltap.trainer.training.dry_run.model import ModelNumbers, model_numbers
 from rolltap.trainer.training.recipe import Recipe
 
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for `--max-lora-rank`. vLLM 0.32."""
 KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"  # in every terminal; the file is made if it does not exist
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -98,18 +97,19 @@ def plan(
     """Plan a training, and start nothing. The model needs no weights.
 
     `engine` is the value of `--engine`, and `processes` the number of training processes: by default what the recipe's
-    table [machine] says. `file` is the recipe's path, and `out` the run folder, for the lines. With recorded `runs` no
-    engine and no rollouts are planned; their groups are taken to be as large as the recipe's. What the training would
-    refuse is a finding, without numbers.
+    table [machine] says. `file` is the recipe's path, and `out` the run folder, for the lines. Groups of recorded
+    `runs` are taken to be as large as the recipe's. What the training would refuse is a finding, without numbers.
     """
     machine = machine_of(recipe, engine, processes, online=not runs)
     typed = recipe.model_copy(update={"dtype": machine.dtype})  # this machine's GPU does not decide
-    findings = [*found.of_recipe(recipe, machine), *(() if runs else found.of_replies(recipe))]
+    findings = [*found.of_recipe(recipe, machine)]
     try:
         found.check_start(typed, machine)
         numbers = model_numbers(recipe, machine.dtype)
     except RolltapError as error:
-        return TrainingPlan(recipe, machine, [found.refused(error), *findings])
+        what, _, fix = str(error).rpartition(": ")  # the remedy comes last
+        refused = Finding("error", what or fix, fix if what else "correct the recipe")
+        return TrainingPlan(recipe, machine, [refused, *findings])
     traces = rows(recipe, numbers, machine.processes)
     memory = memory_of(recipe, machine, numbers, traces)
     findings += found.of_numbers(recipe, machine, numbers, traces, memory)
@@ -142,10 +142,9 @@ def _serving(recipe: Recipe, machine: Machine, engine: EngineShare | None) -> It
         if host:
             yield f"# on {host}, with a copy of engine.key:"
         for gpu, url in enumerate(urls):
-            command = ["rolltap", "serve", str(recipe.model), *(["--host", host] if host else [])]
-            if port := url.port or {"http": 80}.get(url.scheme):
-                command += ["--port", str(port)]
-            yield _on_gpus(machine, gpu, 1) + shlex.join([*command, *arguments])
+            port = url.port or {"http": 80}.get(url.scheme)
+            where = (["--host", host] if host else []) + (["--port", str(port)] if port else [])
+            yield _on_gpus(machine, gpu, 1) + shlex.join(["rolltap", "serve", str(recipe.model), *where, *arguments])
     if host:
         yield "# here:"
 
@@ -164,10 +163,9 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
 
 
 def _training(recipe: Recipe, machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> str:
-    command = ["rolltap"]
-    if machine.processes > 1:
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(machine.processes), "-m", "rolltap"]
-    command += ["train", str(file), *(word for run in runs for word in ("--from", str(run)))]
+    started = ["torchrun", "--standalone", "--nproc-per-node", str(machine.processes), "-m"]
+    command = [*(started if machine.processes > 1 else []), "rolltap", "train", str(file)]
+    command += [word for run in runs for word in ("--from", str(run))]
     if machine.engines:
         command += ["--engine", ",".join(machine.engines)]
     first = 0 if machine.shared_gpu else sum(not _host(urlsplit(url)) for url in machine.engines)
@@ -177,10 +175,7 @@ def _training(recipe: Recipe, machine: Machine, file: Path, runs: Sequence[Path]
 def _host(url: SplitResult) -> str:
     """Return the host of a URL; empty for loopback, which is this machine."""
     host = url.hostname or ""
-    try:
-        return "" if ip_address(host).is_loopback else host
-    except ValueError:
-        return "" if host == "localhost" else host
+    return "" if is_loopback(host) else host
 
 
 def _on_gpus(machine: Machine, first: int, number: int) -> str:
@@ -189,16 +184,13 @@ def _on_gpus(machine: Machine, first: int, number: int) -> str:
 
 
 def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[tuple[str, str]]:
-    """Yield names and texts."""
     recipe, machine, work = plan.recipe, plan.machine, plan.work
     default = "" if recipe.dtype else f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
     yield "model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"
     trained = f"LoRA of {model.trained / 1e6:,.1f} M" if recipe.lora else "all weights"
     adapters = f", {recipe.adapters} adapters loaded" if recipe.ahead and recipe.publish == "lora" else ""
-    yield (
-        "trains",
-        trained + (f", published as {recipe.publish}{adapters}" if machine.engines else ", on recorded runs"),
-    )
+    published = f", published as {recipe.publish}{adapters}" if machine.engines else ", on recorded runs"
+    yield "trains", trained + published
     engines = f", engines: {len(machine.engines)}" if machine.engines else ""
     shared = ", one GPU for both" if machine.shared_gpu else ""
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""

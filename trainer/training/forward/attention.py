@@ -1,7 +1,6 @@
 """Attention of a batch of segments: to their own tokens, and to the keys and values that are kept of their ancestors.
 
-It takes the place of a model's own attention, and of the masks that go with it. Gradients of the ancestors' keys and
-values are added to those that are kept with them, and a segment's own join its graph here.
+It takes the place of a model's own attention, and of the masks that go with it.
 """
 
 from collections.abc import Iterator
@@ -77,7 +76,7 @@ def _attention(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     with torch.autocast(device, enabled=False):
-        out: Tensor = _Attention.apply(q, k, v, s_aux, batch, batch.layers, window, scale, softcap)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(q, k, v, s_aux, Kernel(q, v, scale, softcap), batch, window)  # type: ignore[no-untyped-call]
     batch.layers += 1
     return out.unflatten(0, (batch.rows, -1)), None
 
@@ -96,13 +95,12 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        kernel: Kernel,
         batch: Batch,
-        layer: int,
         window: int | None,
-        scale: float,
-        cap: float | None,
     ) -> Tensor:
-        ctx.kernel, ctx.batch, ctx.layer = kernel, *_ = Kernel(q, v, scale, cap), batch, layer
+        layer = batch.layers
+        ctx.kernel, ctx.batch, ctx.layer = kernel, batch, layer
         ctx.tails = batch.tails(window) if window else None
         if ctx.tails is not None:
             out, lse = kernel.forward(q, *_with_tails(batch, layer, (k, v), ctx.tails[1]), ctx.tails[0])
@@ -150,7 +148,7 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             share = (sinks.float()[:, None] - lse).exp()
             dsinks = -(share * (grad.float() * out).sum(-1).T).sum(1).to(sinks.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, *(None,) * 5
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
 
 
 def _with_tails(batch: Batch, layer: int, own: Pair, tails: list[list[Slice]]) -> Pair:
@@ -165,15 +163,12 @@ def _with_tails(batch: Batch, layer: int, own: Pair, tails: list[list[Slice]]) -
 def _without_tails(batch: Batch, layer: int, every: Pair, tails: list[list[Slice]], *, add: bool) -> Pair:
     """Add the gradients of the slices to theirs, and return those of the segments' own keys and values."""
     own: list[Pair] = []
-    first = 0
-    for seen, n in zip(tails, batch.lengths, strict=True):
-        for at in [*seen, None]:
-            end = first + (n if at is None else at.end - at.start)
-            pair = every[0][first:end], every[1][first:end]
-            if at is None:
-                own.append(pair)
-            elif add:
-                batch.paths.add(at, layer, pair)
-            first = end
+    places = [(at, length) for seen, length in zip(tails, batch.lengths, strict=True) for at in (*seen, None)]
+    sizes = [length if at is None else at.end - at.start for at, length in places]
+    for (at, _), k, v in zip(places, *(x.split(sizes) for x in every), strict=True):
+        if at is None:
+            own.append((k, v))
+        elif add:
+            batch.paths.add(at, layer, (k, v))
     keys, values = zip(*own, strict=True)
     return torch.cat(keys), torch.cat(values)

@@ -1,7 +1,4 @@
-"""A causal language model without its wrappers: its decoder on batches of segments, and its head.
-
-The head is computed only where a token is scored, a chunk of tokens at a time.
-"""
+"""A causal language model without its wrappers: its decoder on batches of segments, its head on chunks of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils import extract_model_from_parallel
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -26,10 +22,9 @@ COPIES = 4
 
 
 class Head:
-    """Log-probabilities of tokens from hidden states."""
+    """Log-probabilities of tokens from the hidden states of a Hugging Face causal language model."""
 
     def __init__(self, model: Any, temperature: float) -> None:
-        """`model` is a Hugging Face causal language model."""
         config = model.config.get_text_config(decoder=True)
         self._project = model.get_output_embeddings()
         self._scale = _logit_scale(config)
@@ -38,9 +33,10 @@ class Head:
         weight = self._project.weight
         self.vocabulary = int(weight.shape[0])
         self.chunk = max(1, LOGITS // self.vocabulary)
-        """Tokens of a chunk."""
-        self.gradient_bytes = _gradient_bytes(weight)
-        """Size of the weight's gradient, which each chunk computes before it is added."""
+        summed = weight.grad_dtype or weight.dtype
+        cast = 0 if summed == weight.dtype else weight.numel() * summed.itemsize
+        self.gradient_bytes = weight.nbytes + cast if weight.requires_grad else 0
+        """Size of the weight's gradient, which each chunk computes before it is added, and of it in the sum's type."""
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return values of the `tokens` (E,) that follow the hidden states (E, H), both (E,) float32.
@@ -71,18 +67,8 @@ class Head:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model in the wrappers for several processes and of PEFT."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    # an adapter is in the modules of the model that it wraps
+    """Return the model in PEFT's wrapper: an adapter is in the modules of the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _gradient_bytes(weight: Tensor) -> int:
-    """Return the bytes of one gradient before it is added: in the weight's type, and cast to that of the sum."""
-    if not weight.requires_grad:
-        return 0
-    sum_dtype = weight.grad_dtype or weight.dtype
-    return weight.nbytes + (weight.numel() * sum_dtype.itemsize if sum_dtype != weight.dtype else 0)
 
 
 def _logit_scale(config: Any) -> float:
@@ -90,9 +76,7 @@ def _logit_scale(config: Any) -> float:
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
     return float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
 
 
@@ -108,8 +92,8 @@ def most(body: Any, number: int) -> int:
 def idle(body: Any, batches: int) -> Iterator[Tensor]:
     """Run a decoder as often as another process has more `batches`, if its layers are sharded. Collective then.
 
-    The processes gather each layer together, so all have to run all layers equally often. Call it before the batches.
-    Yields hidden states of two tokens; they have a backward pass where the batches have one.
+    They gather each layer together. Call it before the batches. Yields hidden states of two tokens, with a backward
+    pass where the batches have one.
     """
     for _ in range(most(body, batches) - batches):
         ids = torch.zeros(1, 2, dtype=torch.long, device=body.get_input_embeddings().weight.device)
@@ -126,7 +110,7 @@ class Decoder:
         self.body = model.get_decoder()
         self.layers = Layers(self.body.config)
         self.device = model.get_input_embeddings().weight.device
-        self.replay: Replay | None = None
+        self.replay = Replay()
         self._autocast = autocast
 
     def run(
@@ -134,9 +118,9 @@ class Decoder:
     ) -> tuple[Tensor, list[LinearAttention]]:
         """Run a batch of segments, each after its ancestors.
 
-        `ids` are their tokens (B, n), padded on the right, and `positions` those of the tokens (B, n). Several segments
-        lie in a row unless the model has linear attention: then each is a row, and continues the states of `parents`.
-        Returns the hidden states (B, n, H), and the layers of linear attention with the states after each row.
+        `ids` are their tokens (B, n), padded on the right, at `positions` (B, n). With linear attention each segment is
+        a row, and continues the states of `parents`. Returns the hidden states (B, n, H), and the layers of linear
+        attention with the states after each row.
         """
         cache = self.layers.cache(parents, self.device)
         options = {"use_cache": True, "past_key_values": cache, "position_ids": self.tensor(positions)}
@@ -150,11 +134,8 @@ class Decoder:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Run in mixed precision. Weights are cast once, and the casts are freed at the end.
-
-        Those of before are not used: older versions of torch reuse casts that were made without a gradient.
-        """
-        torch.clear_autocast_cache()
+        """Run in mixed precision. Weights are cast once, and the casts are freed at the end."""
+        torch.clear_autocast_cache()  # older versions of torch reuse casts that were made without a gradient
         with self._autocast():
             yield
         torch.clear_autocast_cache()

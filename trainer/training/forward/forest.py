@@ -1,15 +1,12 @@
-"""Traces as rows of token ids, and rows as a prefix forest.
-
-Its segments hold each shared token once, and batches of segments can run together.
-"""
+"""Traces as rows of token ids, rows as a forest whose segments hold each shared token once, and batches of segments."""
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import chain, pairwise, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +18,14 @@ from rolltap.trainer.traces.tokens import common_length
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Token ids of one trace, and which of them are scored.
-
-    Attributes:
-        ids: Prompt and completion, shape (T,).
-        scored: Ascending positions of the n trained tokens, each at least 1, shape (n,). The token `ids[p]` is
-            scored given `ids[:p]`.
-        experts: Numbers of those that the engine chose for the tokens but the last one, shape (T - 1, layers, top_k).
-    """
+    """Token ids of one trace, and which of them are scored."""
 
     ids: NDArray[np.int32]
+    """Prompt and completion, shape (T,)."""
     scored: NDArray[np.int64]
+    """Ascending positions p of the n trained tokens, shape (n,), at least 1. `ids[p]` is scored given `ids[:p]`."""
     experts: NDArray[np.integer[Any]] | None = None
+    """Numbers of those that the engine chose for the tokens but the last one, shape (T - 1, layers, top_k)."""
 
 
 def trace_row(trace: Trace) -> Row:
@@ -51,9 +44,8 @@ def trace_row(trace: Trace) -> Row:
 
 
 LEAST_SHARED = 16
-"""A piece shared by several rows is a segment of its own from this number of tokens on. A shorter one is computed again
-by each branch, because a forward pass of its own costs more. Kernels of linear attention have no gradient for a segment
-of one token that continues a state; so it is at least 2."""
+"""A piece shared by several rows is a segment of its own from this number of tokens on, at least 2. A shorter one is
+computed again by each branch, because a forward pass of its own costs more."""
 
 LEAST_SIZE = 3
 """Tokens that a segment may have at least: with 2, one of three tokens would be left alone."""
@@ -94,61 +86,46 @@ class Segment:
         return self.start + len(self.ids)
 
 
-class _Path(NamedTuple):
-    """The segments from a row's first token on."""
-
-    ends: list[int]
-    """Position after each segment's last token, ascending."""
-    indices: list[int]
-    """Index of each segment."""
-
-    def until(self, position: int) -> "_Path":
-        """Return the segments that end at or before `position`."""
-        n = bisect_right(self.ends, position)
-        return _Path(self.ends[:n], self.indices[:n])
+_Path = tuple[list[int], list[int]]
+"""The segments from a row's first token on: the positions after their last tokens, ascending, and their indices."""
 
 
 def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     """Return the segments of all rows, each after its parent, of at most `tokens_per_segment` tokens, or `LEAST_SIZE`.
 
-    A segment that others continue has at least two tokens. A row counts up to the token before its last scored one:
-    what follows has no influence. A row without a scored token has no segment. Takes O(n log n) comparisons of n rows,
-    and O(tokens) for the rest.
+    A segment that others continue has at least two tokens: kernels of linear attention have no gradient for one. A row
+    counts up to the token before its last scored one. Takes O(n log n) comparisons of n rows, and O(tokens) besides.
     """
     used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
     order = sorted(used, key=used.__getitem__)
-    shared = [0] * bool(order) + [common_length(used[a], used[b]) for a, b in pairwise(order)]
-    # A row that the next one begins with has no tokens of its own.
-    covered = [False] * len(order)
-    for k in range(len(order) - 1):
-        if shared[k + 1] * 4 == len(used[order[k]]):
-            covered[k], shared[k + 1] = True, shared[k]
-
-    owners, branches = _branches(shared, covered)
+    # a row that the next one begins with has no tokens of its own
+    covered = {i for i, after in pairwise(order) if used[after].startswith(used[i])}
+    whole = [i for i in order if i not in covered]
+    shared = [0] * bool(whole) + [common_length(used[a], used[b]) for a, b in pairwise(whole)]
+    owners, branches = _branches(shared)
     parents: list[int] = []
     spans: list[tuple[int, int, int]] = []  # row, start, end
-    nothing = _Path([], [])
-    paths = [nothing] * len(order)
-    starts = [0] * len(order)
-    for k, i in enumerate(order):
-        if covered[k]:
-            continue
-        before = paths[owners[k]].until(starts[k]) if starts[k] else nothing
+    paths: list[_Path] = [([], [])] * len(whole)
+    starts = [0] * len(whole)
+    for k, i in enumerate(whole):
+        above, before = (values[: bisect_right(paths[owners[k]][0], starts[k])] for values in paths[owners[k]])
         cuts = [starts[k]]
         for depth, child in sorted((shared[child], child) for child in branches[k]):
             if depth - cuts[-1] >= LEAST_SHARED:
                 cuts.append(depth)
             starts[child] = cuts[-1]
         cuts.append(len(used[i]) // 4)
-        ends = [end for a, b in pairwise(cuts) for end in _parts(a, b, max(tokens_per_segment, LEAST_SIZE))]
+        # parts as equal as they can be
+        parts = [(a, b, -(-(b - a) // max(tokens_per_segment, LEAST_SIZE))) for a, b in pairwise(cuts)]
+        ends = [a + (b - a) * part // n for a, b, n in parts for part in range(1, n + 1)]
         own = list(range(len(spans), len(spans) + len(ends)))
         spans += zip(repeat(i), [starts[k], *ends], ends, strict=False)
-        parents += [before.indices[-1] if before.indices else -1, *own[:-1]]
-        paths[k] = _Path(before.ends + ends, before.indices + own)
-    for k in reversed(range(len(order))):
-        if covered[k]:
-            paths[k] = paths[k + 1]
-    return _with_targets(rows, spans, parents, dict(zip(order, paths, strict=True)))
+        parents += [before[-1] if before else -1, *own[:-1]]
+        paths[k] = above + ends, before + own
+    of_row = dict(zip(whole, paths, strict=True))
+    for i, after in reversed([*pairwise(order)]):
+        of_row.setdefault(i, of_row[after])
+    return _with_targets(rows, spans, parents, {i: of_row[i] for i in order})
 
 
 def own_tokens(rows: Sequence[Row]) -> list[int]:
@@ -158,7 +135,24 @@ def own_tokens(rows: Sequence[Row]) -> list[int]:
     return [len(row.ids) - n for row, n in zip(rows, shared, strict=True)]
 
 
-def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int], list[list[int]]]:
+def stretches(whole: Sequence[int], own: Sequence[int], room: float) -> list[list[int]]:
+    """Cut items, in their order, into as few lists of indices as hold at most `room` tokens each, or one item.
+
+    An item counts its `whole` tokens at the beginning of a list, and only its `own` after the item before it.
+    """
+    lists: list[list[int]] = []
+    left = 0.0
+    for k, (first, more) in enumerate(zip(whole, own, strict=True)):
+        if lists and more <= left:
+            lists[-1].append(k)
+            left -= more
+        else:
+            lists.append([k])
+            left = room - first
+    return lists
+
+
+def _branches(shared: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Return for each sorted row the row that it branches from (-1: none), and the rows that branch from it.
 
     A row owns the tokens that no earlier row has. `shared` are the tokens that a row has in common with the one before.
@@ -167,8 +161,6 @@ def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int]
     branches: list[list[int]] = [[] for _ in shared]
     path: list[tuple[int, int]] = []  # owners of the last row's tokens, and the position from which on they own them
     for k, depth in enumerate(shared):
-        if covered[k]:
-            continue
         while path and path[-1][1] >= depth:
             path.pop()
         if path:
@@ -178,25 +170,18 @@ def _branches(shared: Sequence[int], covered: Sequence[bool]) -> tuple[list[int]
     return owners, branches
 
 
-def _parts(start: int, end: int, size: int) -> list[int]:
-    """Return the ends of the parts, as equal as they can be, of at most `size` tokens."""
-    parts = -(-(end - start) // size)
-    return [start + (end - start) * part // parts for part in range(1, parts + 1)]
-
-
 def _with_targets(
     rows: Sequence[Row], spans: Sequence[tuple[int, int, int]], parents: Sequence[int], paths: dict[int, _Path]
 ) -> list[Segment]:
     if not spans:
         return []
     # the token at p is predicted at p - 1; a row's positions come after all of the rows before it
-    apart = max(path.ends[-1] for path in paths.values()) + 1
+    apart = max(ends[-1] for ends, _ in paths.values()) + 1
     lengths = [len(rows[i].scored) for i in paths]
     predicted = np.concatenate([rows[i].scored for i in paths]) - 1
     offsets = np.arange(len(paths)) * apart
-    ends = np.repeat(offsets, [len(path.ends) for path in paths.values()])
-    ends += np.fromiter(chain.from_iterable(path.ends for path in paths.values()), np.int64)
-    indices = np.fromiter(chain.from_iterable(path.indices for path in paths.values()), np.int64)
+    ends, indices = (np.fromiter(chain.from_iterable(values), np.int64) for values in zip(*paths.values(), strict=True))
+    ends += np.repeat(offsets, [len(own) for own, _ in paths.values()])
     segment = indices[np.searchsorted(ends, np.repeat(offsets, lengths) + predicted, side="right")]
     at = predicted - np.array([start for _, start, _ in spans])[segment]
     tokens = np.concatenate([rows[i].ids[rows[i].scored] for i in paths])
@@ -232,8 +217,7 @@ def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[li
         if parent >= 0:
             ways[parent] = max(ways[parent], len(segments[parent].ids) + ways[k])
     found: list[list[int]] = []
-    ready = [(-ways[k], k) for k in children[-1]]
-    heapify(ready)
+    ready = sorted((-ways[k], k) for k in children[-1])  # a heap
     while ready:
         batch: list[int] = []
         others: list[tuple[int, int]] = []
@@ -250,19 +234,10 @@ def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[li
             heappush(ready, item)
         found.append(batch)
     leaves = [k for k, segment in enumerate(segments) if not segment.inner]
-    return found + (_padded(segments, leaves, tokens) if apart else _packed(segments, leaves, tokens))
-
-
-def _packed(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> list[list[int]]:
-    filled: list[list[int]] = []
-    room = 0
-    for k in leaves:
-        if (n := len(segments[k].ids)) > room:
-            filled.append([])
-            room = tokens
-        filled[-1].append(k)
-        room -= n
-    return filled
+    if apart:
+        return found + _padded(segments, leaves, tokens)
+    lengths = [len(segments[k].ids) for k in leaves]
+    return found + [[leaves[i] for i in part] for part in stretches(lengths, lengths, tokens)]
 
 
 def _padded(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> list[list[int]]:
@@ -270,12 +245,11 @@ def _padded(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> 
     width = real = 0
     for k in sorted(leaves, key=lambda k: (-len(segments[k].ids), segments[k].start)):
         n = len(segments[k].ids)
-        if filled:
-            padded = (len(filled[-1]) + 1) * width
-            if padded <= tokens and padded - real - n <= max(LEAST_WASTE, (real + n) // 4):
-                filled[-1].append(k)
-                real += n
-                continue
-        filled.append([k])
-        width = real = n
+        padded = (len(filled[-1]) + 1) * width if filled else tokens + 1
+        if padded <= tokens and padded - real - n <= max(LEAST_WASTE, (real + n) // 4):
+            filled[-1].append(k)
+            real += n
+        else:
+            filled.append([k])
+            width = real = n
     return filled

@@ -61,11 +61,12 @@ class Spans:
             q, k = q + n, k + m
 
     @cached_property
-    def offsets(self) -> tuple[Tensor, Tensor]:
-        """The first query and the first key of each run, and the numbers of all, int32, on the CUDA device."""
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Arguments of CUDA's kernel: the first query and the first key of each run, then the numbers of all, int32, on
+        the device; the most of one run."""
         found = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (self.queries, self.keys))
         queries, keys = (offsets.pin_memory().cuda(non_blocking=True) for offsets in found)
-        return queries, keys
+        return queries, keys, max(self.queries), max(self.keys)
 
     @property
     def flash(self) -> dict[str, Any]:
@@ -77,13 +78,9 @@ class Spans:
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Join another part into `out` (n, H, D) float32 and `lse` (H, n), in place."""
     joint = torch.logaddexp(lse, part_lse)
-    out.mul_(_weights(lse - joint)).add_(part * _weights(part_lse - joint))
+    own, other = (logs.exp().T[..., None] for logs in (lse - joint, part_lse - joint))  # (n, H, 1)
+    out.mul_(own).add_(part * other)
     lse.copy_(joint)
-
-
-def _weights(logs: Tensor) -> Tensor:
-    """Return factors (n, H, 1) from their logs (H, n)."""
-    return logs.exp().T[..., None]
 
 
 class Kernel:
@@ -104,16 +101,15 @@ class Kernel:
         values (m, h, D)."""
         value = pad(value, (0, self._wider))
         if self._flash and query.is_cuda:
-            lengths = (*spans.offsets, max(spans.queries), max(spans.keys))
             out, lse, *_ = aten._flash_attention_forward(
-                query, key, value, *lengths, 0.0, spans.causal, False, scale=self._scale, **spans.flash
+                query, key, value, *spans.lengths, 0.0, spans.causal, False, scale=self._scale, **spans.flash
             )
             return self._narrow(out), lse
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
         for tile in self._tiles(spans, query, key):
-            q, k, v = (_by_head(x) for x in (query[tile.queries], key[tile.keys], value[tile.keys]))
-            q = _grouped(q, len(k))
+            q, k, v = (x.transpose(0, 1) for x in (query[tile.queries], key[tile.keys], value[tile.keys]))
+            q = q.unflatten(0, (len(k), -1))  # (h, g, n, K): g heads of queries read the same keys
             one, one_lse = (_flash_cpu if self._flash else self._formula)(q, k, v, self._options(tile, spans, q, k))
             out[tile.queries] = _by_token(one)
             lse[:, tile.queries] = one_lse.flatten(0, 1)
@@ -125,12 +121,11 @@ class Kernel:
         """Return the gradients of queries, keys and values from this part. `out` and `lse` are the joint ones."""
         value, out, grad = (pad(x, (0, self._wider)) for x in (value, out, grad))
         if self._flash and query.is_cuda:
-            lengths = (*spans.offsets, max(spans.queries), max(spans.keys))
             # of dropout, which there is not
             random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
             dq, dk, dv = aten._flash_attention_backward(
                 *(x.contiguous() for x in (grad, query, key, value, out, lse)),
-                *(*lengths, 0.0, spans.causal, *random),
+                *(*spans.lengths, 0.0, spans.causal, *random),
                 **{"scale": self._scale, **spans.flash},
             )
             return dq, dk, self._narrow(dv)
@@ -138,16 +133,16 @@ class Kernel:
         dq = torch.empty_like(query)
         dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value)) if len(tiles) > 1 else (key, value)
         for tile in tiles:
-            k, v = _by_head(key[tile.keys]), _by_head(value[tile.keys])
-            q, g, o = (_grouped(_by_head(x[tile.queries]), len(k)) for x in (query, grad, out))
+            k, v = (x[tile.keys].transpose(0, 1) for x in (key, value))
+            q, g, o = (x[tile.queries].transpose(0, 1).unflatten(0, (len(k), -1)) for x in (query, grad, out))
             options = self._options(tile, spans, q, k)
             step = _flash_cpu_backward if self._flash else self._formula_backward
-            found = step(g, q, k, v, o, lse[:, tile.queries].view(q.shape[:-1]), options)
+            found = map(_by_token, step(g, q, k, v, o, lse[:, tile.queries].view(q.shape[:-1]), options))
             if len(tiles) == 1:
                 # no copies of gradients of thousands of positions
-                dq, dk, dv = (_by_token(one) for one in found)
+                dq, dk, dv = found
                 break
-            dq[tile.queries], one_dk, one_dv = (_by_token(one) for one in found)
+            dq[tile.queries], one_dk, one_dv = found
             dk[tile.keys] += one_dk
             dv[tile.keys] += one_dv
         return dq, dk, self._narrow(dv)
@@ -198,16 +193,6 @@ class Kernel:
         return ds @ k[:, None], (ds.mT @ q).sum(1), (p.mT @ g).sum(1)
 
 
-def _by_head(x: Tensor) -> Tensor:
-    return x.transpose(0, 1)
-
-
-def _grouped(x: Tensor, keys: int) -> Tensor:
-    """Return (h, g, n, size) for queries (heads, n, size) of which g read the same keys."""
-    grouped: Tensor = x.unflatten(0, (keys, -1))
-    return grouped
-
-
 def _by_token(x: Tensor) -> Tensor:
     """Return (n, heads, size) for (heads, n, size), or for grouped heads."""
     return x.flatten(0, -3).transpose(0, 1)
@@ -233,9 +218,8 @@ def _flash_cpu_backward(
     folded = _folded(q, k, v, options)
     shape = folded[0].shape
     tensors = (g.reshape(shape), *folded, out.reshape(shape), lse.reshape(shape[:-1]))
-    options = dict(options)
-    causal = options.pop("is_causal", False)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, **options)
+    options = {"is_causal": False, **options}
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, dropout_p=0.0, **options)
     if dk.shape[:2] == (1, len(k)):
         return dq.view(q.shape), dk[0], dv[0]
     return dq, dk.sum(1), dv.sum(1)

@@ -9,7 +9,7 @@ their gradients in another in float32: sums in bfloat16 would lose small ones.
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,16 +48,13 @@ class Paths:
                 heavy[segment.parent] = k
         self._of: dict[int, int] = {}
         self._heads: list[int] = []
-        self._ends: list[int] = []
+        self._ends: dict[int, int] = {}
         for k, segment in enumerate(segments):
             if segment.inner:
-                if segment.parent >= 0 and heavy[segment.parent] == k:
-                    self._of[k] = self._of[segment.parent]
-                else:
-                    self._of[k] = len(self._heads)
-                    self._heads.append(k)
-                    self._ends.append(0)
-                self._ends[self._of[k]] = segment.end
+                goes_on = segment.parent >= 0 and heavy[segment.parent] == k
+                path = self._of[k] = self._of[segment.parent] if goes_on else len(self._heads)
+                self._heads += [] if goes_on else [k]
+                self._ends[path] = segment.end
         self._buffers: defaultdict[int, dict[int, Pair]] = defaultdict(dict)
         self._gradients: defaultdict[int, dict[int, Pair]] = defaultdict(dict)
 
@@ -69,9 +66,8 @@ class Paths:
 
     def own(self, segment: int) -> Slice | None:
         """Return the slice that a segment fills, if others continue it."""
-        if segment not in self._of:
-            return None
-        return Slice(self._of[segment], self._segments[segment].start, self._segments[segment].end)
+        piece = self._segments[segment]
+        return Slice(self._of[segment], piece.start, piece.end) if segment in self._of else None
 
     def before(self, segment: int) -> list[Slice]:
         """Return the slices that a segment's ancestors fill, in order of position."""
@@ -120,26 +116,14 @@ class Paths:
         if layer not in layers:
             length = self._ends[at.path] - self._segments[self._heads[at.path]].start
             away = self._offload and like[0].is_cuda
-            keys, values = (
-                torch.zeros(
-                    length, *x.shape[1:], dtype=dtype or x.dtype, device="cpu" if away else x.device, pin_memory=away
-                )
-                for x in like
-            )
+            where: dict[str, Any] = {"device": "cpu" if away else like[0].device, "pin_memory": away}
+            keys, values = (torch.zeros(length, *x.shape[1:], dtype=dtype or x.dtype, **where) for x in like)
             layers[layer] = keys, values
         return self._view(layers[layer], at)
 
     def _view(self, pair: Pair, at: Slice) -> Pair:
         first = self._segments[self._heads[at.path]].start
         return pair[0][at.start - first : at.end - first], pair[1][at.start - first : at.end - first]
-
-
-class View(NamedTuple):
-    """Tokens of a batch, all of which see all of a slice."""
-
-    tokens: slice
-    at: Slice
-    spans: Spans
 
 
 @dataclass(eq=False)
@@ -163,7 +147,8 @@ class Batch:
         self.spans = Spans(self.lengths, self.lengths)
         self.own: list[tuple[slice, Slice]] = []
         """Tokens of the segments that others continue, without padding, and where their keys are kept."""
-        self.views: list[View] = []
+        self.views: list[tuple[slice, Slice, Spans]] = []
+        """Tokens, a slice of which each of them sees all, and the spans of both."""
         before = [self.paths.before(k) for k in self.segments]
         first = 0
         views: dict[Slice, slice] = {}
@@ -178,7 +163,7 @@ class Batch:
             for start in range(at.start, at.end, POSITIONS):
                 piece = at._replace(start=start, end=min(at.end, start + POSITIONS))
                 spans = Spans([tokens.stop - tokens.start], [piece.end - piece.start], causal=False)
-                self.views.append(View(tokens, piece, spans))
+                self.views.append((tokens, piece, spans))
 
     def tails(self, window: int) -> tuple[Spans, list[list[Slice]]] | None:
         """Return what segments see through a window: the spans of all keys, which are for each segment those of the
@@ -186,11 +171,11 @@ class Batch:
         if all(start + n <= window for start, n in zip(self.starts, self.lengths, strict=True)):
             return None
         if window not in self._tails:
-            tails = []
-            for k, start in zip(self.segments, self.starts, strict=True):
-                low = start - window + 1
-                seen = [at._replace(start=max(at.start, low)) for at in self.paths.before(k) if at.end > low]
-                tails.append(seen)
+            lows = {k: start - window + 1 for k, start in zip(self.segments, self.starts, strict=True)}
+            tails = [
+                [at._replace(start=max(at.start, low)) for at in self.paths.before(k) if at.end > low]
+                for k, low in lows.items()
+            ]
             keys = [n + sum(at.end - at.start for at in seen) for n, seen in zip(self.lengths, tails, strict=True)]
             self._tails[window] = Spans(self.lengths, keys, window=window), tails
         return self._tails[window]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import extract_model_from_parallel
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,25 +52,16 @@ _Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
 embeddings, and gradients of some parameters."""
 
 
-def probe(
-    model: Any,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    *,
-    keep_graph: bool = False,
-    offload_states: bool = False,
-) -> str | None:
+def probe(model: Any, autocast: Callable[[], AbstractContextManager[Any]], **options: Any) -> str | None:
     """Return None if segments agree with the plain forward pass of `model`, or the reason why they must not be used.
 
-    `model` may be wrapped for several processes, and by PEFT. `autocast` makes the context of mixed precision. With
-    `keep_graph` one pass is checked, otherwise two (see `SegmentScorer`). The model, the gradients of its parameters
-    and the random numbers are as before afterwards. Takes three forward and backward passes of three rows, one row at
-    a time where they are plain. The longest has a few hundred tokens, and those of a sliding window. An error of the
-    model is a reason. Raises `InputError` if memory is short.
+    `options` are those of `SegmentScorer`. The model, the gradients of its parameters and the random numbers are as
+    before afterwards. Takes three forward and backward passes of three rows, of a few hundred tokens and those of a
+    sliding window. An error of the model is a reason. Raises `InputError` if memory is short.
     """
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
     try:
         with _untouched(model), torch.enable_grad():
-            return _Probe(model, autocast).reason(keep_graph=keep_graph, offload_states=offload_states)
+            return _Probe(model, autocast).reason(**options)
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"there is not enough memory to check that the model may run as segments: one row of {TRUNK} to "
@@ -151,12 +141,12 @@ class _Probe:
 
 def _largest(found: list[Tensor], wanted: list[Tensor], *, mean: bool) -> float:
     """Return the largest difference: 0 of none, and not a number if one is none."""
-    values = []
+    values = [torch.zeros(())]
     for a, b in zip(found, wanted, strict=True):
         # the gradient of half of a new adapter is zero
         size = len(b) ** 0.5 if mean else b.norm().clamp_min(torch.finfo(torch.float32).tiny)
         values.append(((a - b).norm() / size).cpu())
-    return float(torch.stack([torch.zeros(()), *values]).max())
+    return float(torch.stack(values).max())
 
 
 def _rows(config: Any, ids: int) -> list[Row]:

@@ -28,15 +28,19 @@ class Replay:
 
     def __init__(self) -> None:
         self._chosen: Tensor | None = None
-        self._blocks: WeakSet[Any] = WeakSet()
+        self._attached: WeakSet[Any] = WeakSet()
         self.counts = torch.zeros(2, dtype=torch.float64)
         """Choices of one token in one layer that were replayed, and those of them that differ from its own."""
 
     def attach(self, model: Any) -> None:
         """Let passes of a model, wrapped by PEFT or not, be replayed. Raises `InputError` if it has no experts."""
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if model in self._attached:
+            return
         layers = getattr(model.get_decoder(), "layers", ())
-        experts = _experts(model.config.get_text_config(decoder=True))
+        config = model.config.get_text_config(decoder=True)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
         blocks = [
             (layer, block)
             for layer, modules in enumerate(layers)
@@ -45,30 +49,26 @@ class Replay:
         ]
         if not blocks or experts is None:
             raise InputError(f'routing = "recorded": {type(model).__name__} has no experts: set routing = "own"')
+        self._attached.add(model)
         for layer, block in blocks:
-            if block not in self._blocks:
-                self._blocks.add(block)
-                block.forward = self._replayed(block.forward, layer, len(layers), experts)
+            block.forward = self._replayed(block.forward, layer, len(layers), experts)
 
-    def begin(
-        self, chosen: Sequence[NDArray[np.integer[Any]] | None], lengths: Sequence[int], device: torch.device
-    ) -> None:
-        """Set the experts of the next pass: of each piece of it those of its first tokens, (n, layers, top_k).
+    def begin(self, model: Any, chosen: Sequence[Experts | None], lengths: Sequence[int]) -> None:
+        """Set the experts of a model's next pass: of each piece of it those of its first tokens, (n, layers, top_k).
 
-        `lengths` are the tokens of the pieces. Tokens without experts route by themselves.
+        `lengths` are the tokens of the pieces. Tokens without experts route by themselves. Raises as `attach` does.
         """
         shapes = {piece.shape[1:] for piece in chosen if piece is not None}
         if len(shapes) > 1:
             raise InputError(f"traces have experts of several models: {sorted(shapes)} layers and experts of a token")
         self._chosen = None
         if shapes:
+            self.attach(model)
             whole = np.full((sum(lengths), *shapes.pop()), OWN, np.int16)
-            first = 0
-            for piece, n in zip(chosen, lengths, strict=True):
+            for piece, own in zip(chosen, np.split(whole, np.cumsum(lengths)[:-1]), strict=True):
                 if piece is not None:
-                    whole[first : first + min(n, len(piece))] = piece[:n]
-                first += n
-            self._chosen = torch.from_numpy(whole).to(device)
+                    own[: len(piece)] = piece[: len(own)]
+            self._chosen = torch.from_numpy(whole).to(model.get_input_embeddings().weight.device)
 
     def end(self) -> None:
         """Let the next passes route by themselves."""
@@ -86,10 +86,8 @@ class Replay:
             if self._chosen is None:
                 return forward(*args, **kwargs)
             if self._chosen.shape[1] != layers:
-                raise InputError(
-                    f"the traces have experts of {self._chosen.shape[1]} layers, but the model has {layers}: train the "
-                    "model that they were recorded with"
-                )
+                what = f"the traces have experts of {self._chosen.shape[1]} layers, but the model has {layers}"
+                raise InputError(f"{what}: train the model that they were recorded with")
             with _Choice(self._chosen[:, layer].long(), experts) as choice:
                 output = forward(*args, **kwargs)
             if len(choice.differs) != 1:
@@ -101,12 +99,6 @@ class Replay:
             return output
 
         return replayed
-
-
-def _experts(config: Any) -> int | None:
-    """Return the number of experts of a layer. Models name it differently."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
 
 
 class _Choice(TorchFunctionMode):

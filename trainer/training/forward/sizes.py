@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rolltap.trainer.training.forward.decoder import COPIES, Decoder
-from rolltap.trainer.training.forward.forest import Row, Segment, own_tokens
+from rolltap.trainer.training.forward.forest import Segment
 from rolltap.trainer.training.forward.paths import POSITIONS, Batch, Paths
 
 SIZES = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
@@ -29,7 +29,7 @@ class Parts(NamedTuple):
     states: float
     """Keys and values or recurrent states of the tokens in memory, and their gradients."""
     activations: float
-    """Tensors that one batch of segments saves for its backward pass, and a quarter of it for the running layer."""
+    """Tensors that one batch of segments saves for its backward pass, times `WORKING`."""
     logits: float
     """One chunk of logits, and the gradient of the head's weight; or, if they are more, a layer's gradients of keys and
     values that are not added yet: these come when the logits are freed."""
@@ -87,21 +87,13 @@ class Costs:
         return Parts(0.0 if offload_states else states, graph, logits)
 
     def sizes(
-        self, memory: float, rows: Sequence[Row], *, offload_states: bool = False, among: Sequence[int] = SIZES
-    ) -> Sizes:
-        """Return the settings for these rows and `memory` bytes, with a size `among` these, in descending order.
-
-        The largest size of which all states fit, or else the largest of which those of the longest row do. If none
-        does, the one that takes least: more than `memory`. What is left is for logits.
-        """
-        longest = max((len(row.ids) for row in rows), default=0)
-        tokens = sum(own_tokens(rows))
-        return self.sizes_of(memory, tokens, longest, offload_states=offload_states, among=among)
-
-    def sizes_of(
         self, memory: float, tokens: int, longest: int, *, offload_states: bool = False, among: Sequence[int] = SIZES
     ) -> Sizes:
-        """Return the settings for rows of `tokens` tokens of their own, of which the longest row has `longest`."""
+        """Return the settings for `memory` bytes, and rows with `tokens` tokens of their own, at most `longest`.
+
+        The result has the largest size `among` these, in descending order, of which all states fit, or else those of
+        the longest row. If none does, the one that takes least: more than `memory`. What is left is for logits.
+        """
 
         def left(size: int, in_memory: int) -> float:
             return memory - sum(self.parts(size, in_memory, longest, offload_states=offload_states))
@@ -124,8 +116,7 @@ class Costs:
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:
     """Return the costs of `model`, from the tensors that autograd saves in two short forward passes.
 
-    The parameters and their gradients are as before afterwards. The model may be without data, of torch's
-    `FakeTensorMode`. Raises `InputError` for a model with layers whose states are not known.
+    The model may be without data, of torch's `FakeTensorMode`. Raises `InputError` for layers of unknown states.
     """
     decoder = Decoder(model, 1.0, autocast)
     with decoder.prepared():

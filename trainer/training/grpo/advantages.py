@@ -16,7 +16,6 @@ Scale = Literal["group", "batch", "none"]
 EPSILON = 1e-4
 """Added to the standard deviation, as in TRL."""
 
-
 SAME = 1e-6
 """Largest difference between equal rewards, relative to their size if that is more than 1. An advantage that is only
 such a difference would still move the weights by a whole step of Adam."""

@@ -2,9 +2,10 @@
 
 import math
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -14,12 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch
-from rolltap.trainer.training.forward.forest import Row, own_tokens
+from rolltap.trainer.traces.build import Trace, TraceBatch
+from rolltap.trainer.training.forward.forest import Row, own_tokens, stretches
 from rolltap.trainer.training.grpo.advantages import GROUP, rewards_by, rewards_differ
 from rolltap.trainer.training.grpo.metrics import KINDS
-
-Normalise = Literal["tokens", "sessions", "constant"]
 
 LEAST_LOGPROB = -40.0
 """Smallest log-probability of the engine that the loss sees: the exponential of a larger difference is infinite in
@@ -29,9 +28,8 @@ float32, and its gradient is NaN. No token is sampled with a smaller one."""
 def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shuffle: bool = True) -> list[int]:
     """Return the indices of the `rows_per_step` rows of generation step `step`, counted from 0. They are all different.
 
-    The rows are passed over again and again, each time in an order of its own; without `shuffle` in theirs. The steps
-    take them one after the other. In a step that ends one pass and begins the next, the rows that it has already are
-    at the end of the next pass.
+    The rows are passed over again and again, each time in an order of its own; without `shuffle` in theirs. In a step
+    that ends one pass and begins the next, the rows that it has already are at the end of the next pass.
     """
     passes = rows_per_step // math.gcd(num_rows, rows_per_step)  # they fill whole steps
     period, place = divmod(step, passes * num_rows // rows_per_step)
@@ -48,26 +46,17 @@ def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shu
     return taken[end - rows_per_step : end]
 
 
-def groups_without_signal(rewards: Mapping[str, GroupReward]) -> set[str]:
-    """Return the ids of the groups whose rewards do not differ (`rewards_differ`)."""
-    groups = rewards_by(GROUP, rewards.values())
-    return {group for group, values in groups.items() if not rewards_differ(values)}
-
-
 def with_signal(batch: TraceBatch) -> TraceBatch:
-    """Return the batch without the traces of groups without signal. Their tokens are left out as `no_signal`.
+    """Return the batch without the traces of groups without signal (`rewards_differ`), left out as `no_signal`.
 
     All rewards stay. Raises `InputError` for a trace whose session has no reward.
     """
     if unrewarded := {trace.session_id for trace in batch.traces} - batch.rewards.keys():
         raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
-    silent = groups_without_signal(batch.rewards)
-    kept, dropped = [], 0
-    for trace in batch.traces:
-        if batch.rewards[trace.session_id].group_id in silent:
-            dropped += trace.completion_mask.count(1)
-        else:
-            kept.append(trace)
+    groups = rewards_by(GROUP, batch.rewards.values())
+    silent = {group for group, values in groups.items() if not rewards_differ(values)}
+    kept = [trace for trace in batch.traces if batch.rewards[trace.session_id].group_id not in silent]
+    dropped = sum(tokens_by_session(batch.traces).values()) - sum(tokens_by_session(kept).values())
     ledger = batch.ledger.leave_out("no_signal", dropped) if batch.ledger.sampled else batch.ledger
     return replace(batch, traces=kept, ledger=ledger)
 
@@ -89,7 +78,7 @@ def tokens_by_session(traces: Sequence[Trace]) -> dict[str, int]:
     return {session: count for session, count in tokens.items() if count}
 
 
-def session_weights(tokens: Mapping[str, int], normalise: Normalise, constant: int) -> dict[str, float]:
+def session_weights(tokens: Mapping[str, int], normalise: str, constant: int) -> dict[str, float]:
     """Return the factor of each session's advantages, for a loss that is the mean over all N tokens of S sessions.
 
     `tokens` are the numbers n of trained tokens of the sessions, each at least 1.
@@ -111,11 +100,8 @@ def session_weights(tokens: Mapping[str, int], normalise: Normalise, constant: i
 
 
 def spread_by_length(rows: Sequence[Row], parts: int) -> list[list[int]]:
-    """Split rows into `parts` lists of indices of nearly equal size, from long to short.
-
-    Rows of a list have similar lengths, so the padding is small. The longest are in the first list: a batch that does
-    not fit into memory fails at once.
-    """
+    """Split rows into `parts` lists of indices of nearly equal size, from long to short: so the padding is small, and a
+    batch that does not fit into memory fails at once."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids), reverse=True)
     bounds = np.linspace(0, len(rows), parts + 1).round().astype(int)
     return [order[start:end] for start, end in pairwise(bounds)]
@@ -131,37 +117,11 @@ def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     order = sorted(range(len(rows)), key=packed.__getitem__)
     whole = [len(rows[i].ids) for i in order]
     new = own_tokens([rows[i] for i in order])
-    low, high = max(whole, default=0), max(sum(new), max(whole, default=0))
-    while low < high:
-        middle = (low + high) // 2
-        if len(_stretches(whole, new, middle)) <= parts:
-            high = middle
-        else:
-            low = middle + 1
-    stretches = sorted(_stretches(whole, new, low), key=lambda stretch: -stretch.tokens)
-    lists = [[order[k] for k in range(stretch.start, stretch.end)] for stretch in stretches]
-    return lists + [[] for _ in range(parts - len(lists))]
-
-
-@dataclass(slots=True)
-class _Stretch:
-    start: int
-    end: int
-    tokens: int
-
-
-def _stretches(whole: Sequence[int], new: Sequence[int], capacity: int) -> list[_Stretch]:
-    """Cut rows into as few stretches as hold at most `capacity` tokens each.
-
-    `whole` are the rows' lengths, `new` their tokens after the prefix that they share with the row before.
-    """
-    stretches: list[_Stretch] = []
-    for k, (length, added) in enumerate(zip(whole, new, strict=True)):
-        if stretches and stretches[-1].tokens + added <= capacity:
-            stretches[-1].end, stretches[-1].tokens = k + 1, stretches[-1].tokens + added
-        else:
-            stretches.append(_Stretch(k, k + 1, length))
-    return stretches
+    least = range(max(whole, default=0), sum(new))
+    size = least.start + bisect_left(least, True, key=lambda size: len(stretches(whole, new, size)) <= parts)
+    found = stretches(whole, new, size)
+    found.sort(key=lambda stretch: -whole[stretch[0]] - sum(new[k] for k in stretch[1:]))
+    return [[order[k] for k in stretch] for stretch in found] + [[] for _ in range(parts - len(found))]
 
 
 def token_kinds(trace: Trace) -> NDArray[np.int8]:
@@ -174,32 +134,29 @@ def token_kinds(trace: Trace) -> NDArray[np.int8]:
 
 
 def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the N trained tokens of traces as one row, on the CPU, with the keys that `GRPOTrainer._compute_loss`
-    reads.
+    """Return the N trained tokens of traces as one row (1, N), on the CPU: inputs of `GRPOTrainer._compute_loss`.
 
-    A loss that sums over tokens needs neither their traces nor padding. Without a token N is 1, and the mask 0.
-
-    - `prompt_ids`, `prompt_mask`: (1, 1), of no meaning.
-    - `completion_ids`, `completion_mask`, `old_per_token_logps` (the engine's, at least `LEAST_LOGPROB`), `advantages`:
-      (1, N).
-    - `kinds`: (1, N), for metrics (`token_kinds`).
+    Without a token N is 1, and the mask 0. The prompt has no meaning. `old_per_token_logps` are the engine's, at least
+    `LEAST_LOGPROB`; `kinds` is for metrics (`token_kinds`).
     """
-    ids: list[float] = [0]
-    logprobs, values, kinds = [0.0], [0.0], [-1.0]
-    if total := sum(trace.completion_mask.count(1) for trace in traces):
-        masks = [np.array(trace.completion_mask, bool) for trace in traces]
-        ids = _join([np.array(t.completion_ids)[mask] for t, mask in zip(traces, masks, strict=True)])
-        logprobs = _join([np.array(t.logprobs, np.float32)[mask] for t, mask in zip(traces, masks, strict=True)])
-        kinds = _join([token_kinds(trace) for trace in traces])
-        values = _join([np.full(mask.sum(), advantages[t.session_id]) for t, mask in zip(traces, masks, strict=True)])
+    masks = [np.array(trace.completion_mask, bool) for trace in traces]
+    columns = [
+        (np.array(t.completion_ids)[m], np.array(t.logprobs)[m], np.full(n, advantages[t.session_id]), token_kinds(t))
+        for t, m in zip(traces, masks, strict=True)
+        if (n := m.sum())
+    ]
+    none = [(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, -1))]
+    ids, logprobs, values, kinds = (
+        torch.from_numpy(np.concatenate(column))[None] for column in zip(*columns or none, strict=True)
+    )
     return {
         "prompt_ids": torch.zeros(1, 1, dtype=torch.long),
         "prompt_mask": torch.ones(1, 1, dtype=torch.long),
-        "completion_ids": torch.tensor([ids], dtype=torch.long),
-        "completion_mask": torch.full((1, len(ids)), int(total > 0)),
-        "old_per_token_logps": torch.tensor([logprobs], dtype=torch.float32).clamp(min=LEAST_LOGPROB),
-        "advantages": torch.tensor([values], dtype=torch.float32),
-        "kinds": torch.tensor([kinds], dtype=torch.int8),
+        "completion_ids": ids.long(),
+        "completion_mask": torch.full(ids.shape, int(bool(columns))),
+        "old_per_token_logps": logprobs.float().clamp(min=LEAST_LOGPROB),
+        "advantages": values.float(),
+        "kinds": kinds.to(torch.int8),
     }
 
 
@@ -209,7 +166,3 @@ def limited_weights(weights: Tensor, mismatch: Literal["truncate", "mask"], low:
         return weights.clamp(low, high)
     # not a product with 0: a weight may be infinite
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
-
-
-def _join(parts: Sequence[np.ndarray]) -> list[float]:
-    return list(np.concatenate(parts).tolist())

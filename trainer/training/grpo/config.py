@@ -2,13 +2,12 @@
 
 The gradient of a batch must not depend on how sessions are cut into traces, nor on how traces are spread over
 micro-batches and processes. Fields that would break this, and those that a training on traces does not use, must keep
-their defaults. Each accepted field is checked here, for recipes and for Python. The checks of a model, and of
-Accelerate's settings, refuse what would break the promise too.
+their defaults.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
@@ -33,11 +32,11 @@ _Count = Annotated[int, Limit(ge=1)]
 
 @dataclass(kw_only=True)
 class TraceGRPOConfig(GRPOConfig):
-    """Arguments of `TraceGRPOTrainer`: those of TRL's `GRPOConfig` that keep its promise, and its own.
+    """Arguments of `TraceGRPOTrainer`. The type of the loaded weights decides the precision: there is no `bf16`.
 
-    The type of the loaded weights decides the precision: there is no `bf16`. Raises `InputError`, which begins with the
-    name of the field, for a field of `GRPOConfig` that has to keep its default, for a value that is not of its type or
-    beyond its limits, for one that has no effect with another one, and for what TRL, transformers or torch refuse.
+    Raises `InputError`, which begins with the name of the field, for a field of `GRPOConfig` that has to keep its
+    default, for a value that is not of its type or beyond its limits, for one that has no effect with another one, and
+    for what TRL, transformers or torch refuse.
     """
 
     forward: Literal["segments", "padded"] = "segments"
@@ -89,7 +88,8 @@ class TraceGRPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         """Check the fields as they were given, then let TRL derive its own, and try out what they make."""
-        changed = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != _default(each)}
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        changed = {name: value for name, value in vars(self).items() if value != defaults.get(name, value)}
         for name, value in changed.items():
             if name not in ACCEPTED:
                 raise InputError(f"{name} = {value!r}: {_why_refused(name)}; leave it out")
@@ -127,10 +127,6 @@ class TraceGRPOConfig(GRPOConfig):
     def place_model_on_device(self) -> bool | None:
         """See transformers. Sharded weights are moved to the device one layer at a time."""
         return False if self.sharding == "full" else None
-
-
-def _default(declared: Field[Any]) -> Any:
-    return declared.default if declared.default_factory is MISSING else declared.default_factory()
 
 
 _TYPES = get_type_hints(TraceGRPOConfig, include_extras=True)
@@ -199,10 +195,7 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def _try_out(args: TrainingArguments) -> None:
-    """Make the log level, the reporters, the optimizer and the schedule of `args`, for a model of one layer.
-
-    transformers would make them when the first step begins and sessions have run already.
-    """
+    """Make what transformers would make of `args` when the first step begins, and sessions have run already."""
     args.get_process_log_level()
     for reporter in get_reporting_integration_callbacks(args.report_to):
         reporter()
@@ -255,9 +248,6 @@ def require_embeddings(model: Any, traces: Sequence[Trace], rows: Sequence[Row])
     """
     size = model.get_input_embeddings().weight.shape[0]
     for trace, row in zip(traces, rows, strict=True):
-        if not 0 <= row.ids.min() <= row.ids.max() < size:
-            wrong = row.ids.min() if row.ids.min() < 0 else row.ids.max()
-            raise InputError(
-                f"trace {trace.trace_id} has the token id {wrong}, but the model has {size} embeddings: train the "
-                "model that the traces were recorded with"
-            )
+        if len(wrong := row.ids[(row.ids < 0) | (row.ids >= size)]):
+            what = f"trace {trace.trace_id} has the token id {wrong[0]}, but the model has {size} embeddings"
+            raise InputError(f"{what}: train the model that the traces were recorded with")

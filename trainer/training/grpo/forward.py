@@ -10,10 +10,10 @@ import torch
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.merging import merge_again
-from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.passes import PaddedScorer, Scorer, Scores, SegmentScorer
+from rolltap.trainer.traces.build import Trace
+from rolltap.trainer.training.forward.forest import Row, own_tokens, trace_row
+from rolltap.trainer.training.forward.passes import PaddedScorer, SegmentScorer
 from rolltap.trainer.training.forward.probe import probe
-from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.optimizer import local
@@ -31,22 +31,16 @@ HEADROOM = 0.9
 class Forward:
     """The scorer of a model, fitted to each batch."""
 
-    def __init__(
-        self,
-        model: Any,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        device: torch.device,
-        args: TraceGRPOConfig,
-    ) -> None:
+    def __init__(self, model: Any, autocast: Callable[[], AbstractContextManager[Any]], args: TraceGRPOConfig) -> None:
         """Collective: the main process probes the model, and all do as it finds. `autocast` makes the context of mixed
         precision.
 
         A model that segments do not fit runs padded, and a warning says why.
         """
-        self._model, self._args, self._device = model, args, device
+        self._model, self._args = model, args
         self._merged = merge_again(model)
         self._costs: Costs | None = None
-        self.scorer: Scorer = PaddedScorer(autocast, device)
+        self.scorer: PaddedScorer | SegmentScorer = PaddedScorer(autocast, args.device)
         if args.forward == "segments":
             one_pass = not args.activation_checkpointing
             options = {"keep_graph": one_pass, "offload_states": args.offload_states}
@@ -59,24 +53,17 @@ class Forward:
             self.scorer = SegmentScorer(
                 autocast, args.temperature, tokens_per_segment=args.tokens_per_segment or TOKENS_PER_SEGMENT, **options
             )
-            if args.activation_checkpointing and (args.memory_gib or self._device.type == "cuda"):
+            if args.activation_checkpointing and (args.memory_gib or args.device.type == "cuda"):
                 self._costs = (as_one if args.sharding == "full" else together)(lambda: measure(model, autocast))
 
-    def require_experts(self, rows: Sequence[Row]) -> None:
-        """Begin to replay the experts of traces, if that is asked for. Raises `InputError` for rows without them."""
-        if self._args.routing == "recorded":
-            if any(row.experts is None for row in rows):
-                raise InputError('routing="recorded", but a trace has no routing: read traces(routing=True)')
-            self.scorer.replay = self.scorer.replay or Replay()
-
-    def without_replay(self, model: Any, rows: Sequence[Row]) -> Scores:
-        """Return the scores of rows whose tokens route by themselves."""
-        return self.scorer(model, [replace(row, experts=None) for row in rows])
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """True if a prefix that rows share is computed once."""
-        return isinstance(self.scorer, SegmentScorer)
+    def rows(self, traces: Sequence[Trace]) -> list[Row]:
+        """Return the rows of traces, with their experts if they are replayed. Raises `InputError` for one without."""
+        rows = [trace_row(trace) for trace in traces]
+        if self._args.routing == "own":
+            return [replace(row, experts=None) for row in rows]
+        if any(row.experts is None for row in rows):
+            raise InputError('routing="recorded", but a trace has no routing: read traces(routing=True)')
+        return rows
 
     def fit(self, micro_batches: Sequence[Sequence[Row]], optimizer: Any) -> None:
         """Choose the sizes of segments for the memory that there is. The first micro-batch has the most tokens."""
@@ -88,7 +75,8 @@ class Forward:
         memory = self._args.memory_gib * 2**30 if self._args.memory_gib else self._free_memory(optimizer)
         given = self._args.tokens_per_segment
         among = (given,) if given else SIZES
-        sizes = self._costs.sizes(memory, rows, offload_states=self._args.offload_states, among=among)
+        own, longest = sum(own_tokens(rows)), len(rows[-1].ids)
+        sizes = self._costs.sizes(memory, own, longest, offload_states=self._args.offload_states, among=among)
         if (expected := sum(sizes.parts)) > memory:
             logger.warning(
                 "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
@@ -102,8 +90,8 @@ class Forward:
 
     def _free_memory(self, optimizer: Any) -> float:
         """Return the bytes that are free on the CUDA device, less what the rest of the step will still take."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free, _ = torch.cuda.mem_get_info(self._args.device)
+        unused = torch.cuda.memory_reserved(self._args.device) - torch.cuda.memory_allocated(self._args.device)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         pending = self._merged
         pending += sum(local(p).numel() * (p.grad_dtype or p.dtype).itemsize for p in trained if p.grad is None)

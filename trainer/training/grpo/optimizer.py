@@ -1,10 +1,9 @@
 """A sharded optimizer, and loss scaling for float16: what weights of 16 bits need.
 
-`ShardedOptimizer`: each process keeps the state of some parameters, and steps them for all. Every process has all
-weights and all gradients. Of the parameters that it owns it also has the optimizer's state and, where the weights have
-16 bits, a copy of them in float32: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart. For the
-same reason gradients of 16-bit weights are accumulated and averaged in float32. torch's `ZeroRedundancyOptimizer` also
-shards the state, but steps the weights as they are, without such copies.
+`ShardedOptimizer`: each process has all weights and gradients, keeps the state of some parameters, and steps them for
+all. Of these it also has, where the weights have 16 bits, a copy in float32: a step of 1e-6 of a weight is lost in
+bfloat16, whose values are 4e-3 apart. For the same reason gradients of 16-bit weights are accumulated and averaged in
+float32. torch's `ZeroRedundancyOptimizer` has no such copies.
 
 `LossScale`: the smallest values of float16 are 6e-8, and gradients of single tokens are less. Each backward pass begins
 with gradients of log-probabilities that are scaled so that the largest is about 1. The scale is a power of two, so
@@ -13,6 +12,7 @@ scaling loses nothing, and it follows from the pass alone: there is no state to 
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ class LossScale:
     """Scales the backward passes of a step, whose gradients are added up in float32, and takes the scale out again."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        """`parameters` are the model's: those that have gradients are trained."""
         self._parameters = list(parameters)
         self._scale = 1.0
 
@@ -90,10 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names: Mapping[Parameter, str],
         **options: Any,
     ) -> None:
-        """`kind` is the class to wrap, `options` its arguments, and `groups` those of all parameters.
-
-        `names` are the parameters' names in saved shares.
-        """
+        """`kind` is the class to wrap, `options` its arguments. `names` are the parameters' names in saved shares."""
         merged: dict[str, dict[str, Any]] = {}  # transformers parts what is sharded from what is not
         for group in groups:
             settings = {key: value for key, value in group.items() if key != "params"}
@@ -113,25 +109,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._masters[parameter] = Parameter(local(parameter.detach()))  # the same memory
             elif self._owners[parameter] == rank:
                 self._masters[parameter] = Parameter(parameter.detach().float()) if small else parameter
-        own = [
-            {
-                **group,
-                "params": [self._masters[parameter] for parameter in group["params"] if parameter in self._masters],
-            }
-            for group in merged.values()
-        ]
-        self.optimizer = kind(own, **options)
+        for group in merged.values():
+            group["params"] = [self._masters[parameter] for parameter in group["params"] if parameter in self._masters]
+        self.optimizer = kind([*merged.values()], **options)
         self.defaults = self.optimizer.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups, with the parameters that this process owns, in float32."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state: of the parameters that this process owns."""
-        return self.optimizer.state
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -167,53 +149,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(settings)
 
     def save(self, folder: Path) -> None:
-        """Write the trained weights, in float32, and the optimizer's state to `folder`. Collective.
-
-        Raises `InputError` when they cannot be written.
-        """
+        """Write the trained weights, in float32, and the optimizer's state. Collective. Raises `InputError`."""
         state: dict[str, Any] = {}
         for parameter, master in self._masters.items():
-            name, sharded = self._names[parameter], isinstance(parameter, DTensor)
-            state[name] = parameter.detach() if sharded else master.detach()
+            name = self._names[parameter]
+            state[name] = (parameter if isinstance(parameter, DTensor) else master).detach()
             for key, value in self.state.get(master, {}).items():
-                alike = sharded and isinstance(value, Tensor) and value.shape == master.shape
-                state[f"{name}/{key}"] = _as_shard(value, parameter) if alike else value
+                if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == master.shape:
+                    whole: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+                    value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, **whole)
+                state[f"{name}/{key}"] = value
         _checkpoint(save, state, folder)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read what any number of processes saved in `folder`. Collective.
 
-        Weights of 16 bits stay as they are, and have float32 copies beside them.
         Raises `InputError` when a file, or a parameter, is missing.
         """
-        exact: dict[Parameter, Parameter] = {parameter: parameter for parameter in self._names}
-        exact |= {parameter: master for parameter, master in self._masters.items() if parameter in self._owners}
-        state: dict[str, Any] = {
-            self._names[parameter]: weight.detach()
-            for parameter, weight in exact.items()
-            if weight.itemsize >= torch.float32.itemsize
-        }
+        state: dict[str, Any] = {}
+        for parameter, name in self._names.items():
+            weight = parameter if isinstance(parameter, DTensor) else self._masters.get(parameter, parameter)
+            if weight.itemsize >= torch.float32.itemsize:
+                state[name] = weight.detach()
         owned = {self._names[parameter]: parameter for parameter in self._masters}
-        saved = together(lambda: _saved(folder))
-        fields = {key: field for key, field in saved.items() if "/" in key and key.partition("/")[0] in owned}
-        for key, field in fields.items():
-            parameter = owned[key.partition("/")[0]]
-            if not isinstance(field, TensorStorageMetadata):
+        fields: defaultdict[str, list[str]] = defaultdict(list)
+        for key, saved in together(lambda: _saved(folder)).items():
+            name, _, field = key.partition("/")
+            if not field or name not in owned:
+                continue
+            fields[name].append(field)
+            if not isinstance(saved, TensorStorageMetadata):
                 state[key] = None
-            elif isinstance(parameter, DTensor) and field.size == parameter.shape:
-                like = self._masters[parameter]
-                state[key] = _as_shard(torch.empty_like(like, dtype=field.properties.dtype), parameter)
+            elif isinstance(owned[name], DTensor) and saved.size == owned[name].shape:
+                state[key] = torch.empty_like(owned[name], dtype=saved.properties.dtype)
             else:
-                state[key] = torch.empty(field.size, dtype=field.properties.dtype)
+                state[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
         _checkpoint(load, state, folder)
         # in the order of the groups, as the wrapped optimizer counts them
-        places = {name: place for place, name in enumerate(owned)}
-        found: dict[int, dict[str, Any]] = {}
-        for key in fields:
-            name, _, field = key.partition("/")
-            found.setdefault(places[name], {})[field] = local(state[key])
+        found = {
+            place: {field: local(state[f"{name}/{field}"]) for field in fields[name]}
+            for place, name in enumerate(owned)
+            if name in fields
+        }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": found})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
 
 def local(value: Any) -> Any:
@@ -224,11 +204,6 @@ def local(value: Any) -> Any:
 def load_weights(weights: Mapping[str, Parameter], folder: Path) -> None:
     """Read trained weights that `ShardedOptimizer.save` has written. Collective. Raises `InputError`."""
     _checkpoint(load, {name: weight.detach() for name, weight in weights.items()}, folder)
-
-
-def _as_shard(value: Tensor, parameter: Any) -> DTensor:
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
 
 
 def _saved(folder: Path) -> dict[str, Any]:

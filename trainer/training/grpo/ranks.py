@@ -1,19 +1,19 @@
 """Several training processes: an error in one ends all, and gradients are averaged once for each optimizer step.
 
-Objects travel over a gloo group of their own. The main process may roll out for hours while the others wait: they hold
-no kernel of their device then, and are notified at once when it ends. Tensors travel over the default group.
+Objects travel over a gloo group of their own: the main process may roll out for hours while the others wait, with no
+kernel of their device, and they are notified at once when it ends. Tensors travel over the default group.
 """
 
 import atexit
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
+from itertools import compress, zip_longest
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import TrainingArguments
@@ -22,24 +22,14 @@ from rolltap.addons.errors import InputError, RankError
 
 T = TypeVar("T")
 
-_BUCKET = 64 * 2**20
-"""Number of values that one all-reduce averages."""
 _FAILED = "rolltap: failed"
 _PATIENCE = timedelta(days=365)
 """Time that a process waits for the others' objects: longer than the rollouts of any batch."""
 
 
 def initialise(args: TrainingArguments) -> None:
-    """Let the processes find each other, as `args` says, so that collective functions work before there is a trainer.
-
-    With one process, or when they have found each other, nothing happens. Collective.
-    """
+    """Let the processes find each other, as `args` says, if they have not. Collective."""
     _ = args.device  # reading it makes the default group
-    connect()
-
-
-def connect() -> None:
-    """Make the group over which objects travel, if there is a default group. Collective."""
     if several():
         object_group()
 
@@ -62,7 +52,7 @@ def on_main(function: Callable[[], T]) -> T:
     if not several():
         return function()
     global _leads
-    outcome: list[Any] = [None, None, None]
+    outcome: list[Any] = [None, None, None]  # the result, the error's message, and what to call `everywhere`
     failure: Exception | None = None
     if _leads := is_main():
         try:
@@ -74,16 +64,14 @@ def on_main(function: Callable[[], T]) -> T:
         finally:
             _leads = False
 
-    def tell() -> None:
+    while True:
         try:
             dist.broadcast_object_list(outcome, group=object_group())
         except RuntimeError as error:
             raise failure or _lost(error) from error
-
-    tell()
-    while not is_main() and outcome[2] is not None:
-        _with_all(*outcome[2])
-        tell()
+        if is_main() or outcome[2] is None:
+            break
+        everywhere(*outcome[2])
     if failure is not None:
         raise failure
     if outcome[1] is not None:
@@ -108,11 +96,7 @@ def everywhere(name: str, *args: Any) -> Any:
     The main process calls it within `on_main`, whose others take part, or all processes call it.
     """
     if _leads:
-        dist.broadcast_object_list([None, None, (name, args)], group=object_group())
-    return _with_all(name, args)
-
-
-def _with_all(name: str, args: Sequence[Any]) -> Any:
+        dist.broadcast_object_list([None, None, (name, *args)], group=object_group())
     return as_one(lambda: _callable[name](*args))
 
 
@@ -125,17 +109,12 @@ def together(function: Callable[[], T]) -> T:
     try:
         result = function()
     except Exception as error:
-        if not several():
-            raise
         failure = error
     try:
         messages = gathered(failure and _message(failure))
-    except RankError:
+    finally:
         if failure is not None:
-            raise failure from None
-        raise
-    if failure is not None:
-        raise failure
+            raise failure
     for rank, message in enumerate(messages):
         if message:
             raise RankError(f"process {rank} failed: {message}")
@@ -168,11 +147,6 @@ def as_one(function: Callable[[], T]) -> T:
         raise failure from (None if failure is error else error)
 
 
-def anywhere(value: bool) -> bool:
-    """Return True if `value` is true on any process. Collective."""
-    return any(gathered(value))
-
-
 def gathered(value: T) -> list[T]:
     """Return the `value` of each process, which is pickled. Collective. Raises `RankError` if another one ended."""
     if not several():
@@ -190,17 +164,14 @@ def require_same(parameters: Iterable[tuple[str, Parameter]]) -> None:
 
     Otherwise they would wait for each other for ever when they exchange tensors.
     """
-    own = [f"{name} {[*parameter.shape]} {parameter.dtype}" for name, parameter in parameters]
-    for rank, other in enumerate(everybodys := gathered(own)):
-        if other != everybodys[0]:
-            first, here = next(
-                ((a, b) for a, b in zip(everybodys[0], other, strict=False) if a != b),
-                (f"{len(everybodys[0])} trained parameters", f"{len(other)}"),
-            )
-            raise InputError(
-                f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
-                "same folder, with the same adapter and dtype, on each"
-            )
+    everybodys = gathered([f"{name} {[*parameter.shape]} {parameter.dtype}" for name, parameter in parameters])
+    for rank, other in enumerate(everybodys):
+        for first, here in zip_longest(everybodys[0], other, fillvalue="no more"):
+            if first != here:
+                raise InputError(
+                    f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
+                    "same folder, with the same adapter and dtype, on each"
+                )
 
 
 def send_weights(parameters: Iterable[tuple[Parameter, int]]) -> None:
@@ -219,24 +190,16 @@ def average_gradients(parameters: Iterable[Parameter]) -> None:
         return
     # those that are sharded have been averaged in the backward pass
     trained = [weight for weight in parameters if weight.requires_grad and not isinstance(weight, DTensor)]
-    if not trained:
-        return
-    present = torch.tensor([parameter.grad is not None for parameter in trained], device=trained[0].device).int()
-    dist.all_reduce(present, op=dist.ReduceOp.MAX)
+    present = [any(have) for have in zip(*gathered([weight.grad is not None for weight in trained]), strict=True)]
     gradients = []
-    for parameter, somewhere in zip(trained, present.tolist(), strict=True):
-        if somewhere:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            gradients.append(parameter.grad)
-    for bucket in _buckets(gradients):
-        # one gradient alone is not copied: that of the embeddings takes gigabytes
-        flat = torch.cat([gradient.flatten() for gradient in bucket]) if len(bucket) > 1 else bucket[0].flatten()
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
+    for parameter in compress(trained, present):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        gradients.append(parameter.grad)
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        work.wait()
+    for gradient in gradients:
+        gradient /= dist.get_world_size()
 
 
 @cache
@@ -248,11 +211,8 @@ def object_group() -> dist.ProcessGroup:
 
 
 def _disconnect() -> None:
-    """End all groups and join their threads.
-
-    One of gloo's threads that drops the last reference to a tensor asks for the interpreter's lock. In an interpreter
-    that is ending it is killed for that, and the process aborts ("terminate called without an active exception").
-    """
+    """End all groups and join their threads: one of gloo's that drops a tensor in an interpreter that is ending would
+    abort the process ("terminate called without an active exception")."""
     object_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -264,15 +224,3 @@ def _message(error: Exception) -> str:
 
 def _lost(error: Exception) -> RankError:
     return RankError(f"another training process ended: its own output says why ({error})")
-
-
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Group neighbours of the same type, up to `_BUCKET` values together."""
-    buckets: list[list[Tensor]] = []
-    for gradient in gradients:
-        last = buckets[-1] if buckets else None
-        if last and last[0].dtype == gradient.dtype and sum(g.numel() for g in last) + gradient.numel() <= _BUCKET:
-            last.append(gradient)
-        else:
-            buckets.append([gradient])
-    return buckets

@@ -1,9 +1,8 @@
 """GRPOTrainer on processes that each have all weights, or a part of each layer, and no wrapper around the model.
 
-Segments run the layers of a model in an order of their own, which wrappers around it do not follow. So nothing is
-synchronised but at the boundaries of a step: the weights of rank 0 when a training begins, the gradients before a step,
-and the weights after it where the optimizer is shared out (`ShardedOptimizer`). Sharded layers gather and average
-themselves (`shard`).
+Segments run the layers of a model in an order of their own, which wrappers do not follow. So the processes exchange the
+weights of rank 0 when a training begins, the gradients before a step, and the weights after it where the optimizer is
+shared out (`ShardedOptimizer`). Sharded layers gather and average themselves (`shard`).
 """
 
 import copy
@@ -21,32 +20,19 @@ from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head, get_config_model_id, use_adapter
+from trl.trainer.utils import add_fused_lm_head, get_config_model_id, selective_log_softmax, use_adapter
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.saving import save_whole
 from rolltap.trainer.names import public_model
 from rolltap.trainer.training.forward.decoder import unwrapped
+from rolltap.trainer.training.grpo import ranks
 from rolltap.trainer.training.grpo.config import require_whole_weights
 from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer, load_weights, local
-from rolltap.trainer.training.grpo.ranks import (
-    anywhere,
-    average_gradients,
-    everywhere,
-    is_main,
-    let_call,
-    on_main,
-    require_same,
-    send_weights,
-    together,
-)
 from rolltap.trainer.training.grpo.sharding import shard
 
 logger = logging.getLogger(__name__)
 
-_NO_BASE = "[None](https://huggingface.co/None)"
-_NO_HUB = 'model="None"'
-"""TRL 1.16 writes these for a base model in a local folder, and for a model that is not pushed to the Hub."""
 STATE = "state"
 """Folder of a checkpoint with what a `ShardedOptimizer` saves."""
 
@@ -56,8 +42,6 @@ class ReplicatedTrainer(GRPOTrainer):
 
     A full model is trained with a `ShardedOptimizer`, and so is an adapter of 16 bits; other adapters with the
     optimizer itself, whose state is small, on each process. One that the caller gives is used as it is.
-
-    The reference of a full model is a copy of the model as it was given.
     """
 
     def __init__(self, *, model: Any, args: Any, peft_config: Any, **options: Any) -> None:
@@ -77,15 +61,15 @@ class ReplicatedTrainer(GRPOTrainer):
             vars(reference).pop("forward", None)  # TRL's own, which knows the original
             add_fused_lm_head(reference, temperature=self.temperature)
             if args.sharding == "full":
-                shard(reference, self._device, self._gathered)
-            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
-        gather = shard(self.model, self._device, self._gathered) if args.sharding == "full" else None
+                shard(reference, self.args.device, self._gathered)
+            self.ref_model = reference.to(self.args.device)
+        gather = shard(self.model, self.args.device, self._gathered) if args.sharding == "full" else None
         self._shards = gather is not None
         if gather is not None:
             self._mixed_mesh_grads = True
-            let_call("gather", gather)
-            let_call("score", self._score)
-            unwrapped(self.model).gather_weights = partial(everywhere, "gather")
+            ranks.let_call("gather", gather)
+            ranks.let_call("score", self._score)
+            unwrapped(self.model).gather_weights = partial(ranks.everywhere, "gather")
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)  # no wrapper
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -94,8 +78,8 @@ class ReplicatedTrainer(GRPOTrainer):
         Raises `InputError` when the processes have different models, and for an optimizer that cannot be shared out.
         """
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        require_same(trained.items())
-        send_weights((weight, 0) for weight in trained.values() if not isinstance(weight, DTensor))
+        ranks.require_same(trained.items())
+        ranks.send_weights((weight, 0) for weight in trained.values() if not isinstance(weight, DTensor))
         small = any(weight.itemsize < torch.float32.itemsize for weight in trained.values())
         full = self.args.sharding == "full"
         if full and self.optimizer is not None:
@@ -114,13 +98,13 @@ class ReplicatedTrainer(GRPOTrainer):
         return super().create_optimizer(model)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's card, with the name of the base model, which TRL leaves out if it is a local folder."""
+        """Write TRL's card with names where TRL 1.16 writes None: of a local base model, and of one not on the Hub."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             card = Path(self.args.output_dir, "README.md")
             base = public_model(get_config_model_id(self.model.config)) or "a model without a name"
-            text = card.read_text(encoding="utf-8").replace(_NO_BASE, f"`{base}`")
-            card.write_text(text.replace(_NO_HUB, 'model="path/to/this/folder"'), encoding="utf-8")
+            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
+            card.write_text(text.replace('model="None"', 'model="path/to/this/folder"'), encoding="utf-8")
 
     def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
         """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
@@ -128,18 +112,17 @@ class ReplicatedTrainer(GRPOTrainer):
         With `base`, a `PeftModel` is scored without its adapter. Other processes need not take part, unless weights are
         sharded: then call it on all, or within `on_main`.
         """
-        scores: list[float] = everywhere("score", ids, base) if self._shards else self._score(ids, base)
-        return scores
+        score = partial(ranks.everywhere, "score") if self._shards else self._score
+        return list(score(ids, base))
 
     @torch.no_grad()
     def _score(self, ids: Sequence[int], base: bool) -> list[float]:
-        model = self._unwrapped
+        model = self.model
         without = base and hasattr(model, "disable_adapter")
         with model.disable_adapter() if without else nullcontext(), self._autocast():
-            logits = model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0, :-1]
-        following = torch.tensor(ids[1:], device=self._device)
-        logprobs = torch.log_softmax(logits.float(), -1).gather(-1, following[:, None])
-        return [float(value) for value in logprobs[:, 0]]
+            logits = model(input_ids=torch.tensor([ids], device=self.args.device), use_cache=False).logits[0, :-1]
+        logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=self.args.device))
+        return [float(value) for value in logprobs]
 
     def log_metrics(self, values: Mapping[str, float]) -> None:
         """Add values to those of the present step, whose mean is logged."""
@@ -154,7 +137,7 @@ class ReplicatedTrainer(GRPOTrainer):
         elif _internal_call:
             folder.mkdir(parents=True, exist_ok=True)  # the weights of a checkpoint are beside the optimizer's state
         else:
-            on_main(lambda: save_whole(self.model, folder, Path(get_config_model_id(self.model.config))))
+            ranks.on_main(lambda: save_whole(self.model, folder, Path(get_config_model_id(self.model.config))))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.args.sharding != "full":
@@ -170,8 +153,13 @@ class ReplicatedTrainer(GRPOTrainer):
         return norm
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with nullcontext() if isinstance(self.model, PeftModel) else _saved_as_it_is(self.model):
+        if not isinstance(self.model, PeftModel):
+            # under its own names, which `load_state_dict` reads; transformers would write those of its checkpoint
+            self.model.save_pretrained = partial(self.model.save_pretrained, save_original_format=False)
+        try:
             super()._save_checkpoint(model, trial)
+        finally:
+            self.model.__dict__.pop("save_pretrained", None)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raise `InputError` unless the checkpoint had all weights of the model, and no others."""
@@ -194,7 +182,7 @@ class ReplicatedTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         # next, the main process writes trainer_state.json, which marks the checkpoint as complete
         save = super()._save_rng_state
-        together(lambda: save(output_dir))
+        ranks.together(lambda: save(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -202,67 +190,41 @@ class ReplicatedTrainer(GRPOTrainer):
             sharded.load(Path(checkpoint, STATE))
 
     def _finish_gradients(self) -> None:
-        """Average the gradients of a step. If one is not finite, drop them all, so that nothing changes.
-
-        Clipping would divide every gradient by a norm that is not finite.
-        """
+        """Average the gradients of a step. If one is not finite, drop them all: clipping would divide by their norm."""
         if self._loss_scale is not None:
             self._loss_scale.finish()
-        average_gradients(self._unwrapped.parameters())
-        gradients = [local(parameter.grad) for parameter in self._unwrapped.parameters() if parameter.grad is not None]
-        gradients = [gradient for gradient in gradients if gradient.numel()]
-        skipped = anywhere(not bool(get_total_norm(gradients, math.inf).isfinite()))
+        ranks.average_gradients(self.model.parameters())
+        own = (local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
+        gradients = [gradient for gradient in own if gradient.numel()]
+        skipped = any(ranks.gathered(not bool(get_total_norm(gradients, math.inf).isfinite())))
         self.log_metrics({"steps_skipped": float(skipped)})
         if skipped:
-            self._unwrapped.zero_grad(set_to_none=True)
-            if is_main():
+            self.model.zero_grad(set_to_none=True)
+            if ranks.is_main():
                 logger.warning("step %d was skipped: its gradients are not finite", self.state.global_step + 1)
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
         """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
         if self.ref_model is not None:
-            yield self.accelerator.unwrap_model(self.ref_model)
+            yield self.ref_model
         else:
-            with use_adapter(self._unwrapped, "ref" if "ref" in self._unwrapped.peft_config else None):
-                yield self._unwrapped
+            with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
+                yield self.model
 
     @cached_property
     def _loss_scale(self) -> LossScale | None:
-        parameters = [*self._unwrapped.parameters()]
+        parameters = [*self.model.parameters()]
         return LossScale(parameters) if any(p.dtype == torch.float16 for p in parameters) else None
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Return a context of mixed precision: accelerate's, or that of weights in float16, which it would scale."""
         if self._loss_scale is not None:
-            return torch.autocast(self._device.type, torch.float16)
+            return torch.autocast(self.args.device.type, torch.float16)
         context: AbstractContextManager[Any] = self.accelerator.autocast()
         return context
-
-    @property
-    def _unwrapped(self) -> Any:
-        """The model, or the `PeftModel` around it, as the processes' own gradients are added to it."""
-        return self.accelerator.unwrap_model(self.model_wrapped)
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self.accelerator.device
-        return device
 
     @property
     def _sharded(self) -> ShardedOptimizer | None:
         optimizer = getattr(self.optimizer, "optimizer", None)  # in accelerate's wrapper
         return optimizer if isinstance(optimizer, ShardedOptimizer) else None
-
-
-@contextmanager
-def _saved_as_it_is(model: Any) -> Iterator[None]:
-    """Let `save_pretrained` write the model's own weights, under its own names, which `load_state_dict` reads.
-
-    By default it writes those of the checkpoint that transformers converted.
-    """
-    model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
-    try:
-        yield
-    finally:
-        del model.save_pretrained

@@ -1,8 +1,7 @@
 """Sharded weights (FSDP2): each process keeps a part of every decoder layer, and has a layer whole while it runs.
 
 Embeddings, the last norm and the head stay whole, because the head runs outside of the model's own forward pass, and so
-do adapters, which are small. All processes must run the layers equally often (`forward.decoder.idle`), because they
-gather each layer together.
+do adapters, which are small. All processes must run the layers equally often (`forward.decoder.idle`).
 """
 
 from collections import Counter
@@ -29,9 +28,8 @@ def shard(model: Any, device: torch.device, gathered: Counter[str]) -> Gather | 
     """Shard the decoder layers of a model or of the `PeftModel` around it, and move it to `device`. Collective.
 
     All processes get the layers of rank 0. Trained weights of 16 bits become float32, and are gathered in their own
-    type. One layer is whole on the device at a time. `gathered` counts the bytes that a process
-    receives, and the result gathers weights. None with one process, which has all
-    weights. Raises `InputError` for a model whose layers cannot be told.
+    type. One layer is whole on the device at a time. `gathered` counts the bytes that a process receives. The result
+    gathers weights; it is None with one process, which has all. Raises `InputError` for a model of unknown layers.
     """
     if not several():
         return None
@@ -54,9 +52,8 @@ def shard(model: Any, device: torch.device, gathered: Counter[str]) -> Gather | 
                 policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
         layer.set_reduce_scatter_unused_params(True)  # of experts that no token of a process has chosen
-    fully_shard(
-        body, mesh=mesh, ignored_params={weight for weight in body.parameters() if not isinstance(weight, DTensor)}
-    )
+    unsharded = {weight for weight in body.parameters() if not isinstance(weight, DTensor)}
+    fully_shard(body, mesh=mesh, ignored_params=unsharded)
     model.to(device)
     size = size * (mesh.size() - 1) // mesh.size()
     # the backward pass gathers again

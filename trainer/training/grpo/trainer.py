@@ -8,22 +8,18 @@ policy, clipped or weighted as the loss does it.
 The way of a generation batch:
 
     trace_source          a TraceBatch: traces, rewards, ledger            on the main process
-      v
     with_signal           leaves out groups whose rewards are all equal    on every process, the same
     session_advantages    x session_weights
-      v
     spread_by_prefix      gradient_accumulation_steps x processes parts
-      v
     flatten               the trained tokens of a part, as one row
-      v
-    Scorer -> TRL's loss -> backward, for each part
-      v
-    average_gradients -> optimizer step
+    Scorer -> TRL's loss -> backward, for each part; average_gradients -> optimizer step
 """
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -37,8 +33,8 @@ from trl.trainer.utils import create_model_from_path
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.traces.build import Trace, TraceBatch
-from rolltap.trainer.training.forward.forest import Row, trace_row
-from rolltap.trainer.training.forward.passes import Scores
+from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.passes import Scores, SegmentScorer
 from rolltap.trainer.training.grpo.advantages import session_advantages
 from rolltap.trainer.training.grpo.batch import (
     flatten,
@@ -53,8 +49,8 @@ from rolltap.trainer.training.grpo.batch import (
 )
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, require_embeddings
 from rolltap.trainer.training.grpo.forward import Forward
-from rolltap.trainer.training.grpo.metrics import StepMetrics, Tokens, batch_metrics, forget_trls, named_tasks
-from rolltap.trainer.training.grpo.ranks import anywhere, as_one, on_main, together
+from rolltap.trainer.training.grpo.metrics import StepMetrics, batch_metrics, named_tasks
+from rolltap.trainer.training.grpo.ranks import as_one, gathered, on_main, together
 from rolltap.trainer.training.grpo.replicated import ReplicatedTrainer
 
 logger = logging.getLogger(__name__)
@@ -67,13 +63,10 @@ class TraceGRPOTrainer(ReplicatedTrainer):
 
     One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
     (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
-    number of sessions and traces, which are distributed over the processes. The other processes wait for it.
-    `before_batch` is called before that on every process, and may call collective operations. An error in
-    `trace_source`, or of any process in building a batch, in a forward or in a backward pass, ends all with that error.
-
-    Each trace has its session's advantage (`session_advantages` with `args.scale_rewards`), times the session's weight
-    (`session_weights` with `args.normalise`). Groups without signal are not computed. For a batch without any signal a
-    warning is logged; weights and optimizer state stay unchanged.
+    number of sessions and traces. The other processes wait for it. `before_batch` is called before that on every
+    process, and may call collective operations. An error in `trace_source`, or of any process in building a batch, in
+    a forward or in a backward pass, ends all with that error. For a batch without any signal a warning is logged;
+    weights and optimizer state stay unchanged.
 
     A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
     gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
@@ -81,9 +74,8 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
     of the full model as it was given. The divergence from it is a mean over tokens, whatever the weights of sessions.
 
-    `processing_class`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`.
-
-    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces.
+    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces. Its
+    other arguments are those of `GRPOTrainer`.
     """
 
     args: TraceGRPOConfig
@@ -121,11 +113,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         self.groups_per_step = groups_per_step
         self.has_gradient = False
         self._generation = -1
-        self._micro_batches: list[dict[str, Any]] = []
-        self._inputs: dict[str, Any] = {}
         self._named_tasks = named_tasks(train_dataset)
-        self._on_policy = False
-        self._step_metrics = StepMetrics(args, on_policy=False)
         super().__init__(
             model=model,
             reward_funcs=_recorded_reward,
@@ -137,7 +125,11 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             peft_config=peft_config,
         )
         check_model(self.model)
-        self.add_callback(StepGuard(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers. The training begins with a batch of its own. Raises `InputError`."""
+        self._generation, self._step = -1, 0
+        return super().train(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader[int]:
         """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
@@ -149,24 +141,30 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         """Compute and add the gradients of a micro-batch; after the last one, average them over the processes."""
         step = super().training_step
         loss: Tensor = self._together(lambda: step(model, inputs, num_items_in_batch))
-        self._step_metrics.stop(self._device)
+        self._step_metrics.stop(self.args.device)
         replay = self._forward.scorer.replay
-        if replay is not None:
-            replay.end()
+        replay.end()
         if self.accelerator.sync_gradients:
             self._finish_gradients()
+            if not self.has_gradient:
+                # with gradients of zero, momentum and weight decay would still change the weights
+                self.model.zero_grad(set_to_none=True)
             if self._shards:
                 self.log_metrics({"gathered_gib": self._gathered.pop("bytes") / 2**30})
-            values = self._step_metrics.values(self.accelerator.gather(self._step_metrics.local(self._device)))
-            self.log_metrics(values)
-            if replay is not None:
-                replayed, differ = self.accelerator.gather(replay.taken().to(self._device)[None]).sum(0).tolist()
-                self.log_metrics({"routing/differs": differ / replayed} if replayed else {})
+            self.log_metrics(self._step_metrics.values(gathered(self._step_metrics.local(self.args.device))))
+            replayed, differ = self.accelerator.gather(replay.taken().to(self.args.device)[None]).sum(0).tolist()
+            self.log_metrics({"routing/differs": differ / replayed} if replayed else {})
         return loss
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
         _run_as_served(self.model)
-        generation = self.state.global_step // self.num_iterations
+        generation, iteration = divmod(self.state.global_step, self.num_iterations)
+        if self._generation < 0 and self.args.mismatch != "clip" and iteration:
+            raise InputError(
+                f"step {self.state.global_step} is in the middle of the {self.num_iterations} iterations of a batch: "
+                f"with mismatch={self.args.mismatch!r} resume from a checkpoint after the last one (save_steps a "
+                "multiple of num_iterations)"
+            )
         if generation != self._generation:
             _ = self._forward  # probes the model, which is collective
             if self.before_batch is not None:
@@ -177,16 +175,15 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             self._on_policy = batch.on_policy
             weights = "completion_mask" if self.beta else "advantages"
             trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
-            self.has_gradient = anywhere(trains)
+            self.has_gradient = any(gathered(trains))
             if not self.has_gradient and self.accelerator.is_main_process:
                 logger.warning(
                     "step %d was skipped: %s", self.state.global_step + 1, why_skipped(batch, self.args.mismatch)
                 )
-        if self._step % self.args.gradient_accumulation_steps == 0:
-            first = self.state.global_step % self.num_iterations == 0
-            self._step_metrics = StepMetrics(self.args, on_policy=self._on_policy and first)
-        micro_batch: dict[str, Any] = self._micro_batches[self._step % self.args.gradient_accumulation_steps]
-        return micro_batch
+        micro_batch = self._step % self.args.gradient_accumulation_steps
+        if micro_batch == 0:
+            self._step_metrics = StepMetrics(self.args, on_policy=self._on_policy and iteration == 0)
+        return self._micro_batches[micro_batch]
 
     def rows_of(self, generation: int) -> list[dict[str, Any]]:
         """Return the rows of a generation batch, counted from 0."""
@@ -212,18 +209,16 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
         self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
-        micro_batches = self._spread(computed, advantages)
-        for micro_batch in micro_batches:
-            micro_batch["num_items_in_batch"] = torch.tensor(max(1, sum(tokens.values())), device=self._device)
-        return micro_batches
+        number = torch.tensor(max(1, sum(tokens.values())), device=self.args.device)
+        return [{**micro_batch, "num_items_in_batch": number} for micro_batch in self._spread(computed, advantages)]
 
     def _spread(self, traces: Sequence[Trace], advantages: dict[str, float]) -> list[dict[str, Any]]:
-        rows = [trace_row(trace) for trace in traces]
-        require_embeddings(self._unwrapped, traces, rows)
-        self._forward.require_experts(rows)
+        rows = self._forward.rows(traces)
+        require_embeddings(self.model, traces, rows)
         processes = self.accelerator.num_processes
         number = self.args.gradient_accumulation_steps * processes
-        parts = (spread_by_prefix if self._forward.shares_prefixes else spread_by_length)(rows, number)
+        spread = spread_by_prefix if isinstance(self._forward.scorer, SegmentScorer) else spread_by_length
+        parts = spread(rows, number)
         self._forward.fit([[rows[i] for i in part] for part in parts], self.optimizer)
         flat = [flatten([traces[i] for i in part], advantages) for part in parts]
         in_loss = sum(int(micro_batch["completion_mask"].sum()) for micro_batch in flat)
@@ -234,11 +229,10 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             )
         micro_batches = []
         for k in range(self.accelerator.process_index, number, processes):
-            micro_batch = {key: value.to(self._device) for key, value in flat[k].items()}
+            micro_batch = {key: value.to(self.args.device) for key, value in flat[k].items()}
             own = [rows[i] for i in parts[k]]
             micro_batches.append({**micro_batch, **self._frozen(own, micro_batch), "rows": own})
-        if self._forward.scorer.replay is not None:
-            self._forward.scorer.replay.taken()  # those of the reference
+        self._forward.scorer.replay.taken()  # those of the reference
         return micro_batches
 
     @torch.no_grad()
@@ -247,21 +241,20 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         old = inputs["old_per_token_logps"]
         values = {"sampler_per_token_logps": old}
 
-        def scored(model: Any, score: Callable[..., Scores] = self._forward.scorer) -> Tensor:
-            logprobs = score(model, rows).logprobs  # where weights are sharded, without rows too
-            return logprobs[None] if len(logprobs) else torch.zeros_like(old)
+        def scored(model: Any, rows: Sequence[Row] = rows) -> Tensor:
+            return _one_row(self._forward.scorer(model, rows).logprobs)  # where weights are sharded, without rows too
 
         if self.beta:
             with self._reference() as model:
                 values["ref_per_token_logps"] = scored(model)
-        if self._forward.scorer.replay is not None and self._generation < 0:
-            difference = (scored(self._unwrapped, self._forward.without_replay) - old).abs().mean()
+        if self.args.routing == "recorded" and self._generation < 0:
+            unreplayed = [replace(row, experts=None) for row in rows]
+            difference = (scored(self.model, unreplayed) - old).abs().mean()
             if inputs["completion_mask"].any():
                 self.log_metrics({"routing/difference_before": float(difference)})
         if self.args.mismatch != "clip":
-            own = scored(self._unwrapped)
-            weight = torch.exp(own - old)
-            values["mismatch"] = weight
+            own = scored(self.model)
+            values["mismatch"] = weight = torch.exp(own - old)
             limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
             values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
         return values
@@ -269,9 +262,11 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._inputs = inputs
         self._step_metrics.start()
+        own = self._metrics["train"]
+        # TRL logs means of micro-batches, of which one of few tokens counts as much as one of many
+        self._metrics["train"] = defaultdict(list)
         loss: Tensor = super()._compute_loss(model, inputs)
-        forget_trls(self._metrics["train"])
-        self._inputs = {}
+        self._metrics["train"] = own
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -279,17 +274,13 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
         scores = self._together(self._score_inputs)
-        if not len(scores.logprobs):
-            nothing = torch.zeros(1, 1, device=self._device)
-            # the sum of none has a backward pass, as the other processes have
-            return nothing + scores.logprobs.sum(), nothing, None
-        if self._loss_scale is not None and scores.logprobs.requires_grad:
+        if self._loss_scale is not None and len(scores.logprobs) and scores.logprobs.requires_grad:
             self._loss_scale.watch(scores.logprobs)
-        return scores.logprobs[None], scores.entropies[None], None
+        return _one_row(scores.logprobs), _one_row(scores.entropies), None
 
     def _score_inputs(self) -> Scores:
-        scores = self._forward.scorer(self._unwrapped, self._inputs["rows"])
-        self._add_metrics(scores)
+        scores = self._forward.scorer(self.model, self._inputs["rows"])
+        self._step_metrics.add(scores, self._inputs, forwarded=self._forward.scorer.forwarded)
         return scores
 
     def _together(self, function: Callable[[], T]) -> T:
@@ -298,52 +289,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
 
     @cached_property
     def _forward(self) -> Forward:
-        found = Forward(self._unwrapped, self._autocast, self._device, self.args)
+        found = Forward(self.model, self._autocast, self.args)
         self._gathered.clear()  # those of the probe belong to no step
         return found
-
-    def _add_metrics(self, scores: Scores) -> None:
-        inputs = self._inputs
-        rows, forwarded = sum(len(row.ids) for row in inputs["rows"]), self._forward.scorer.forwarded
-        if not len(scores.logprobs):
-            self._step_metrics.add(None, in_rows=rows, forwarded=forwarded)
-            return
-        optional = {"weights": "mismatch", "reference_logprobs": "ref_per_token_logps"}
-        tokens = Tokens(
-            logprobs=scores.logprobs,
-            entropies=scores.entropies,
-            sampler_logprobs=inputs["sampler_per_token_logps"][0],
-            old_logprobs=inputs["old_per_token_logps"][0],
-            advantages=inputs["advantages"][0],
-            kinds=inputs["kinds"][0],
-            **{name: inputs[key][0] for name, key in optional.items() if key in inputs},
-        )
-        self._step_metrics.add(tokens, in_rows=rows, forwarded=forwarded)
-
-
-class StepGuard(TrainerCallback):
-    """Callback that begins a training with a batch of its own, and drops the gradients of a step that trains nothing.
-
-    These are zero, but with them the optimizer's momentum and weight decay would still change the weights.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the batch and the micro-batches of an earlier `train()`. Raises `InputError`."""
-        self.trainer._generation, self.trainer._step = -1, 0
-        if args.mismatch != "clip" and state.global_step % args.num_iterations:
-            raise InputError(
-                f"step {state.global_step} is in the middle of the {args.num_iterations} iterations of a batch: with "
-                f"mismatch={args.mismatch!r} resume from a checkpoint after the last one (save_steps a multiple of "
-                "num_iterations)"
-            )
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the gradients to None: the optimizer then changes neither parameters nor its state."""
-        if not self.trainer.has_gradient:
-            model.zero_grad(set_to_none=True)
 
 
 def _run_as_served(model: Any) -> None:
@@ -354,6 +302,11 @@ def _run_as_served(model: Any) -> None:
     model.eval()
     for module in model.modules():
         module.training = module is model or isinstance(module, GradientCheckpointingLayer)
+
+
+def _one_row(values: Tensor) -> Tensor:
+    """Return values (N,) as (1, N), with a zero if N is 0, as `flatten` does. It has a backward pass where they do."""
+    return torch.nn.functional.pad(values, (0, int(not len(values))))[None]
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

@@ -14,7 +14,6 @@ from trl.trainer.utils import add_fused_lm_head
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import PaddedScorer, Scores, SegmentScorer
-from rolltap.trainer.training.forward.routing import Replay
 from tests.deep import cases
 from tests.trainer.training.forward.test_passes import forest, gradients, plain
 from tests.trainer.training.grpo.tiny import relative_difference
@@ -139,7 +138,7 @@ def padded() -> PaddedScorer:
     ),
 )
 def test_replayed_experts_are_those_of_a_forced_router(family, score):
-    model, score.replay = tiny(family), Replay()
+    model = tiny(family)
     rows = routed(model)
     wanted = forced(model, rows)
     exact = gradients(model, wanted)
@@ -158,12 +157,12 @@ def test_replayed_experts_are_those_of_a_forced_router(family, score):
 
 def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes():
     adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model, score, replay = get_peft_model(tiny("qwen3-moe"), adapter), segments(), Replay()
-    rows, score.replay = routed(model), replay
+    model, score = get_peft_model(tiny("qwen3-moe"), adapter), segments()
+    rows, replay = routed(model), score.replay
     got = gradients(model, score(model, rows))
     found = []
     for row in rows:
-        replay.begin([row.experts], [len(row.ids)], torch.device("cpu"))
+        replay.begin(model, [row.experts], [len(row.ids)])
         found.append(plain(model, [row]))
     replay.end()
     assert relative_difference(gradients(model, Scores(*map(torch.cat, zip(*found, strict=True)))), got) < 1e-5
@@ -172,9 +171,8 @@ def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes():
 
 def test_models_whose_experts_cannot_be_replayed_are_refused():
     score = segments()
-    score.replay = Replay()
     with pytest.raises(InputError, match="Qwen3ForCausalLM has no experts"):
-        score(tiny("qwen3"), forest())
+        score(tiny("qwen3"), routed(tiny("qwen3")))
     model = tiny("qwen3-moe")
     rows = routed(model)
     with pytest.raises(InputError, match="experts of 1 layers, but the model has 2"):

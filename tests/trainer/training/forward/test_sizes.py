@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.forest import Row, own_tokens
 from rolltap.trainer.training.forward.passes import Grove, SegmentScorer
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
@@ -97,7 +97,7 @@ def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number,
         nonlocal most
         add(self, segment, gradients)
         alive = [tensor for state in self._states.values() for layer in state for tensor in layer]
-        alive += [tensor for state in self._gradients.values() for layer in state for tensor in layer]
+        alive += [tensor for state in self._gradients.values() for tensor in state]
         most = max(most, sum(tensor.nbytes for tensor in [*self.paths.tensors, *alive]))
 
     monkeypatch.setattr(Grove, "_add", watched)
@@ -110,7 +110,7 @@ def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number,
 
 def sizes(memory: float, **options: Any) -> Any:
     """The sizes for four rows of 10,000 tokens that share nothing."""
-    return COSTS.sizes(memory, [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(4)], **options)
+    return COSTS.sizes(memory, 40_000, 10_000, **options)
 
 
 def test_the_largest_size_that_fits_is_chosen_or_the_given_one_in_parts_where_states_do_not_fit():
@@ -123,14 +123,13 @@ def test_the_largest_size_that_fits_is_chosen_or_the_given_one_in_parts_where_st
     assert 10_000 <= parts.tokens_in_memory < 40_000
     assert sum(parts.parts) <= 6e6
     assert sizes(8e6 + 1, offload_states=True).tokens_in_memory is None
-    assert COSTS.sizes(1e9, []).tokens_in_memory is None
+    assert COSTS.sizes(1e9, 0, 0).tokens_in_memory is None
 
 
 def test_parts_of_rows_with_linear_attention_fit_too():
-    rows = [Row(np.full(10_000, i, np.int32), np.array([9_999])) for i in range(9)]
     costs = replace(COSTS, state_per_segment=50_000.0, gradient_per_segment=200_000.0)
     for memory in (1e7, 1.5e7, 2e7):
-        parts = costs.sizes(memory, rows, among=[1024, 256])
+        parts = costs.sizes(memory, 90_000, 10_000, among=[1024, 256])
         assert 10_000 <= parts.tokens_in_memory < 90_000
         assert sum(parts.parts) <= memory
 
@@ -141,9 +140,8 @@ def test_when_nothing_fits_the_sizes_that_take_least_say_what_they_need():
     assert sum(least.parts) > 1e5
     # states of linear attention make many small segments dearer than few larger ones
     dear = replace(COSTS, state_per_segment=1e6)
-    rows = [Row(np.zeros(10_000, np.int32), np.array([9_999]))]
     assert (
-        dear.sizes(1e5, rows).tokens_per_segment
+        dear.sizes(1e5, 10_000, 10_000).tokens_per_segment
         == min(SIZES, key=lambda size: sum(dear.parts(size, 10_000, 10_000)))
         > SIZES[-1]
     )
@@ -151,13 +149,13 @@ def test_when_nothing_fits_the_sizes_that_take_least_say_what_they_need():
 
 def test_the_memory_that_is_left_is_for_logits():
     costs = replace(COSTS, logits_per_token=1e4, logits_tokens=100)
-    rows = [Row(np.zeros(10_000, np.int32), np.array([9_999]))]
     fitting = sum(costs.parts(1024, 10_000, 10_000))
-    chunks = [costs.sizes(fitting + more, rows, among=[1024]).logits_tokens for more in (-1, 0, 2e6, 1e9)]
+    chunks = [costs.sizes(fitting + more, 10_000, 10_000, among=[1024]).logits_tokens for more in (-1, 0, 2e6, 1e9)]
     assert chunks == [100, 100, 300, 1024]
 
 
 def test_shared_tokens_count_once():
     rows = [Row(np.append(np.zeros(9_999, np.int32), i).astype(np.int32), np.array([9_999])) for i in range(4)]
-    assert sum(COSTS.sizes(1e9, rows).parts) < sum(sizes(1e9).parts)
-    assert COSTS.sizes(4.5e6, rows).tokens_in_memory is None
+    shared = sum(own_tokens(rows))
+    assert sum(COSTS.sizes(1e9, shared, 10_000).parts) < sum(sizes(1e9).parts)
+    assert COSTS.sizes(4.5e6, shared, 10_000).tokens_in_memory is None

@@ -13,9 +13,9 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.forward.forest import Row, trace_row
+from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.grpo.batch import (
     flatten,
-    groups_without_signal,
     limited_weights,
     rows_of_step,
     session_weights,
@@ -53,17 +53,12 @@ REWARDS = {
 
 
 class TestSignal:
-    def test_a_group_of_equal_rewards_and_a_session_alone_have_no_signal(self):
-        assert groups_without_signal(REWARDS) == {"a", "c"}
-
     def test_rewards_that_differ_by_rounding_are_equal(self):
-        sums = {"a": GroupReward(group_id="g", reward=0.3), "b": GroupReward(group_id="g", reward=0.1 + 0.2)}
-        assert sums["a"].reward != sums["b"].reward
-        assert groups_without_signal(sums) == {"g"}
-        sums["c"] = GroupReward(group_id="g", reward=0.3 + 1e-5)
-        assert groups_without_signal(sums) == set()
+        assert 0.3 != 0.1 + 0.2
+        assert not rewards_differ([0.3, 0.1 + 0.2])
+        assert rewards_differ([0.3, 0.1 + 0.2, 0.3 + 1e-5])
 
-    def test_their_tokens_are_left_out_by_name_and_their_rewards_stay(self):
+    def test_tokens_of_equal_rewards_and_of_a_session_alone_are_left_out_by_name_and_their_rewards_stay(self):
         traces = [trace("a0", [1], [2, 3], [1, 1]), trace("b0", [1], [2], [1]), trace("c0", [1], [2, 3], [0, 1])]
         ledger = Ledger(sampled=6, trained=4, left_out={"aborted": 2})
         batch = with_signal(TraceBatch(traces=traces, rewards=REWARDS, ledger=ledger))

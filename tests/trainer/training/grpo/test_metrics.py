@@ -14,14 +14,12 @@ from trl import GRPOTrainer
 
 from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
+from rolltap.trainer.training.forward.passes import Scores
 from rolltap.trainer.training.grpo import metrics as module
 from rolltap.trainer.training.grpo.metrics import (
     MOST_TASKS,
-    TRLS,
     StepMetrics,
-    Tokens,
     batch_metrics,
-    forget_trls,
     named_tasks,
     peak_memory,
 )
@@ -46,26 +44,33 @@ def named(metrics, *prefixes):
 
 
 def tokens(logprobs, sampler, advantages=None, kinds=None, **fields):
-    """Return tokens with entropy 0.5, of kind `bridged` and with advantage 1 if not given."""
+    """Return scores and inputs of tokens with entropy 0.5, of kind `bridged` and with advantage 1 if not given."""
     number = len(logprobs)
-    tensors = {name: torch.tensor(values) for name, values in fields.items()}
-    return Tokens(
-        logprobs=torch.tensor(logprobs),
-        sampler_logprobs=torch.tensor(sampler),
-        old_logprobs=tensors.pop("old_logprobs", torch.tensor(sampler)),
-        advantages=torch.tensor(advantages or [1.0] * number),
-        entropies=tensors.pop("entropies", torch.full((number,), 0.5)),
-        kinds=torch.tensor(kinds or [BRIDGED] * number, dtype=torch.int8),
-        **tensors,
-    )
+    tensors = {name: torch.tensor([values]) for name, values in fields.items()}
+    scores = Scores(torch.tensor(logprobs), tensors.pop("entropies", torch.full((1, number), 0.5))[0])
+    inputs = {
+        "sampler_per_token_logps": torch.tensor([sampler]),
+        "old_per_token_logps": torch.tensor([sampler]),
+        "advantages": torch.tensor([advantages or [1.0] * number]),
+        "kinds": torch.tensor([kinds or [BRIDGED] * number], dtype=torch.int8),
+    }
+    return scores, inputs | tensors
+
+
+NONE = tokens([], [])
+
+
+def add(metrics, micro_batch, in_rows, forwarded):
+    scores, inputs = micro_batch
+    metrics.add(scores, {**inputs, "rows": [SimpleNamespace(ids=range(in_rows))]}, forwarded=forwarded)
 
 
 def values(*micro_batches, on_policy=True, **args):
     """Return the metrics of a step of one process with these micro-batches."""
     metrics = StepMetrics(arguments(**args), on_policy=on_policy)
     for micro_batch in micro_batches:
-        metrics.add(micro_batch, in_rows=10, forwarded=4)
-    return metrics.values(metrics.local(CPU))
+        add(metrics, micro_batch, in_rows=10, forwarded=4)
+    return metrics.values([metrics.local(CPU)])
 
 
 def trace(session, mask=(1,), **fields):
@@ -218,7 +223,7 @@ class TestStep:
         assert not named(cispo, "clip_ratio")
 
     def test_what_the_mismatch_excludes_is_a_share_of_each_side(self):
-        micro_batch = tokens([-1.0] * 4, [-1.0] * 4, weights=[0.4, 0.5, 2.0, 3.0])
+        micro_batch = tokens([-1.0] * 4, [-1.0] * 4, mismatch=[0.4, 0.5, 2.0, 3.0])
         masked = values(micro_batch, mismatch="mask", mismatch_max=1.9)
         assert (masked["masked/low"], masked["masked/high"]) == (0.25, 0.5)
         assert (masked["tokens_computed"], masked["tokens_masked"]) == (4, 3)
@@ -227,7 +232,7 @@ class TestStep:
         assert not named(values(micro_batch), "masked", "truncated")
 
     def test_a_step_without_tokens_has_no_means_of_them(self):
-        step = values(None, tokens([], []))
+        step = values(NONE)
         assert step.keys() == {"tokens_computed", "tokens_in_rows", "tokens_forwarded", "peak_memory_gib"}
         assert step["tokens_computed"] == 0
 
@@ -237,9 +242,9 @@ class TestStep:
         metrics = StepMetrics(arguments(), on_policy=True)
         for _ in range(2):
             metrics.start()
-            metrics.add(None, in_rows=30, forwarded=12)
+            add(metrics, NONE, in_rows=30, forwarded=12)
             metrics.stop(CPU)
-        step = metrics.values(metrics.local(CPU))
+        step = metrics.values([metrics.local(CPU)])
         assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (60, 24, 30)
 
     def test_memory_is_that_of_the_process_without_a_gpu(self):
@@ -261,11 +266,9 @@ class TestStep:
         args = arguments(**changed, beta=beta, use_bias_correction_kl=corrected)
         logprobs, old, reference, advantages, entropies = torch.randn(5, 40) / 4
         logged = logged_by_trl(args, logprobs, old, reference, advantages, entropies)
-        assert logged.keys() <= set(TRLS)
-        kinds = torch.zeros(40, dtype=torch.int8)
-        step = values(
-            Tokens(logprobs, old, old, advantages, entropies, kinds, reference_logprobs=reference), **vars(args)
-        )
+        columns = {"ref_per_token_logps": reference, "advantages": advantages, "entropies": entropies}
+        lists = {name: column.tolist() for name, column in columns.items()}
+        step = values(tokens(logprobs.tolist(), old.tolist(), **lists), **vars(args))
         common = logged.keys() & step.keys()
         assert ("kl" in step) == (beta > 0)
         assert len(common) == (2 if args.loss_type == "cispo" else 4) + (beta > 0)
@@ -280,8 +283,9 @@ class TestStep:
         def column(elements):
             return data.draw(st.lists(elements, min_size=number, max_size=number))
 
-        fields = {name: column(logprob) for name in ("logprobs", "sampler", "old_logprobs", "reference_logprobs")}
-        fields |= {"weights": column(st.floats(0, 4, width=32)), "entropies": column(st.floats(0, 4, width=32))}
+        fields = {name: column(logprob) for name in ("logprobs", "sampler", "old_per_token_logps")}
+        fields |= {"ref_per_token_logps": column(logprob)}
+        fields |= {"mismatch": column(st.floats(0, 4, width=32)), "entropies": column(st.floats(0, 4, width=32))}
         fields |= {"advantages": column(st.sampled_from([-1.0, 1.0])), "kinds": column(st.integers(-1, 2))}
         args = arguments(beta=0.1, mismatch="mask")
         parts = column(st.integers(0, 3))  # process 0 or 1, and one of its two micro-batches
@@ -291,11 +295,11 @@ class TestStep:
             for micro_batch in (2 * process, 2 * process + 1):
                 mine = [i for i in range(number) if parts[i] == micro_batch]
                 part = {name: [values[i] for i in mine] for name, values in fields.items()}
-                metrics.add(tokens(**part) if mine else None, in_rows=len(mine), forwarded=1)
+                add(metrics, tokens(**part), in_rows=len(mine), forwarded=1)
             processes.append(metrics.local(CPU))
         whole = StepMetrics(args, on_policy=True)
-        whole.add(tokens(**fields), in_rows=number, forwarded=4)
-        together, alone = metrics.values(torch.cat(processes)), whole.values(whole.local(CPU))
+        add(whole, tokens(**fields), in_rows=number, forwarded=4)
+        together, alone = metrics.values(processes), whole.values([whole.local(CPU)])
         assert together.pop("peak_memory_gib") <= alone.pop("peak_memory_gib")
         assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
 
@@ -325,12 +329,6 @@ def logged_by_trl(args, logprobs, old, reference, advantages, entropies):
     inputs |= {"old_per_token_logps": old[None], "ref_per_token_logps": reference[None], "advantages": advantages[None]}
     GRPOTrainer._compute_loss(trainer, None, inputs | {"num_items_in_batch": ones.sum()})
     return {name: value for name, [value] in trainer._metrics["train"].items()}
-
-
-def test_what_trl_logged_for_a_micro_batch_is_forgotten_and_ours_of_earlier_steps_are_kept():
-    logged = {"entropy": [0.3, 9.0], "kl": [9.0], "clip_ratio/low_mean": [], "reward": [1.0]}
-    forget_trls(logged)
-    assert logged == {"entropy": [0.3], "reward": [1.0]}
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.ranks import (
-    anywhere,
     average_gradients,
+    gathered,
     initialise,
     is_main,
     on_main,
@@ -64,15 +64,13 @@ def test_an_error_that_cannot_be_told_is_still_raised():
     assert run_ranks(function, dead=[1])[0] == "ValueError: no memory on 0"
 
 
-def test_what_holds_on_one_process_holds_anywhere_and_only_rank_0_is_the_main_process():
+def test_each_process_has_the_values_of_all_and_only_rank_0_is_the_main_process():
     assert is_main()
-    found = run_ranks(lambda rank: (is_main(), together(lambda: rank), anywhere(rank == 1), anywhere(False)))
-    assert found == [(True, 0, True, False), (False, 1, True, False)]
+    found = run_ranks(lambda rank: (is_main(), together(lambda: rank), gathered(rank == 1)))
+    assert found == [(True, 0, [False, True]), (False, 1, [False, True])]
 
 
-def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero(monkeypatch):
-    monkeypatch.setattr("rolltap.trainer.training.grpo.ranks._BUCKET", 5)
-
+def test_gradients_become_their_mean_and_a_missing_one_counts_as_zero():
     def average(rank):
         weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
         weights.append(torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
@@ -111,7 +109,10 @@ def test_weights_are_sent_by_the_process_that_has_them(dtype):
 
 @pytest.mark.parametrize(
     ("shape", "number", "message"),
-    [(3, 1, r"process 0 has a0 [2] torch.float32, process 1 has a0 [3] torch.float32"), (2, 2, "process 1 has 2")],
+    [
+        (3, 1, r"process 0 has a0 [2] torch.float32, process 1 has a0 [3] torch.float32"),
+        (2, 2, "process 0 has no more, process 1 has a1 [2]"),
+    ],
 )
 def test_processes_with_other_parameters_do_not_wait_for_each_other(shape, number, message):
     def check(rank):
