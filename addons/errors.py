@@ -54,6 +54,14 @@ class EngineError(RolltapError):
         self.answered = answered
 
 
+class ServiceError(RolltapError):
+    """The rollout service refused a request, or does not answer. `status` is that of HTTP, None without an answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RankError(RolltapError, RuntimeError):
     """Another process of the training failed. The message says which one, and how; so does that process."""
 

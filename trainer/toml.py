@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,13 +28,18 @@ def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
 
 
 def describe(error: ValidationError, unions: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
-    """Return a pydantic error as one line: each invalid key, its value, shortened, and what is wrong with it.
+    """Return a pydantic error as one line, as `describe_faults`."""
+    return describe_faults(error.errors(), unions)
+
+
+def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] = MappingProxyType({})) -> str:
+    """Return pydantic's faults as one line: each invalid key, its value, shortened, and what is wrong with it.
 
     Of a list with several invalid elements only the first is named: a list of token ids may have thousands. `unions`
     are keys whose value is one of several models, with the names of these: the values of their key `kind`.
     """
-    faults: dict[str, str] = {}
-    for fault in error.errors():
+    found: dict[str, str] = {}
+    for fault in faults:
         path = _path(fault["loc"], unions)
         key = ".".join(map(str, path))
         match fault["type"]:
@@ -52,8 +57,8 @@ def describe(error: ValidationError, unions: Mapping[str, Sequence[str]] = Mappi
                 what = fault["msg"].removeprefix("Value error, ")
             case _:
                 what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
-        faults.setdefault(".".join(part for part in path if isinstance(part, str)), what)
-    return "; ".join(faults.values())
+        found.setdefault(".".join(part for part in path if isinstance(part, str)), what)
+    return "; ".join(found.values())
 
 
 def _path(places: Sequence[str | int], unions: Mapping[str, Sequence[str]]) -> list[str | int]:

@@ -20,6 +20,7 @@ from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import FinishedCall, newest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
+from rolltap.addons.engine.policy import read_sampling
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Turn
 from rolltap.addons.prompts.rendering import Rendering
@@ -128,12 +129,14 @@ class Recovery:
         self._writer.add_event(Event(kind="ended", session_id=session_id))
 
     def recover(self, session_id: str) -> "RecoveredSession":
-        """Return the state of a session as its rows have it; empty for a session without rows. Raises as `load`."""
+        """Return the state of a session as its rows have it; empty for a session without rows.
+
+        Raises as `load`, and `ValueError` for damaged sampling parameters."""
         with self._lock:
             self._refresh(own=session_id in self._recovered)
             self._recovered.add(session_id)
             ended = session_id in self._ended
-        return RecoveredSession(self, session_id, ended)
+        return RecoveredSession(self, session_id, ended, read_sampling(self._writer.run, session_id))
 
     def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
@@ -170,9 +173,11 @@ class Recovery:
 class RecoveredSession:
     """A session's state. Not thread-safe: one worker at a time. It can be dropped whenever no generation runs."""
 
-    def __init__(self, recovery: Recovery, session_id: str, ended: bool) -> None:
+    def __init__(self, recovery: Recovery, session_id: str, ended: bool, sampling: dict[str, Any]) -> None:
         self.ended = ended
         """True when the session has ended: an event `ended`, or a row in `sessions`."""
+        self.sampling = sampling
+        """Sampling parameters of this session alone."""
         self.conversations = Conversations(recovery.rendering)
         self.finished: list[FinishedCall] = []
         """The newest completed calls, oldest first."""

@@ -210,7 +210,8 @@ class Session:
         prompt = self._prompt(recovered, dialect, model_call)
         budgets.require_fit(len(prompt.ids), window)
         room = window - len(prompt.ids)
-        sampling = sampling_parameters(self.options.sampling, self.rendering.stop_token_ids(), model_call, room)
+        own = {**self.options.sampling, **recovered.sampling}
+        sampling = sampling_parameters(own, self.rendering.stop_token_ids(), model_call, room)
         call = Call(
             session_id=self.session_id,
             call_id=uuid.uuid4().hex,

@@ -63,10 +63,11 @@ class LoraPublisher:
 
     Publishing does not wait for requests in flight: an engine request keeps the adapter that it started with. The
     newest `adapters` of the run stay loaded and on the disk, and an engine that was started again gets them back. The
-    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Other runs may share `folder`.
+    engines need `--max-cpu-loras` for one more: the oldest is unloaded last. Other runs may share `folder`. Without a
+    `run`, the function `agrees` of `publish` sets the policy.
     """
 
-    def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path, adapters: int) -> None:
+    def __init__(self, engines: Engines, *, folder: Path, run: Path | None, base: Path, adapters: int) -> None:
         self._engines, self._run, self._base, self._adapters = engines, run, base, adapters
         self._folder = folder.absolute()
         self._kept: dict[str, Path] = {}
@@ -82,7 +83,8 @@ class LoraPublisher:
         published = {**self._kept, name: adapter}
         with self._engines.loaded(published):
             agrees(name)
-            weights.write_policy(self._run, name, version)
+            if self._run is not None:
+                weights.write_policy(self._run, name, version)
 
         self._kept = dict(list(published.items())[-self._adapters :])
         names = weights.names_of_run(version)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from rolltap.addons.engine.key import KEY_FILE
-from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
+from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile, write_sampling
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
 from rolltap.addons.secret import hide_process
@@ -138,14 +138,18 @@ class Recorder:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return self._proxies[int.from_bytes(digest) % len(self._proxies)]
 
-    def begin(self, session: Session, key: Mapping[str, str] | None = None) -> None:
+    def begin(
+        self, session: Session, key: Mapping[str, str] | None = None, sampling: Mapping[str, float] | None = None
+    ) -> None:
         """Record that a rollout starts a session. A session that is begun and not ended was interrupted.
 
-        `key` has the digests of the parts of its group's key.
+        `key` has the digests of the parts of its group's key, `sampling` parameters in place of `rolltap_sampling`.
 
         Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot be written.
         """
         self.proxy(session.session_id)
+        if sampling:
+            write_sampling(self.path, session.session_id, sampling)
         self._writer.add_event(started_event(session, key))
 
     def end_calls(self, session_id: str) -> str | None:

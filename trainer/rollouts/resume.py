@@ -43,6 +43,8 @@ class Group:
     session_ids: Sequence[str]
     key: Mapping[str, str] = field(default_factory=dict)
     """Part of the group's key -> its digest, as `key_parts`; empty in a training."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters in place of the recorder's, key by key."""
 
 
 def place_of(session_id: str) -> str:

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,7 +18,7 @@ from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.scheduler import POLL_SECONDS, Admission, Scheduler, Slots
+from rolltap.trainer.rollouts.scheduler import POLL_SECONDS, Admission, Phase, Scheduler, Slots
 from rolltap.trainer.rollouts.session import Stage, new_session, run_session
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,13 @@ class _Given:
     group: Group
     stage: Stage
     policy_version: str | None
+    deadline: float
     result: asyncio.Future[list[Session]]
     ended: list[Session] = field(default_factory=list)
+
+
+Ended = Callable[[Session, float], None]
+"""Gets a session that has a row, and the seconds for which it was judged."""
 
 
 class Schedule:
@@ -56,17 +62,18 @@ class Schedule:
     cannot be read; and `OSError` when the run folder cannot be written. The sessions that still run are stopped then,
     and have rows.
 
-    Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave.
+    Groups that evaluate have the first `share` of the slots, one at least, and those that the others leave. `ended` is
+    called when a session has ended, each attempt of it, before the group's result is known.
     """
 
-    def __init__(self, stage: Stage, advance: Advance, share: float = 0.0) -> None:
+    def __init__(self, stage: Stage, advance: Advance, share: float = 0.0, ended: Ended = lambda *_: None) -> None:
         config = stage.config
         most = config.concurrency
         first = most if config.admission == "fixed" else 0  # until the engines have told their load
         slots = Slots(config.preparing or most, config.ready, first, config.judging or most, max(1, int(share * most)))
         self._share = share
         self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
-        self._stage, self._advance = stage, advance
+        self._stage, self._advance, self._ended = stage, advance, ended
         self._tally = Tally(self._scheduler.counts)
         self._groups: dict[str, _Given] = {}
         self._running: dict[str, tuple[Session, asyncio.Task[None]]] = {}
@@ -110,11 +117,20 @@ class Schedule:
                 self._timer.cancel()
 
     async def submit(
-        self, group: Group, policy_version: str | None = None, *, stage: Stage | None = None, evaluates: bool = False
+        self,
+        group: Group,
+        policy_version: str | None = None,
+        *,
+        stage: Stage | None = None,
+        evaluates: bool = False,
+        priority: int = 0,
+        seconds: float = math.inf,
     ) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions in the order in which they ended, all attempts.
 
-        It is cancelled when the block fails. A group may have a `stage` of its own; its ids are those of no other.
+        It is cancelled when the block fails, or has failed. A group may have a `stage` of its own; its ids are those of
+        no other.
+        Groups of a higher priority go first. Sessions that have not ended after so many `seconds` are stopped.
 
         `policy_version` is that of sessions without a sampled token; None stands for the one that is published when
         they begin. Other sessions have the version that their calls say: see `Recorder.end`. Raises `InputError` for a
@@ -125,9 +141,15 @@ class Schedule:
             await stage.digest(group.task)
             self._tally.expect(group.task.id, len(group.session_ids))
         loop = asyncio.get_running_loop()
-        given = _Given(group, stage, policy_version, loop.create_future())
+        deadline = time.monotonic() + seconds
+        given = _Given(group, stage, policy_version, deadline, loop.create_future())
+        if self._over:
+            given.result.cancel()
+            return given.result
         self._groups[group.group_id] = given
-        self._scheduler.submit(group.group_id, group.session_ids, evaluates=evaluates)
+        self._scheduler.submit(
+            group.group_id, group.session_ids, deadline=deadline, evaluates=evaluates, priority=priority
+        )
         loop.call_soon(self._go_on)  # those that are submitted together share the slots from the start
         return given.result
 
@@ -144,6 +166,11 @@ class Schedule:
         for session_id in self._scheduler.running():
             if too_old(self._running[session_id][0].policy_version or ""):
                 self.cancel(session_id, why)
+
+    @property
+    def counts(self) -> Mapping[Phase, int]:
+        """Number of sessions in each phase."""
+        return self._scheduler.counts
 
     @property
     def running(self) -> int:
@@ -173,7 +200,10 @@ class Schedule:
             if kind == "prepare":
                 self._prepare(self._groups[group_id], session_id)
             elif kind == "stop":
-                self._running[session_id][1].cancel()
+                session, task = self._running[session_id]
+                if time.monotonic() >= self._groups[group_id].deadline and session.status == "cancelled":
+                    session.error = "the deadline of its group had passed"
+                task.cancel()
             elif kind == "close":
                 given = self._groups.pop(group_id)
                 never_run = {*map(place_of, given.group.session_ids)} - {
@@ -203,12 +233,16 @@ class Schedule:
             self._go_on()
 
     async def _run(self, session: Session, given: _Given) -> None:
+        judged_from = math.inf
+
         async def enter(phase: Literal["running", "judging"]) -> None:
+            nonlocal judged_from
             self._slots[session.session_id] = place = asyncio.Event()
             note = self._scheduler.prepared if phase == "running" else self._scheduler.ran
             note(session.session_id)
             self._go_on()
             await place.wait()
+            judged_from = time.monotonic() if phase == "judging" else math.inf
 
         facts = None
         try:
@@ -227,6 +261,7 @@ class Schedule:
             self._slots.pop(session.session_id, None)
             if session.status != "unknown":
                 given.ended.append(session)
+                self._ended(session, max(0.0, time.monotonic() - judged_from))
         again = facts is not None and session.status == "infrastructure" and not facts.permanent
         further = self._scheduler.ended(session.session_id, time.monotonic(), again=again)
         if session.status != "unknown":

@@ -6,7 +6,8 @@
 
 `preparing`, `running` and `judging` have slots. `ready` is a bounded buffer of prepared sessions: a slot for running
 never waits for a disk. `ran` waits for a judge and holds no slot; as many as may run can wait there before no further
-session starts. The oldest group goes first, its retries too, so groups end in about the order in which they came.
+session starts. Of the groups with the highest priority the oldest goes first, its retries too, so groups end in about
+the order in which they came. A priority never stops a session.
 
 A session is named by its id, which counts its attempts. An event of an attempt that has ended changes nothing.
 """
@@ -56,7 +57,7 @@ class _Group:
 @dataclass(slots=True)
 class _Attempt:
     group_id: str
-    order: tuple[int, int]
+    order: tuple[int, int, int]
     first: int
     """Number of the first attempt of this rollout."""
     phase: Phase = "waiting"
@@ -79,14 +80,20 @@ class Scheduler:
     counts: Counter[Phase] = field(default_factory=Counter)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _attempts: dict[str, _Attempt] = field(default_factory=dict)
-    _queues: dict[tuple[Phase, bool], list[tuple[tuple[int, int], str]]] = field(default_factory=dict)
+    _queues: dict[tuple[Phase, bool], list[tuple[tuple[int, int, int], str]]] = field(default_factory=dict)
     _evaluating: int = 0
     """Sessions that evaluate, from preparing to running."""
     _submitted: int = 0
     _actions: list[Action] = field(default_factory=list)
 
     def submit(
-        self, group_id: str, session_ids: Sequence[str], *, deadline: float = math.inf, evaluates: bool = False
+        self,
+        group_id: str,
+        session_ids: Sequence[str],
+        *,
+        deadline: float = math.inf,
+        evaluates: bool = False,
+        priority: int = 0,
     ) -> None:
         """Take the sessions of a new group. Those that have not ended at the deadline are stopped.
 
@@ -96,7 +103,7 @@ class Scheduler:
             raise ValueError(f"the group {group_id}, or a session of it, is there already")
         self._groups[group_id] = _Group(self._submitted, deadline, evaluates, {*session_ids})
         for index, session_id in enumerate(session_ids):
-            self._attempts[session_id] = _Attempt(group_id, (self._submitted, index), attempt_of(session_id))
+            self._attempts[session_id] = _Attempt(group_id, (-priority, self._submitted, index), attempt_of(session_id))
             self.counts["waiting"] += 1
             self._queue(session_id)
         self._submitted += 1

@@ -202,7 +202,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
-            await run_to_end(recorder.begin, session, group.key)
+            await run_to_end(recorder.begin, session, group.key, group.sampling)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)
             env = _environment(stage, session.session_id, task, box)

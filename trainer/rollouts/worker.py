@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
@@ -26,7 +26,7 @@ from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
 from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
-from rolltap.trainer.rollouts.schedule import Evaluation, run_groups
+from rolltap.trainer.rollouts.schedule import Evaluation, Schedule, run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
@@ -63,16 +63,17 @@ class Worker:
         self.stage: Stage
         """Things that the sessions share. Only inside of the block."""
 
-    def fit(self, tasks: Sequence[Task]) -> list[Task]:
+    def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
         """Return the tasks as the runtime runs them. Checks runtime, tasks, program and judges, and starts nothing.
 
-        From here on the runtime's boxes hide what sessions must not see. Raises as `fit_tasks`, `check_judges` and
-        `HidingRuntime.layers`, and `InputError` for what this machine lacks.
+        From here on the runtime's boxes hide what sessions must not see, `private` files too. Raises as `fit_tasks`,
+        `check_judges` and `HidingRuntime.layers`, and `InputError` for what this machine lacks.
         """
         self.runtime.check()
         if isinstance(self.runtime, HidingRuntime):
             tools = self.runtime.tools
-            self.runtime.hide(private_paths(self.recorder.path, tasks, self.recorder.private_files(), tools))
+            private = [*private, *self.recorder.private_files()]
+            self.runtime.hide(private_paths(self.recorder.path, tasks, private, tools))
             self.runtime.layers([self.harness.program], os.environ.get("PATH", os.defpath))
         fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):
@@ -117,6 +118,10 @@ class Worker:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await run_to_end(self.__exit__, kind, value, traceback)
+
+    def schedule(self, advance: Advance, **how: Any) -> Schedule:
+        """Return a schedule of sessions, for groups that come one after the other: see `Schedule`."""
+        return Schedule(self.stage, advance, **how)
 
     async def run(
         self,

@@ -338,6 +338,17 @@ class TestWithoutPrograms:
             (session,) = await result
         assert (session.status, session.reward, session.error) == ("completed", 1.0, None)
 
+    async def test_a_group_that_comes_after_a_failure_is_cancelled(self, open_schedule):
+        failing = open_schedule()
+
+        async def fail():
+            async with failing:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert (await failing.submit(self.group("a", 0))).cancelled()
+
     async def test_nothing_runs_before_the_engines_have_told_their_load(self, open_schedule, played, monkeypatch):
         asked, answer = threading.Event(), threading.Event()
 

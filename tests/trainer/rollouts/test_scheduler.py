@@ -63,14 +63,20 @@ class Rollout(RuleBasedStateMachine):
                 self.next[place_of(session_id)] = next_attempt(session_id)
                 self.phases[session_id] = ACTIVE[kind]
 
-    @rule(sessions=st.integers(0, 3), wait=st.sampled_from([math.inf, 2.0]), evaluates=st.booleans())
-    def submit(self, sessions, wait, evaluates):
+    @rule(
+        sessions=st.integers(0, 3),
+        wait=st.sampled_from([math.inf, 2.0]),
+        evaluates=st.booleans(),
+        priority=st.integers(0, 2),
+    )
+    def submit(self, sessions, wait, evaluates, priority):
         group_id = f"g{len(self.groups) + len(self.finished) + len(self.old)}-{self.now:g}"
         while group_id in self.groups:
             group_id += "x"
         places = [f"{group_id}-{index}" for index in range(sessions)]
         self.groups[group_id] = {*places}
-        self.scheduler.submit(group_id, places, deadline=self.now + wait, evaluates=evaluates)
+        how = {"evaluates": evaluates, "priority": priority}
+        self.scheduler.submit(group_id, places, deadline=self.now + wait, **how)
         self.act()
 
     def some(self, data, phase):
@@ -279,6 +285,20 @@ def test_evaluation_has_all_slots_while_nothing_else_waits():
     scheduler = Scheduler(Slots(preparing=3, ready=0, running=3, judging=1, evaluation=1))
     scheduler.submit("evaluation", ["e0", "e1", "e2"], evaluates=True)
     assert names(scheduler.advance(0), "prepare") == ["e0", "e1", "e2"]
+
+
+def test_a_higher_priority_goes_first_and_stops_no_session():
+    scheduler = Scheduler(Slots(preparing=1, ready=0, running=1, judging=1))
+    scheduler.submit("running", ["r"])
+    assert names(scheduler.advance(0), "prepare") == ["r"]
+    for name, priority in (("low", 0), ("usual", 50), ("high", 100), ("higher", 100)):
+        scheduler.submit(name, [name], priority=priority)
+    order = ["r"]
+    for _ in range(4):
+        assert names(scheduler.advance(0), "stop") == []
+        scheduler.ended(order[-1], 0)
+        order += names(scheduler.advance(0), "prepare")
+    assert order == ["r", "high", "higher", "usual", "low"]
 
 
 def test_a_thousand_sessions_with_long_tails_take_little_more_than_their_slots_allow_and_old_groups_end_first():
