@@ -1,13 +1,14 @@
 """The real parts that tests share. A part that is not installed skips its tests by name; tests/run.sh installs them."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,7 @@ def pytest_configure(config):
     cache = tempfile.TemporaryDirectory(prefix="rolltap-tests-")
     config.add_cleanup(cache.cleanup)
     os.environ["HF_DATASETS_CACHE"] = cache.name
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # else it warns when its AsyncGRPOTrainer is imported
 
 
 def pytest_collection_modifyitems(config, items):
@@ -115,12 +117,22 @@ def vllm_program() -> str:
     return vllm
 
 
+def free_port() -> int:
+    """Return a port on which nothing listens, for a server that takes its time to start.
+
+    It is none of those that the kernel gives to connections meanwhile (ip(7), ip_local_port_range).
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 @contextmanager
 def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterator[RunningEngine]:
     """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not installed."""
     vllm = vllm_program()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {"max_model_len": context, "lora_rank": 8, "ahead": 1, "log": log, "extra": extra}
     server = EngineServer(str(model), vllm=vllm, port=port, **settings)
     with server:

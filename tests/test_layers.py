@@ -18,6 +18,7 @@ LAYERS = [
     ["trainer.training.grpo", "trainer.rollouts.runtimes"],
     ["trainer.rollouts.judges"],
     ["trainer.rollouts"],
+    ["trainer.service"],
     ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],
     ["trainer.training.dry_run"],
     ["trainer.public"],

@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, rollout, runs, tasks, train
+from rolltap.trainer.cli import doctor, edit, rollout, runs, service, tasks, train
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -30,6 +30,7 @@ class InOrder(click.Group):
         tasks.tasks_group,
         rollout.rollout_command,
         rollout.reward_command,
+        service.service_command,
         train.train_command,
         runs.inspect_command,
         runs.check_command,

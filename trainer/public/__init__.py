@@ -13,6 +13,7 @@ Record
     `rollout`            run tasks with a harness, several sessions each, and record every model call
     `rollout_async`      the same inside an event loop
     `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
+    `Client`, `AsyncClient`   a running rollout service: submit groups, wait for them, set the policy
     `check_tasks`        try tasks with their solutions and the standard cheats
     `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
     `Recorder`           record programs that you start yourself
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from rolltap.trainer.rollouts.harness import Harness as Harness
     from rolltap.trainer.rollouts.recorder import Recorder as Recorder
     from rolltap.trainer.rollouts.runtimes.environment import Proxy as Proxy
+    from rolltap.trainer.service.client import AsyncClient as AsyncClient
+    from rolltap.trainer.service.client import Client as Client
     from rolltap.trainer.tasks.sources import load_tasks as load_tasks
     from rolltap.trainer.tasks.task import Task as Task
     from rolltap.trainer.traces.build import GroupReward as GroupReward
@@ -90,6 +93,7 @@ _MODULES = {
     "rolltap.trainer.rollouts.runtimes.environment": ("Proxy",),
     "rolltap.trainer.rollouts.harness": ("Harness",),
     "rolltap.trainer.rollouts.recorder": ("Recorder",),
+    "rolltap.trainer.service.client": ("AsyncClient", "Client"),
     "rolltap.trainer.tasks.sources": ("load_tasks",),
     "rolltap.trainer.tasks.task": ("Task",),
     "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),

@@ -23,6 +23,7 @@ from rolltap.trainer.rollouts.runtimes.watch import end_program
 from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
+from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
 __all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
-__all__ += ["reset_engine", "set_provenance"]
+__all__ += ["reset_engine", "serve_rollouts", "set_provenance"]
 
 
 async def rollout_async(
@@ -88,6 +89,24 @@ async def rollout_async(
     run = open_run(out)
     run.new_session_ids = session_ids
     return run
+
+
+def serve_rollouts(
+    tasks: str | Path,
+    *,
+    harness: Harness | str | Path,
+    engine: str,
+    model: str | Path,
+    out: str | Path,
+    config: RolloutConfig,
+    **how: Any,
+) -> None:
+    """Serve rollouts by HTTP until a signal, as `rolltap service` does; `how` are the keywords of `serve`.
+
+    Raises as `trainer.service.serve.serve`.
+    """
+    worker = Worker(config, harness=harness, engine=engine, model=model, out=out)
+    run_blocking(serve(worker, Path(tasks), **how))
 
 
 def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:

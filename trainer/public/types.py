@@ -44,6 +44,8 @@ from rolltap.trainer.runs.views.outcomes import TaskRow as TaskRow
 from rolltap.trainer.runs.views.report import SessionRow as SessionRow
 from rolltap.trainer.runs.views.report import Summary as Summary
 from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards
+from rolltap.trainer.service.client import Event as Event
+from rolltap.trainer.service.requests import GroupView as GroupView
 from rolltap.trainer.tasks.task import CommandJudge as CommandJudge
 from rolltap.trainer.tasks.task import Limits as Limits
 from rolltap.trainer.tasks.task import LLMJudge as LLMJudge

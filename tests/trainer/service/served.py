@@ -1,0 +1,124 @@
+"""A service as a process, as a user starts it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.trainer.cli.program import ROLLTAP
+
+HARNESS = """
+import json, os, urllib.request
+ask = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+request = urllib.request.Request(
+    "https://api.openai.com/v1/chat/completions", json.dumps(ask).encode(), {"content-type": "application/json"}
+)
+with urllib.request.urlopen(request, timeout=120) as reply:
+    answer = json.load(reply)["choices"][0]["message"]["content"]
+open("answer.txt", "w").write(answer)
+"""
+"""A program that makes one model call, and writes the reply to answer.txt."""
+GOOD = ["grep", "-q", "good", "answer.txt"]
+"""The judge's command: the reward is 1 for a reply with the word `good`."""
+
+
+def program(folder: Path, text: str = HARNESS) -> Path:
+    """Write the preset of a harness that is a Python program, and return its path."""
+    file = folder / "harness.toml"
+    arguments = json.dumps(["-c", text])
+    file.write_text(f'name = "small"\nprogram = "{sys.executable}"\nheadless = {arguments}\n')
+    return file
+
+
+class Served:
+    """A service that runs. `url` and `token` are for its clients."""
+
+    def __init__(self, run: Path, engine: str, model: Path, harness: Path, *arguments: str, tasks=None) -> None:
+        run.parent.mkdir(parents=True, exist_ok=True)
+        tasks = tasks or [{"id": "words", "instruction": "go", "evaluate": GOOD}]
+        (run.parent / "tasks.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+        self.run = run
+        self._command = [ROLLTAP, "service", run, "--tasks", run.parent / "tasks.jsonl", "--harness", harness]
+        self._command += ["--engine", engine, "--model", model, "--port", "0", *arguments]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, once more after a kill. Returns when it serves."""
+        temporary = self.run.parent / "tmp"
+        temporary.mkdir(exist_ok=True)
+        env = {**os.environ, "TMPDIR": str(temporary)}
+        self.process = subprocess.Popen(
+            list(map(str, self._command)), stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+        )
+        self.said = ""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said += line
+            if found := re.search(r"listens at (http://\S+),", line):
+                self.url = found[1]
+                break
+        else:
+            self.process.stderr.close()
+            raise RuntimeError(f"it ended with {self.process.wait()}: {self.said}")
+        self.token = (self.run / "service.token").read_text().strip()
+        self.client = httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {self.token}"}, timeout=60, trust_env=False
+        )
+
+    def kill(self) -> None:
+        """Kill it with what it started: nobody has time for an end."""
+        self.process.send_signal(signal.SIGKILL)
+        self.end()
+
+    def end(self) -> int:
+        """Wait for its end, and return its status."""
+        assert self.process.stderr is not None
+        with self.process.stderr as log:
+            self.said += log.read()
+        self.client.close()
+        return self.process.wait()
+
+    def stop(self) -> int:
+        """Stop it as Ctrl-C does, and return its status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.end()
+
+    def submit(self, **request):
+        """Send a group, and return the answer."""
+        return self.client.post("/groups", json={"task": "words", "sessions": 2, **request})
+
+    def events(self, after: str | None = None, *, until=lambda kind, data: kind == "ended"):
+        """Return the events after a cursor, to the first one that is asked for, as (cursor, kind, data)."""
+        found, lines = [], {}
+        with self.client.stream("GET", "/events", params={"after": after} if after else {}) as stream:
+            for line in stream.iter_lines():
+                name, _, value = line.partition(": ")
+                lines[name] = value
+                if not line and "id" in lines:
+                    found.append((lines["id"], lines["event"], json.loads(lines["data"])))
+                    if until(*found[-1][1:]):
+                        return found
+                    lines = {}
+        raise AssertionError(f"the stream ended: {found}")
+
+    def events_of(self, name: str):
+        """Return the events of a group, to its end."""
+        events = self.events(until=lambda kind, data: (kind, data.get("id")) == ("ended", name))
+        return [event for event in events if event[2].get("id") == name]
+
+
+@contextmanager
+def serving(*arguments, **how):
+    """Serve inside of the block."""
+    served = Served(*arguments, **how)
+    try:
+        yield served
+    finally:
+        if served.process.poll() is None:
+            served.stop()

@@ -1,0 +1,113 @@
+"""Groups on a bad day: each has one end, no event is lost or comes twice, and nothing is left behind."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+import rolltap
+from rolltap.trainer.rollouts.resume import RERUN, attempt_of, place_of
+from tests.trainer.rollouts.soak import processes
+from tests.trainer.service.bad_day import BadDay
+
+KILLS = ["kill the service", "kill the follower", "kill the recorder", "kill a judge", "kill the agents"]
+ACTS = [*KILLS, *KILLS, "kill the service", "kill a judge", "replace the engine"]
+GROUPS, SESSIONS, SEED = 12, 4, 1
+
+
+def submission(number, **fields):
+    return "POST", "/groups", {"id": f"g{number}", "task": f"t{number % 4}", "sessions": SESSIONS, **fields}
+
+
+def short_day():
+    return [submission(0, sessions=2), submission(1, sessions=2)], {3: "kill the service"}, 1
+
+
+def long_day():
+    """Return steps, of which some are taken again, the acts, and the number of requests from one step to the next."""
+    chance = random.Random(SEED)
+    steps = [submission(n, priority=chance.choice([0, 50, 100]), evaluation=n == 7) for n in range(GROUPS)]
+    steps[2][2].update(sampling={"temperature": 0.5})
+    steps[3][2].update(task="endless", deadline=15)
+    cancels = [("DELETE", f"/groups/{name}", {}) for name in ("g4", "g8")]
+    steps = [*steps[:5], cancels[0], steps[0], *steps[5:9], cancels[1], *steps[9:], steps[5]]
+    places = sorted(chance.sample(range(3, 66), len(ACTS)))
+    return steps, dict(zip(places, chance.sample(ACTS, len(ACTS)), strict=True)), 3
+
+
+@pytest.fixture(scope="module", params=[short_day, pytest.param(long_day, marks=pytest.mark.deep)])
+def day(request, tokenizer, tokenizer_folder, tmp_path_factory):
+    day = BadDay(tokenizer, tokenizer_folder, tmp_path_factory.mktemp("chaos"), *request.param())
+    day.endure()
+    return day
+
+
+@pytest.fixture(scope="module")
+def run(day):
+    return rolltap.open_run(day.service.run)
+
+
+@pytest.fixture(scope="module")
+def ends(day):
+    return [data for _, kind, data in day.seen if kind == "ended"]
+
+
+def test_it_was_a_bad_day_and_the_service_went_on(day):
+    assert Counter(day.done) == Counter(day.acts.values())
+    assert day.statuses == [-9] * day.done.count("kill the service") + [130], day.said
+    assert "Traceback" not in day.said
+
+
+def test_the_follower_got_each_event_of_the_journal_once(day):
+    head, *lines = map(json.loads, (day.service.run / "service.jsonl").read_text().splitlines())
+    shown = [{key: line[key] for key in line.keys() - {"kind", "request", "task_digest"}} for line in lines]
+    numbered = enumerate(zip(lines, shown, strict=True), 1)
+    assert day.seen == [(f"{head['journal']}-{number}", line["kind"], data) for number, (line, data) in numbered]
+
+
+def test_each_group_was_accepted_once_and_ended_once_after_its_sessions(day, ends):
+    for name in day.groups:
+        kinds = [kind for _, kind, data in day.seen if data["id"] == name]
+        assert (kinds[0], kinds[-1], kinds.count("accepted"), kinds.count("ended")) == ("accepted", "ended", 1, 1)
+    others = {"g3": "expired", "g4": "cancelled", "g8": "cancelled"} if len(day.groups) == GROUPS else {}
+    assert {end["id"]: end["state"] for end in ends} == {**dict.fromkeys(day.groups, "ended"), **others}
+
+
+def test_each_session_of_a_group_has_one_outcome_and_each_attempt_one_event(day, run, ends):
+    told = Counter(data["session_id"] for _, kind, data in day.seen if kind == "session")
+    assert told == Counter(session.session_id for session in run.sessions())
+    assert told == Counter(name for end in ends for name in end["session_ids"])
+    attempts = {}
+    for session in sorted(run.sessions(), key=lambda session: attempt_of(session.session_id)):
+        attempts.setdefault(place_of(session.session_id), []).append(session.status)
+    for end in ends:
+        for number in range(day.groups[end["id"]]["sessions"]) if end["state"] == "ended" else ():
+            *earlier, last = attempts[f"{end['id']}-{number}"]
+            assert {*earlier} <= RERUN
+            assert last not in RERUN
+
+
+def test_every_reward_is_the_judges(day, run, ends, tokenizer):
+    rewards = {}
+    for session in run.sessions():
+        if session.status == "completed":
+            said = tokenizer.decode(run.calls[session.session_id][-1].completion_ids)
+            assert session.reward == float("good" in said)
+        if session.reward is not None:
+            assert session.status not in RERUN
+            rewards[session.session_id] = session.reward
+    assert rewards == {name: reward for end in ends for name, reward in end["rewards"].items()}
+
+
+def test_the_ledger_is_the_sum_of_the_groups_and_the_run_is_sound(run, ends):
+    ledger = run.ledger()
+    assert ledger.sampled == sum(len(call.completion_ids) for calls in run.calls.values() for call in calls) > 0
+    assert ledger.sampled == ledger.trained + sum(ledger.left_out.values()) == sum(end["sampled"] for end in ends)
+    assert ledger.left_out == sum((Counter(end["left_out"]) for end in ends), Counter())
+    assert run.verify(progress=False).sound
+
+
+def test_no_process_and_no_workspace_is_left(day):
+    assert processes(str(day.folder)) == {}
+    assert list((day.folder / "tmp").glob("rolltap-*")) == []

@@ -1,0 +1,229 @@
+"""The clients against a real service, some of them through a relay that breaks connections."""
+
+import asyncio
+import threading
+from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import pytest
+
+import rolltap
+from rolltap.errors import InputError, ServiceError
+from rolltap.trainer.service import client as module
+from tests.scripted_engine import Answer, Say, ScriptedEngine
+from tests.trainer.service.relay import relay
+from tests.trainer.service.served import program, serving
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("good.")
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def service(engine, tokenizer_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("service")
+    with serving(folder / "run", engine.url, tokenizer_folder, program(folder)) as service:
+        yield service
+
+
+@pytest.fixture
+async def client(service):
+    return rolltap.AsyncClient(service.url, service.token)
+
+
+@pytest.fixture
+async def passing(service, monkeypatch):
+    """Yield a relay to the service. A client that gets no answer pauses for a moment only."""
+    monkeypatch.setattr(module, "PAUSES", (3, 0.01, 0.01))
+    async with relay(httpx.URL(service.url).port) as passing:
+        yield passing
+
+
+@pytest.fixture
+def through(service, passing):
+    """Return a client of the service behind the relay."""
+    return rolltap.AsyncClient(passing.url, service.token)
+
+
+@pytest.fixture
+def held(engine):
+    """Let the engine's answers wait for `engine.release()`."""
+    answers = engine.otherwise
+    engine.loop.call_soon_threadsafe(engine._released.clear)
+    engine.otherwise = lambda request: Say("good.", hold_after=1)
+    yield
+    engine.release()
+    engine.otherwise = answers
+
+
+async def past(client):
+    """Return the events up to now: those before a group that is submitted here."""
+    marker = await client.cancel((await client.submit("words", sessions=1)).id)
+    events = []
+    async with aclosing(client.events()) as every:
+        async for event in every:
+            if event.data.get("id") == marker.id:
+                await client.wait(marker.id, timeout=60)
+                return events
+            events.append(event)
+
+
+async def test_a_group_is_submitted_waited_for_and_read(client):
+    view = await client.submit("words", sessions=2)
+    assert (view.task_id, view.state, view.ended_at) == ("words", "open", None)
+    assert view.session_ids == [f"{view.id}-0", f"{view.id}-1"]
+    ended = await client.wait(view.id, timeout=60)
+    assert (ended.state, [session.reward for session in ended.sessions]) == ("ended", [1.0, 1.0])
+    assert ended == await client.get(view.id) == await client.wait(view.id)
+
+
+async def test_all_that_a_group_can_have_is_sent(client, engine):
+    at = datetime.now(UTC) + timedelta(hours=1)
+    how = {"priority": 90, "deadline": at, "sampling": {"temperature": 0.5}, "evaluation": True}
+    view = await client.submit("words", sessions=["a"], id="k", **how)
+    assert (view.id, view.session_ids) == ("k", ["k-a"])
+    await client.wait("k", timeout=60)
+    assert engine.requests[-1]["sampling_params"]["temperature"] == 0.5
+    assert (await client.submit("words", sessions=["a"], id="k", **how)).accepted_at == view.accepted_at
+    for other in ({"priority": 1}, {"deadline": None}, {"evaluation": False}):
+        with pytest.raises(ServiceError, match="which another request has"):
+            await client.submit("words", sessions=["a"], id="k", **how | other)
+
+
+async def test_a_task_is_sent_with_its_fields(client):
+    task = rolltap.Task(id="mine", instruction="Say it.", evaluate=["true"])
+    with pytest.raises(ServiceError, match="task 'mine': the runtime process does not hold code from requests"):
+        await client.submit(task)
+
+
+async def test_a_group_whose_answer_is_lost_is_submitted_once(client, through, passing):
+    before = len(await past(client))
+    passing.lost = 2
+    view = await through.submit("words", sessions=1)
+    assert passing.connections == 3
+    accepted = [event.data["id"] for event in (await past(client))[before:] if event.kind == "accepted"]
+    assert accepted[-1] == view.id
+    assert len(accepted) == 2  # one is that of `past`
+
+
+async def test_a_service_that_never_answers_is_an_error_with_the_advice_to_start_it(through, passing):
+    passing.lost = 100
+    with pytest.raises(ServiceError, match=r"no rollout service answers at .*start it with `rolltap service`") as found:
+        await through.get("g")
+    assert found.value.status is None
+    with pytest.raises(ServiceError, match="no rollout service answers"):
+        await anext(through.events())
+
+
+async def test_the_service_s_message_and_status_are_in_the_error(client, service):
+    with pytest.raises(ServiceError, match=r"'task' is 'u', which is not loaded.* \(422\)") as found:
+        await client.submit("u")
+    assert found.value.status == 422
+    with pytest.raises(ServiceError, match=r"there is no group 'unknown' .*\(404\)"):
+        await client.get("unknown")
+    with pytest.raises(ServiceError, match=r"the token is missing.*\(401\)"):
+        await rolltap.AsyncClient(service.url).service()
+    with pytest.raises(ServiceError, match=r"is it a rollout service\? \(404\)"):
+        await rolltap.AsyncClient(f"{service.url}/elsewhere", service.token).health()
+
+
+async def test_events_go_on_after_a_broken_connection_where_they_broke(client, through, passing):
+    first, *_ = await past(client)
+    view = await client.submit("words", sessions=1)
+    events = through.events(first.cursor)
+    async for event in events:
+        if event.data["id"] == view.id:
+            break
+    passing.cut()
+    assert [((each := await anext(events)).kind, each.data["id"]) for _ in range(2)] == [
+        ("session", view.id),
+        ("ended", view.id),
+    ]
+    await events.aclose()
+
+
+async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(client, through, passing, held, engine):
+    view = await client.submit("words", sessions=1)
+    waiting = asyncio.create_task(through.wait(view.id, timeout=60))
+    await passing.reached(2)  # the stream, and the look at the group
+    passing.lost = 1
+    passing.cut()
+    engine.release()
+    assert (await waiting).state == "ended"
+
+
+async def test_waiting_for_a_group_has_a_time_limit_and_it_can_be_cancelled(client, held):
+    view = await client.submit("words")
+    with pytest.raises(TimeoutError):
+        await client.wait(view.id, timeout=0.01)
+    assert (await client.cancel(view.id)).state == "cancelled"
+    assert (await client.wait(view.id, timeout=60)).state == "cancelled"
+
+
+async def test_a_cursor_of_another_run_is_refused(client):
+    with pytest.raises(ServiceError, match=r"'ffffffff-0' is no cursor of this run"):
+        await anext(client.events("ffffffff-0"))
+
+
+async def test_the_policy_is_set_and_read(client, engine):
+    engine.weight_version = "3"
+    policy = await client.policy("3")
+    assert policy.version == "3"
+    assert policy == await client.policy()
+    assert (await client.service())["policy"]["version"] == "3"
+
+
+async def test_health_says_what_is_wrong_and_needs_no_token(service, engine):
+    health = rolltap.AsyncClient(service.url).health
+    assert await health() == {"ok": True, "problems": []}
+    engine.answers["/health"] = Answer(500, "")
+    try:
+        assert await health() == {"ok": False, "problems": [f"the engine at {engine.url} does not answer"]}
+    finally:
+        del engine.answers["/health"]
+
+
+async def test_traces_come_as_the_run_has_them(client):
+    view = await client.wait((await client.submit("words", sessions=1)).id, timeout=60)
+    traces, ledger = await client.traces(view.id)
+    batch = rolltap.open_run(view.run).traces().batch(view.session_ids)
+    assert (traces, ledger) == (batch.traces, batch.ledger)
+    assert ledger.trained > 0
+
+
+async def test_blocking_code_has_the_same_methods_also_beside_an_event_loop_and_in_several_threads(service):
+    client = rolltap.Client(service.url, service.token)
+
+    def work():
+        view = client.submit("words", sessions=1)
+        assert next(client.events()).kind == "accepted"
+        ended = client.wait(view.id, timeout=60)
+        assert ended == client.get(view.id) == client.cancel(view.id)
+        assert client.policy().version
+        assert client.health()["ok"]
+        assert client.traces(view.id)[1].trained == ended.sampled
+        return threading.current_thread()
+
+    assert len(set(await asyncio.gather(*(asyncio.to_thread(work) for _ in range(3))))) > 1
+
+
+def test_every_method_of_the_one_is_one_of_the_other():
+    public = {name for name in dir(rolltap.AsyncClient) if not name.startswith("_")}
+    assert public == {name for name in dir(rolltap.Client) if not name.startswith("_")}
+
+
+def test_the_token_comes_from_a_file_and_a_missing_one_is_named(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    client = rolltap.AsyncClient("http://127.0.0.1:1", token_file=tmp_path / "token")
+    assert client._http.headers["authorization"] == "Bearer secret"
+    with pytest.raises(InputError, match=r"token file .*missing cannot be read"):
+        rolltap.Client("http://127.0.0.1:1", token_file=tmp_path / "missing")
+
+
+def test_a_url_without_a_scheme_is_refused():
+    with pytest.raises(InputError, match="begin it with http://"):
+        rolltap.Client("localhost:8900")

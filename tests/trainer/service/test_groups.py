@@ -1,0 +1,179 @@
+"""A service whose recorder, engine and own process are killed, and tasks that come with requests."""
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+import rolltap
+from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.service.requests import GroupRequest
+from rolltap.trainer.tasks.task import Task
+from tests.scripted_engine import Say, ScriptedEngine
+from tests.trainer.rollouts.soak import processes
+from tests.trainer.service.served import GOOD, program, serving
+
+
+@pytest.fixture
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("good.")
+        yield engine
+
+
+@pytest.fixture
+def service(engine, tokenizer_folder, tmp_path):
+    with serving(tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)) as service:
+        yield service
+
+
+def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(service, engine, tmp_path):
+    engine.replies.append(Say("good.", hold_after=1))
+    service.submit(id="held", sessions=2)
+    cursor = service.events(until=lambda kind, data: kind == "session")[-1][0]
+    engine.holding.wait()
+    service.kill()
+    service.start()
+    engine.release()
+    events = service.events(cursor, until=lambda kind, data: kind == "ended")
+    assert [kind for _, kind, _ in events] == ["session", "session", "ended"]
+    assert Counter(data.get("status") for _, _, data in events) == {"cancelled": 1, "completed": 1, None: 1}
+    assert service.submit(id="held", sessions=2).status_code == 200
+    every = service.events()
+    assert Counter(kind for _, kind, _ in every) == {"accepted": 1, "session": 3, "ended": 1}
+    assert list(every[-1][2]["rewards"].values()) == [1.0, 1.0]
+    assert service.stop() == 130
+    assert processes(str(tmp_path)) == {}
+    assert rolltap.open_run(service.run).verify(progress=False).sound
+
+
+def test_the_recorder_is_started_again_and_the_group_goes_on(service, engine):
+    engine.replies.append(Say("good.", hold_after=1))
+    service.submit(id="held", sessions=1)
+    engine.holding.wait()
+    (recorder,) = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
+    os.kill(recorder, signal.SIGKILL)
+    events = service.events_of("held")
+    assert (events[-1][1], list(events[-1][2]["rewards"].values())) == ("ended", [1.0])
+    engine.release()
+
+
+def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenizer, tokenizer_folder, tmp_path):
+    with ExitStack() as stack:
+        with ScriptedEngine(tokenizer) as engine:
+            engine.otherwise = lambda request: Say("good.")
+            arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)
+            service = stack.enter_context(serving(*arguments))
+            service.submit(id="before")
+            service.events_of("before")
+        health = httpx.get(f"{service.url}/health", trust_env=False)
+        gone = f"the engine at {engine.url} does not answer"
+        assert (health.status_code, health.json()["problems"]) == (503, [gone])
+        assert service.submit(id="after").status_code == 201
+        with ScriptedEngine(tokenizer, port=int(engine.url.rpartition(":")[2])) as again:
+            again.otherwise = lambda request: Say("good.")
+            assert service.events_of("after")[-1][2]["state"] == "ended"
+
+
+def test_a_second_service_of_the_folder_is_refused(service):
+    first = service.process
+    with pytest.raises(RuntimeError, match="another service runs in"):
+        service.start()
+    service.process = first
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: tests/run.sh installs it")
+def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(engine, tokenizer_folder, tmp_path):
+    own = {"id": "own", "instruction": "go", "evaluate": GOOD}
+    with serving(tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--runtime", "sandbox") as service:
+        assert service.submit(id="a", sessions=1, task=own).status_code == 201
+        assert service.events_of("a")[-1][2]["rewards"] == {"a-0": 1.0}
+        other = service.submit(id="b", sessions=1, task={**own, "instruction": "other"})
+        assert (other.status_code, "was another task before" in other.json()["error"]) == (409, True)
+        for name, reaching in {
+            "workspace": {"workspace": "/etc"},
+            "files": {"files": {"x": "/etc/passwd"}},
+            "image": {"image": "/"},
+            "judge": {"evaluate": [], "judge": {"kind": "command", "command": GOOD, "mounts": {"/x": "/etc"}}},
+            "judge.kind": {"evaluate": [], "judge": {"kind": "python", "function": "os:system"}},
+            "judge.key_env": {
+                "evaluate": [],
+                "judge": {"kind": "llm", "rubric": "r", "url": "http://x/v1", "model": "m", "key_env": "SECRET"},
+            },
+        }.items():
+            refused = service.submit(task={**own, "id": name, **reaching})
+            assert (refused.status_code, f"'{name}'" in refused.json()["error"]) == (422, True), refused.json()
+        service.kill()
+        service.start()
+        service.submit(id="c", sessions=1, task=own)
+        assert service.events_of("c")[-1][2]["rewards"] == {"c-0": 1.0}
+
+
+def test_a_client_that_never_reads_costs_bounded_memory(service):
+    head = (service.run / "service.jsonl").read_text()
+    service.stop()
+    line = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 900)
+    (service.run / "service.jsonl").write_text(head + line * 40_000)
+    service.start()
+
+    def resident() -> int:
+        status = subprocess.check_output(["ps", "-o", "rss=", "-p", str(service.process.pid)])
+        return int(status) // 1024
+
+    before = resident()
+    with ExitStack() as stack:
+        for _ in range(16):
+            stream = stack.enter_context(service.client.stream("GET", "/events"))
+            assert stream.headers["content-type"].startswith("text/event-stream")
+        service.submit(id="beside", sessions=1)
+        assert service.client.get("/service").status_code == 200
+        assert resident() - before < 100  # MiB; what they have not read are 16 x 38
+    assert service.client.get("/service").status_code == 200
+
+
+def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, engine):
+    pad = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 99)
+    service.stop()
+    with (service.run / "service.jsonl").open("a") as journal:
+        journal.write(pad * 4_000)  # no other file gets so large
+    service.start()
+    engine.replies.append(Say("good.", hold_after=1))
+    service.submit(id="held", sessions=1)
+    engine.holding.wait()
+    full = (service.run / "service.jsonl").stat().st_size
+    _, unlimited = resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
+    engine.release()
+    while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
+        pass
+    resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    kinds = [kind for _, kind, _ in service.events_of("held")]
+    assert kinds == ["accepted", "session", "ended"]
+
+
+async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
+    worker = SimpleNamespace(recorder=SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9"))
+    groups = Groups(worker, [Task(id="words", instruction="go", evaluate=["true"])], most=9, share=0.5)
+    await groups.load()
+    await groups.submit(GroupRequest(id="a", task="words", sessions=1))
+    result, slow_disk = asyncio.get_running_loop().create_future(), threading.Event()
+    result.set_result([])
+    groups.journal._thread.submit(slow_disk.wait)
+    ending = asyncio.create_task(groups._end("a", result))
+    for _ in range(9):  # turns of the loop: its event waits for the disk
+        await asyncio.sleep(0)
+    cancelling = asyncio.create_task(groups.cancel("a"))
+    await asyncio.sleep(0)
+    slow_disk.set()
+    await asyncio.gather(ending, cancelling)
+    assert [event["kind"] for _, event in groups.journal.read()] == ["accepted", "ended"]
+    assert groups.view("a").state == "ended"
+    groups.journal.close()

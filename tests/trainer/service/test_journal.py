@@ -1,0 +1,99 @@
+import asyncio
+import errno
+import json
+import os
+
+import pytest
+
+from rolltap.errors import InputError, RunError
+from rolltap.trainer.service.journal import JOURNAL, Journal
+
+
+@pytest.fixture
+async def journal(tmp_path):
+    journal = Journal(tmp_path)
+    yield journal
+    journal.close()
+
+
+async def test_events_have_the_same_numbers_after_a_restart(journal, tmp_path):
+    assert [await journal.add("a"), await journal.add("b", id="x")] == [1, 2]
+    journal.close()
+    again = Journal(tmp_path)
+    assert (again.name, len(again)) == (journal.name, 2)
+    assert [(number, event["kind"]) for number, event in again.read()] == [(1, "a"), (2, "b")]
+    assert (again.get(2)["id"], await again.add("c")) == ("x", 3)
+    again.close()
+
+
+async def test_a_journal_has_one_service(journal, tmp_path):
+    with pytest.raises(RunError, match="another service runs in"):
+        Journal(tmp_path)
+
+
+async def test_a_line_that_was_not_written_to_its_end_is_no_event(journal, tmp_path):
+    await journal.add("a")
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"kind": "torn"')
+    journal.close()
+    again = Journal(tmp_path)
+    assert (len(again), await again.add("b")) == (1, 2)
+    assert [event["kind"] for _, event in again.read()] == ["a", "b"]
+    again.close()
+
+
+async def test_what_cannot_be_synced_is_no_event_and_the_next_one_is(journal, monkeypatch):
+    await journal.add("a")
+    with monkeypatch.context() as patch:
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            await journal.add("lost")
+    assert (await journal.add("b"), [event["kind"] for _, event in journal.read()]) == (2, ["a", "b"])
+
+
+async def test_events_of_many_writers_are_in_the_order_of_their_numbers(journal):
+    numbers = await asyncio.gather(*(journal.add("n", place=place) for place in range(100)))
+    assert numbers == list(range(1, 101))
+    assert [event["place"] for _, event in journal.read()] == list(range(100))
+
+
+async def test_a_follower_gets_what_was_there_and_what_comes(journal):
+    await journal.add("a")
+    stream = journal.follow(0)
+    first = await anext(stream)
+    coming = asyncio.ensure_future(anext(stream))
+    await journal.add("b")
+    assert [first[0][0], (await coming)[0][1]["kind"]] == [1, "b"]
+    await stream.aclose()
+
+
+async def test_a_silent_journal_says_so_now_and_then(journal, monkeypatch):
+    monkeypatch.setattr("rolltap.trainer.service.journal.SILENT_SECONDS", 0.01)
+    stream = journal.follow(0)
+    assert await anext(stream) == []
+    await stream.aclose()
+
+
+async def test_a_cursor_is_of_this_journal(journal):
+    await journal.add("a")
+    assert [journal.place(None), journal.place(journal.cursor(1))] == [0, 1]
+    for wrong in ("", "1", f"{journal.name}-2", f"{journal.name}--1", "00000000-1", f"{journal.name}-x"):
+        with pytest.raises(InputError, match="is no cursor of this run, whose cursors are"):
+            journal.place(wrong)
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path):
+    (tmp_path / JOURNAL).write_text(json.dumps({"kind": "a"}) + "\n")
+    with pytest.raises(RunError, match="is not the journal of a service: restore it"):
+        Journal(tmp_path)
+
+
+async def test_a_damaged_line_is_named(journal, tmp_path):
+    await journal.add("a")
+    (tmp_path / JOURNAL).write_bytes((tmp_path / JOURNAL).read_bytes().replace(b'"kind"', b'"kind'))
+    with pytest.raises(RunError, match="line 2 is damaged"):
+        journal.get(1)

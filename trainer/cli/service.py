@@ -1,0 +1,56 @@
+"""`rolltap service`: rollouts by HTTP."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rolltap.rollouts import serve_rollouts
+from rolltap.trainer.cli.options import OUT, command, engine_option, harness_option, rollout_options, set_option
+from rolltap.trainer.console import plain_console
+from rolltap.types import Budget, RolloutConfig
+
+
+@command(
+    "service",
+    "rolltap service runs/served --tasks tasks.jsonl --harness pi \\",
+    "    --model Qwen/Qwen3-4B --port 8900",
+)
+@set_option
+@click.argument("run", type=OUT)
+@click.option("--tasks", type=click.Path(path_type=Path, exists=True), required=True, help="Tasks, as of `rollout`.")
+@harness_option(required=True)
+@engine_option(help="URL of the vLLM server; separate several with commas.")
+@click.option("--model", required=True, help="Folder or name of the served model, for its tokenizer.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8900, show_default=True, help="Port; 0 is a free one.")
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the token of clients; made if it does not exist. By default service.token in RUN.",
+)
+@click.option(
+    "--queue", type=click.IntRange(1), default=4096, show_default=True, help="Most sessions that wait or run."
+)
+@click.option(
+    "--evaluation-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.25,
+    show_default=True,
+    help="Share of the slots that groups with `evaluation` have while others wait too.",
+)
+@rollout_options
+def service_command(
+    run: Path, tasks: Path, preset: str, engine: str, model: str, settings: dict[str, list[str]], **given: Any
+) -> None:
+    """Serve rollouts by HTTP: tasks in, judged sessions out, recorded in RUN.
+
+    Clients (`rolltap.Client`) send groups of sessions of the TASKS, and of tasks of their own unless the runtime
+    is `process`. Whoever has the token runs code here. The same command goes on after a kill: RUN has the accepted
+    groups. See /docs for the interface and /health for what is wrong.
+    """
+    budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
+    how = {name: given.pop(name) for name in ("host", "port", "token_file", "queue", "evaluation_share")}
+    config = RolloutConfig.of({**given, "budget": budget, "recorder": settings})
+    how["say"] = plain_console().print
+    serve_rollouts(tasks, harness=preset, engine=engine, model=model, out=run, config=config, **how)

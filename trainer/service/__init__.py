@@ -1,0 +1,1 @@
+"""The rollout service: tasks in by HTTP, judged sessions out."""

@@ -1,0 +1,215 @@
+"""The HTTP interface of a service: FastAPI's routes, the token, limits, and errors as JSON.
+
+An error is `{"error": MESSAGE}`; the message names the field and the fix. Every route needs the token, but /health and
+the pages of the interface: /docs and /openapi.json.
+"""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.store.records import json_text
+from rolltap.trainer.runs.exports.messages import session_conversations
+from rolltap.trainer.service.groups import Groups, QueueFullError
+from rolltap.trainer.service.journal import Event
+from rolltap.trainer.service.metrics import Metrics
+from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest
+from rolltap.trainer.service.tasks import ConflictError
+from rolltap.trainer.tasks.task import JUDGE_KINDS
+from rolltap.trainer.toml import describe_faults
+from rolltap.trainer.traces.build import Strategy
+from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+
+BODY_BYTES = 4 * 1024 * 1024
+"""Largest body of a request."""
+MOST_TOKENS = 200_000
+"""Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from the run folder."""
+_STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507}
+_HIDDEN = ("request", "task_digest")
+"""Fields of the journal that its events do not have."""
+
+
+def make_app(groups: Groups, token: str) -> FastAPI:
+    """Return the application of loaded groups, for clients that have the token."""
+    app = FastAPI(title="rolltap", description=__doc__ or "")
+    app.add_middleware(BoundedBody)
+    for kind, status in _STATUS.items():
+        app.add_exception_handler(kind, _as_json(status))
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    bearer, metrics = HTTPBearer(auto_error=False), Metrics(groups)
+
+    def authenticate(given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+        if given is None or not hmac.compare_digest(given.credentials.encode(), token.encode()):
+            raise HTTPException(
+                401,
+                f"the token is {'missing' if given is None else 'wrong'}: send the header 'Authorization: Bearer "
+                "TOKEN' with what the service's token file has",
+            )
+
+    secured: dict[str, Any] = {"dependencies": [Depends(authenticate)]}
+
+    def found(name: str) -> GroupView:
+        try:
+            return groups.view(name)
+        except KeyError:
+            raise HTTPException(404, f"there is no group {name[:100]!r} in {groups.path}: submit it first") from None
+
+    def small(name: str) -> list[str]:
+        """Return the sessions of a group that has ended and is small enough for JSON."""
+        view = found(name)
+        if view.sampled is None:
+            raise HTTPException(409, f"the group {name!r} has not ended: wait for its event 'ended'")
+        if view.sampled > MOST_TOKENS:
+            raise HTTPException(413, f"the group {name!r} has {view.sampled} sampled tokens: read the run {view.run}")
+        return [session.session_id for session in view.sessions]
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Say whether sessions can run, and else why not."""
+        problems = await asyncio.to_thread(groups.problems)
+        return JSONResponse({"ok": not problems, "problems": problems}, 503 if problems else 200)
+
+    @app.get("/service", **secured)
+    async def service() -> dict[str, Any]:
+        """Return what the service runs sessions with, and the digests of its tasks."""
+        worker = groups.worker
+        return {
+            "run": str(groups.path.absolute()),
+            "id": groups.journal.name,
+            "harness": worker.harness.name,
+            "model": worker.recorder.model,
+            "engine": worker.recorder.engine,
+            "runtime": worker.runtime.name,
+            "options": worker.config.options(),
+            "tasks": {name: groups.digests[name] for name in groups.tasks},
+            "policy": asdict(groups.policy()),
+        }
+
+    @app.post("/groups", status_code=201, **secured)
+    async def submit(request: GroupRequest, response: Response) -> GroupView:
+        """Accept a group of sessions. Status 200 for a request that was accepted before."""
+        view, new = await groups.submit(request)
+        response.status_code = 201 if new else 200
+        return view
+
+    @app.get("/groups/{name}", **secured)
+    async def group(name: str) -> GroupView:
+        """Return a group and its sessions that have ended."""
+        return found(name)
+
+    @app.delete("/groups/{name}", **secured)
+    async def cancel(name: str) -> GroupView:
+        """Cancel a group. Sessions that run are stopped; one that has ended stays as it is."""
+        found(name)
+        return await groups.cancel(name)
+
+    @app.get("/groups/{name}/traces", **secured)
+    async def traces(name: str, strategy: Strategy = "prefix_merging") -> Response:
+        """Return the traces of a small group that has ended, and the ledger of its tokens."""
+        batch = await asyncio.to_thread(load_batch, groups.path, small(name), TraceOptions(strategy))
+        found = {"traces": [asdict(trace) for trace in batch.traces], "ledger": asdict(batch.ledger)}
+        return Response(json_text(found), media_type="application/json")
+
+    @app.get("/groups/{name}/messages", **secured)
+    async def messages(name: str) -> Response:
+        """Return the conversations of a small group that has ended, as the export `messages` has them."""
+
+        def read() -> str:
+            sessions = iter_sessions(groups.path, small(name))
+            return json_text([line for recorded in sessions for line in session_conversations(recorded)[0]])
+
+        return Response(await asyncio.to_thread(read), media_type="application/json")
+
+    @app.get("/events", **secured)
+    async def events(after: str | None = None, last_event_id: str | None = Header(None)) -> StreamingResponse:
+        """Stream the events after a cursor, which is the id of an event, and those to come."""
+        return StreamingResponse(_stream(groups, groups.journal.place(last_event_id or after)), media_type=_EVENTS)
+
+    @app.get("/policy", **secured)
+    async def policy() -> dict[str, Any]:
+        """Return the weights that sessions begin with."""
+        return asdict(groups.policy())
+
+    @app.post("/policy", **secured)
+    async def publish(request: PolicyRequest) -> dict[str, Any]:
+        """Name the weights that the engines have now: sessions begin with them, and tokens are named by them."""
+        return asdict(await groups.publish(request))
+
+    @app.get("/metrics", **secured)
+    async def metrics_text() -> Response:
+        """Return the metrics in Prometheus's format."""
+        return Response(await asyncio.to_thread(metrics.text), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+_EVENTS = "text/event-stream"
+
+
+async def _stream(groups: Groups, after: int) -> AsyncIterator[str]:
+    async for events in groups.journal.follow(after):
+        yield "".join(_sent(groups.journal.cursor(number), event) for number, event in events) or ":\n\n"
+
+
+def _sent(cursor: str, event: Event) -> str:
+    kind = event.pop("kind")
+    data = json_text({name: value for name, value in event.items() if name not in _HIDDEN})
+    return f"id: {cursor}\nevent: {kind}\ndata: {data}\n\n"
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+def _as_json(status: int) -> Callable[[Request, Exception], JSONResponse]:
+    return lambda _, error: _error(status, str(error))
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, str(error.detail))
+
+
+def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults: list[Mapping[str, Any]] = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+    return _error(422, describe_faults(faults, {"judge": JUDGE_KINDS}))
+
+
+class BoundedBody:
+    """ASGI middleware: answers 413 to a body of more than `BODY_BYTES`, and reads no more of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        size, chunks = 0, list[Message]()
+        while scope["type"] == "http":
+            chunks.append(message := await receive())
+            size += len(message.get("body", b""))
+            if size > BODY_BYTES:
+                what = f"the body has more than {BODY_BYTES:,} bytes: load large tasks with --tasks, and send their ids"
+                await _error(413, what)(scope, receive, send)
+                return
+            if not message.get("more_body", False):
+                break
+        await self._app(scope, _replayed(chunks, receive), send)
+
+
+def _replayed(chunks: list[Message], receive: Receive) -> Receive:
+    async def next_message() -> Message:
+        return chunks.pop(0) if chunks else await receive()
+
+    return next_message

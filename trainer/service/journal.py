@@ -1,0 +1,149 @@
+"""The journal of a service: `service.jsonl` in the run folder, one event a line, in the order of their numbers.
+
+The first line names the journal. Event N is line N + 1. A line is on the disk before anybody is told of it, and none is
+changed later, so a number stays the same event after a restart.
+"""
+
+import asyncio
+import errno
+import json
+import os
+import re
+import secrets
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rolltap.addons.concurrency import finished_in
+from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.store.records import json_text, utc_now
+from rolltap.addons.store.staging import locked
+
+JOURNAL = "service.jsonl"
+"""Name of the file in the run folder."""
+_AT_ONCE = 64
+"""Events that a follower holds in memory."""
+
+Event = dict[str, Any]
+"""A line: `kind`, `at` (ISO 8601) and the fields of its kind."""
+
+
+class Journal:
+    """The file of a run, for one service at a time.
+
+    The constructor removes a last line that was not written to its end. Raises `RunError` for a file that is not a
+    journal, and for one that another service has; and `OSError`.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / JOURNAL
+        self._thread = ThreadPoolExecutor(1, "rolltap-journal")  # one: its order is that of the calls
+        self._grown = asyncio.Event()
+        self._ends = array("Q")
+        """Byte offset of each line's end."""
+        run.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(self._path.open("ab", buffering=0))
+            if stack.enter_context(locked(self._path)) is None:
+                raise RunError(f"another service runs in {run}: stop it, or use another folder")
+            for found in re.finditer(rb"\n", self._path.read_bytes()):
+                self._ends.append(found.end())
+            os.truncate(self._path, self._ends[-1] if self._ends else 0)
+            if not self._ends:
+                self._write({"journal": secrets.token_hex(4)})
+            try:
+                self.name = str(json.loads(next(self._lines(0, 1)))["journal"])
+            except (ValueError, LookupError, TypeError) as error:
+                what = "is not the journal of a service: restore it, or use a new folder"
+                raise RunError(f"{self._path} {what}") from error
+            self._cleanup = stack.pop_all()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    async def add(self, kind: str, **fields: Any) -> int:
+        """Append an event and return its number. It is on the disk then. Raises `OSError`; then there is no event."""
+        number = await finished_in(self._thread, self._write, {"kind": kind, "at": utc_now(), **fields})
+        self._grown.set()
+        self._grown = asyncio.Event()
+        return number
+
+    def read(self, after: int = 0, most: int | None = None) -> Iterator[tuple[int, Event]]:
+        """Yield number and event of those after a number, at most `most`. Raises `RunError` for a damaged line."""
+        stop = len(self) if most is None else min(len(self), after + most)
+        for number, line in enumerate(self._lines(after + 1, stop + 1), after + 1):
+            try:
+                event: Event = json.loads(line)
+            except ValueError as error:
+                raise RunError(f"{self._path}, line {number + 1} is damaged: {error}") from error
+            yield number, event
+
+    def get(self, number: int) -> Event:
+        """Return the event with a number. Raises `RunError` for a damaged line."""
+        return next(self.read(number - 1, 1))[1]
+
+    async def follow(self, after: int) -> AsyncIterator[list[tuple[int, Event]]]:
+        """Yield numbers and events of those after a number, a few at a time, for ever; an empty list after a silence.
+
+        Holds no more than these in memory, however slow the caller is.
+        """
+        while True:
+            grown = self._grown
+            if events := list(self.read(after, _AT_ONCE)):
+                yield events
+                after = events[-1][0]
+                await asyncio.sleep(0)  # others have their turn, and it is seen that a client has gone
+                continue
+            try:
+                await asyncio.wait_for(grown.wait(), SILENT_SECONDS)
+            except TimeoutError:
+                yield []
+
+    def cursor(self, number: int) -> str:
+        """Return the name of a place in the journal: after the event with the number."""
+        return f"{self.name}-{number}"
+
+    def place(self, cursor: str | None) -> int:
+        """Return the number of a cursor; 0 for None. Raises `InputError` for one of another journal."""
+        if cursor is None:
+            return 0
+        name, _, number = cursor.rpartition("-")
+        if name != self.name or not re.fullmatch(r"[0-9]{1,15}", number) or int(number) > len(self):
+            raise InputError(
+                f"after = {cursor[:80]!r} is no cursor of this run, whose cursors are {self.name}-0 to "
+                f"{self.cursor(len(self))}: leave it out to read from the first event"
+            )
+        return int(number)
+
+    def close(self) -> None:
+        """Write what was added, and close the file."""
+        self._thread.shutdown()
+        self._cleanup.close()
+
+    def _write(self, line: Event) -> int:
+        text = json_text(line).encode() + b"\n"
+        end = self._ends[-1] if self._ends else 0
+        try:
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            os.fsync(self._file.fileno())
+        except OSError:
+            os.truncate(self._path, end)
+            raise
+        self._ends.append(end + len(text))
+        return len(self)
+
+    def _lines(self, first: int, stop: int) -> Iterator[bytes]:
+        if first >= stop:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._ends[first - 1] if first else 0)
+            for _ in range(first, stop):
+                yield file.readline()
+
+
+SILENT_SECONDS = 15.0
+"""Longest time without a word to a follower."""

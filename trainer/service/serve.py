@@ -1,0 +1,92 @@
+"""`rolltap service`: checks what the sessions need, and serves until it is stopped."""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from rolltap.addons.engine.key import make_key
+from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.trainer.concurrency import wait_for_end
+from rolltap.trainer.rollouts.check import check_engines
+from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.tasks.sources import load_tasks
+
+TOKEN_FILE = "service.token"
+"""File in the run folder with the token, if no other is named."""
+
+
+async def serve(
+    worker: Worker,
+    tasks: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token_file: Path | None = None,
+    queue: int = 4096,
+    evaluation_share: float = 0.25,
+    say: Callable[[str], None],
+) -> None:
+    """Serve the rollouts of a worker that has not started, until it is cancelled or gets a signal.
+
+    `port` 0 is a free one; `say` is told the URL. The token file is made if it does not exist. At most `queue` sessions
+    wait or run.
+
+    Raises `MissingPackageError` without FastAPI and uvicorn, `InputError` for wrong tasks, harness or runtime,
+    `EngineError` when an engine does not answer, `RunError` when another rollout runs in the folder, and `OSError` for
+    the address and the files.
+    """
+    try:
+        import uvicorn
+
+        from rolltap.trainer.service.app import make_app
+        from rolltap.trainer.service.groups import Groups
+    except ImportError as error:
+        raise MissingPackageError(
+            f"rolltap service needs packages ({error}): pip install '.[record,service]'"
+        ) from error
+    run = worker.recorder.path
+    token_file = token_file or run / TOKEN_FILE
+    loaded = load_tasks(tasks, repositories=worker.config.repositories)
+    fitting = await asyncio.to_thread(worker.fit, loaded, [token_file])
+    await asyncio.to_thread(check_engines, worker.recorder.engine, run, say)
+    run.mkdir(parents=True, exist_ok=True)
+    token = await asyncio.to_thread(read_token, token_file)
+    fitting = await worker.build(fitting)
+    with socket.create_server((host, port), backlog=1024) as listening:
+        # asyncio sets it for its own sockets only; without it a client waits 40 ms for the second packet of an answer
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        groups = Groups(worker, fitting, most=queue, share=evaluation_share)
+        try:
+            await groups.load()
+            config = uvicorn.Config(make_app(groups, token), log_level="warning", lifespan="off", access_log=False)
+            config.timeout_graceful_shutdown = 1  # streams of events do not end by themselves
+            server = uvicorn.Server(config)
+            running = asyncio.create_task(groups.run())
+            running.add_done_callback(lambda _: setattr(server, "should_exit", True))
+            try:
+                say(f"the service listens at http://{host}:{listening.getsockname()[1]}, with {len(fitting)} tasks")
+                if not ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+                    say(f"warning: {host} is reached from other machines; whoever has the token runs code here")
+                await server.serve(sockets=[listening])
+            finally:
+                running.cancel()
+                # uvicorn raises its signal again, which cancels this task: the recorder and the folders end first
+                if await wait_for_end(running):
+                    raise asyncio.CancelledError
+            if not running.cancelled():
+                running.result()
+        finally:
+            groups.journal.close()
+
+
+def read_token(file: Path) -> str:
+    """Return the token of a file, which is made if it does not exist. Raises `InputError` and `OSError`."""
+    make_key(file)
+    token = file.read_text().strip()
+    if len(token) < 16 or not token.isascii() or " " in token:
+        raise InputError(f"the token file {file} does not hold one word of at least 16 characters: remove it")
+    if file.stat().st_mode & 0o077:
+        raise InputError(f"the token file {file} can be read by other users: chmod 600 {file}")
+    return token
