@@ -1,0 +1,40 @@
+"""A policy gradient in plain PyTorch on groups of a rollout service. README.md has the commands."""
+
+import sys
+from pathlib import Path
+from statistics import mean
+
+from peft import LoraConfig, get_peft_model
+from torch import nn, optim, tensor
+from transformers import AutoModelForCausalLM
+
+import rolltap
+from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.models.saving import save_adapter
+
+
+def train(url: str, token_file: str, out: str, steps: int = 3, sessions: int = 16) -> None:
+    """Train an adapter on the tasks of a service, and publish it there after each step."""
+    service = (client := rolltap.Client(url, token_file=token_file)).service()
+    engines, base = Engines(service["engine"]), Path(service["model"])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
+    sgd = optim.SGD(weights := [each for each in model.parameters() if each.requires_grad], lr=60)
+    for step in range(1, steps + 1):
+        groups = [client.submit(task, sessions=sessions) for task in service["tasks"]]
+        ended = [session.session_id for group in groups for session in client.wait(group.id).sessions]
+        batch = rolltap.open_run(service["run"]).traces().batch(ended)
+        for trace in batch.traces:
+            advantage = trace.reward - mean(r.reward for r in batch.rewards.values() if r.group_id == trace.group_id)
+            ids, mask = tensor(trace.prompt_ids + trace.completion_ids), tensor(trace.completion_mask)
+            logprobs = model(ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            ratios = (logprobs[len(trace.prompt_ids) - 1 :] - tensor(trace.logprobs)).exp()
+            (-(ratios * mask).sum() * advantage / batch.ledger.trained).backward()
+        nn.utils.clip_grad_norm_(weights, 0.005), sgd.step(), sgd.zero_grad()
+        save_adapter(model, folder := Path(out, f"policy-loop.{step}").absolute(), base)
+        engines.each(lambda engine, folder=folder: engine.load_adapter(folder.name, folder))
+        client.policy(f"loop.{step}", folder.name)
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

@@ -1,0 +1,271 @@
+"""Clients of the rollout service: `AsyncClient` for event loops, and `Client`, which runs it for blocking code.
+
+Every request may be sent twice: a group has a key, and the other requests say what shall be. So a request whose answer
+is lost is sent again, and a stream of events that breaks is opened again where it broke.
+"""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import quote
+from uuid import uuid4
+
+import httpx
+
+from rolltap.addons.concurrency import backoff
+from rolltap.addons.engine.key import authorization
+from rolltap.addons.engine.policy import Policy
+from rolltap.addons.errors import InputError, ServiceError
+from rolltap.addons.store.records import VersionSpan
+from rolltap.trainer.service.requests import GroupView
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.build import KindSpan, Strategy, Trace
+from rolltap.trainer.traces.ledger import Ledger
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PAUSES = (8, 0.25, 8.0)
+"""Arguments of `backoff`: a service that does not answer is given up after half a minute."""
+_TIMEOUT = httpx.Timeout(120.0, connect=10.0)
+"""Timeouts of a request. In a stream of events a silent service sends a comment every 15 seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of a service: `accepted`, `session`, `cancelled` or `ended`, of the group `data["id"]`; or `policy`."""
+
+    cursor: str
+    """Place in the stream: `events(after=cursor)` begins after it."""
+    kind: str
+    data: dict[str, Any]
+
+
+class AsyncClient:
+    """Client of a rollout service (`rolltap service`), for event loops.
+
+    `token` is the service's token; `token_file` is the file that holds it. Raises `InputError` for a URL without a
+    scheme, and for a file that cannot be read. Methods raise `ServiceError` when the service refuses a request, with
+    its message and HTTP status, and when it does not answer for half a minute.
+    """
+
+    def __init__(self, url: str, token: str | None = None, token_file: str | Path | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"the service's URL is {url!r}: begin it with http:// or https://")
+        try:
+            token = token if token_file is None else Path(token_file).expanduser().read_text().strip()
+        except OSError as error:
+            advice = "give the file that `rolltap service` names"
+            raise InputError(f"the token file {token_file} cannot be read: {error.strerror}; {advice}") from error
+        self.url = url.rstrip("/")
+        self._seen: str | None = None
+        """Cursor of an event that has been seen: `wait` need not see the ones before."""
+        # Without keep-alive nothing is left to close. No environment: the service is reached directly.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(headers=authorization(token), timeout=_TIMEOUT, limits=limits, trust_env=False)
+
+    async def submit(
+        self,
+        task: str | Task | Mapping[str, Any],
+        *,
+        sessions: int | Sequence[str] = 8,
+        id: str | None = None,
+        priority: int = 50,
+        deadline: datetime | None = None,
+        sampling: Mapping[str, float] | None = None,
+        evaluation: bool = False,
+    ) -> GroupView:
+        """Let the service roll out a task several times, and return the group as it has been accepted.
+
+        `task` is the id of a task that the service has loaded, or a task. The other arguments are the fields of
+        `GroupRequest`. By default `id` is new: two calls are two groups, and the same `id` again is the same group.
+        """
+        body = {
+            "task": task.model_dump(mode="json", exclude_none=True) if isinstance(task, Task) else task,
+            "sessions": sessions if isinstance(sessions, int) else list(sessions),
+            "id": id or uuid4().hex,
+            "priority": priority,
+            "deadline": deadline and deadline.isoformat(),
+            "sampling": sampling or {},
+            "evaluation": evaluation,
+        }
+        return GroupView.model_validate(await self._ask("POST", "/groups", body))
+
+    async def get(self, id: str) -> GroupView:
+        """Return a group."""
+        return GroupView.model_validate(await self._ask("GET", f"/groups/{quote(id, safe='')}"))
+
+    async def cancel(self, id: str) -> GroupView:
+        """Stop a group's sessions, and let no further one begin. Return the group, whose sessions may be ending."""
+        return GroupView.model_validate(await self._ask("DELETE", f"/groups/{quote(id, safe='')}"))
+
+    async def wait(self, id: str, timeout: float | None = None) -> GroupView:
+        """Return a group when all its sessions have ended. Raises `TimeoutError` after `timeout` seconds."""
+        async with asyncio.timeout(timeout), aclosing(self._follow(self._seen)) as events:
+            async for event in events:
+                self._seen = self._seen if event is None else event.cursor
+                # it may have ended before the stream was opened
+                if event is None or (event.kind == "ended" and event.data["id"] == id):
+                    view = await self.get(id)
+                    if view.ended_at is not None:
+                        return view
+        raise AssertionError("the stream has no end")
+
+    async def events(self, after: str | None = None) -> AsyncIterator[Event]:
+        """Yield the service's events after a cursor, by default from the first one of the run, without end."""
+        async with aclosing(self._follow(after)) as events:
+            async for event in events:
+                if event is not None:
+                    yield event
+
+    async def policy(self, version: str | None = None, adapter: str | None = None) -> Policy:
+        """Let sessions that begin from now on use an adapter of the engines, None for the base model, and return it.
+
+        Their tokens are named by `version`. Without a version, the policy is only returned.
+        """
+        body = None if version is None else {"version": version, "adapter": adapter}
+        return Policy(**await self._ask("POST" if body else "GET", "/policy", body))
+
+    async def service(self) -> dict[str, Any]:
+        """Return what the service rolls out with: `run`, `harness`, `model`, `engine`, `tasks`, `policy` and more."""
+        return dict(await self._ask("GET", "/service"))
+
+    async def health(self) -> dict[str, Any]:
+        """Return `ok`, whether the service can roll out, and `problems`, what keeps it from it. Needs no token."""
+        return dict(await self._ask("GET", "/health", expected=503))
+
+    async def traces(self, id: str, strategy: Strategy = "prefix_merging") -> tuple[list[Trace], Ledger]:
+        """Return the traces of a small group and the ledger of its tokens, over HTTP.
+
+        Those of more than 200,000 tokens are refused with status 413: read them in the run folder that the view names.
+        """
+        answer = await self._ask("GET", f"/groups/{quote(id, safe='')}/traces?strategy={strategy}")
+        for fields in answer["traces"]:
+            fields["weight_versions"] = [VersionSpan(**span) for span in fields["weight_versions"]]
+            fields["continuity"] = [KindSpan(**span) for span in fields["continuity"]]
+        return [Trace(**fields) for fields in answer["traces"]], Ledger(**answer["ledger"])
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, expected: int = 200) -> Any:
+        """Send a request until it is answered, and return the JSON of the answer."""
+        pauses = backoff(*PAUSES)
+        while True:
+            try:
+                response = await self._http.request(method, self.url + path, json=body)
+            except httpx.TransportError as error:
+                await self._pause(pauses, error)
+            else:
+                if response.status_code != expected:
+                    await _check(response)
+                return response.json()
+
+    async def _follow(self, after: str | None) -> AsyncGenerator[Event | None, None]:
+        """Yield the events after a cursor, and None whenever the stream has been opened."""
+        pauses = backoff(*PAUSES)
+        while True:
+            error: Exception | None = None
+            try:
+                params = {"after": after} if after else {}
+                async with self._http.stream("GET", f"{self.url}/events", params=params) as response:
+                    await _check(response)
+                    yield None
+                    rest = b""
+                    async for chunk in response.aiter_bytes():
+                        pauses = backoff(*PAUSES)
+                        *blocks, rest = (rest + chunk).split(b"\n\n")
+                        for block in blocks:
+                            if event := _event(block):
+                                after = event.cursor
+                                yield event
+            except httpx.TransportError as broken:
+                error = broken
+            await self._pause(pauses, error)
+
+    async def _pause(self, pauses: Iterator[float | None], error: Exception | None) -> None:
+        if (pause := next(pauses)) is None:
+            advice = "start it with `rolltap service`, or correct the URL"
+            raise ServiceError(f"no rollout service answers at {self.url} ({error!r}); {advice}") from error
+        await asyncio.sleep(pause)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all `Client`s of this process, which runs in a thread until the process ends."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rolltap-clients", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in that loop, and return its result. An interruption cancels it."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Client", P], T]:
+    @wraps(method)
+    def call(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return finish(method(client.asynchronous, *args, **kwargs))
+
+    return call
+
+
+class Client:
+    """Client of a rollout service (`rolltap service`), for blocking code. Its methods are those of `AsyncClient`.
+
+    The arguments and errors are those of `AsyncClient` too. It may be used by several threads, and needs no closing.
+    """
+
+    def __init__(self, url: str, token: str | None = None, token_file: str | Path | None = None) -> None:
+        self.asynchronous = AsyncClient(url, token, token_file)
+        self.url = self.asynchronous.url
+
+    submit = _blocking(AsyncClient.submit)
+    get = _blocking(AsyncClient.get)
+    cancel = _blocking(AsyncClient.cancel)
+    wait = _blocking(AsyncClient.wait)
+    policy = _blocking(AsyncClient.policy)
+    service = _blocking(AsyncClient.service)
+    health = _blocking(AsyncClient.health)
+    traces = _blocking(AsyncClient.traces)
+
+    def events(self, after: str | None = None) -> Iterator[Event]:
+        """Yield the service's events after a cursor, by default from the first one of the run, without end."""
+        events = self.asynchronous.events(after)
+
+        async def following() -> Event:
+            return await anext(events)
+
+        while True:
+            yield finish(following())
+
+
+async def _check(response: httpx.Response) -> None:
+    """Raise `ServiceError` for an answer that is no success, with the service's message."""
+    if not response.is_success:
+        try:
+            message = str(json.loads(await response.aread())["error"])
+        except (ValueError, LookupError, TypeError):
+            message = f"{response.url} answers {response.text[:200]!r}: is it a rollout service?"
+        raise ServiceError(f"{message} ({response.status_code})", status=response.status_code)
+
+
+def _event(block: bytes) -> Event | None:
+    """Return the event of a block of the stream, None for a comment."""
+    fields = {name: value for name, _, value in (line.partition(": ") for line in block.decode().split("\n"))}
+    return Event(fields["id"], fields["event"], json.loads(fields["data"])) if "data" in fields else None
