@@ -71,8 +71,10 @@ class Connection(asyncio.Protocol):
         elif path == b"/tokenize":
             ids = self._engine.tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
             self.write(response(orjson.dumps({"count": len(ids), "tokens": ids})))
-        elif path in (b"/health", b"/version", b"/server_info", b"/weight_info"):
-            self.write(response(b'{"weight_version": "default"}'))
+        elif path in (b"/health", b"/version", b"/server_info", b"/weight_info", b"/is_paused"):
+            self.write(response(b'{"weight_version": "default", "is_paused": false}'))
+        elif not body and path != b"/times":
+            self.write(response(b"{}", status=b"404 Not Found"))
         else:
             self._engine.answer(self, path, body)
 

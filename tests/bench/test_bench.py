@@ -141,3 +141,10 @@ def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
         "ready 4",
     ]
     assert_above_zero(rows)
+
+
+@deep
+def test_a_service_is_measured_with_its_recorder_and_no_session_fails(tokenizer_folder):
+    ((row,),) = measured("service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1).values()
+    assert (row.pop("wrong"), row["sessions"], row["calls"]) == (0, 8, 8)
+    assert_above_zero([row])

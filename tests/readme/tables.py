@@ -17,6 +17,9 @@ SKIPPED = {
         "needs Docker and an image"
     ),
     "rolltap doctor --harness my-agent.toml": "there is no such program",
+    "pip install '.[record,service]'": "runs until it is stopped; tests/trainer/service starts it",
+    "rolltap serve runs/quickstart/model --lora-rank 8": "tests/recipes/test_service.py trains with both pages",
+    "from rolltap import Client, open_run": "tests/trainer/service/test_client.py has these calls",
 }
 """First line of a block, without its comment -> why it is not run. The options of `rolltap` in it are checked."""
 
