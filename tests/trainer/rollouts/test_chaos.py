@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from rolltap.addons.store.records import UNREWARDED
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.engine.serve import EngineServer
 from rolltap.trainer.rollouts.resume import RERUN, place_of
-from tests.conftest import vllm_program
+from tests.conftest import free_port, vllm_program
 from tests.trainer.rollouts.soak import processes
 
 pytestmark = [pytest.mark.deep, pytest.mark.engine, pytest.mark.harness]
@@ -33,8 +32,7 @@ class Served:
     """An engine that is started again on its port whenever it is killed."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._model, self._folder = model, folder
         self.url = f"http://127.0.0.1:{self._port}"
         self.up, self._over = threading.Event(), False

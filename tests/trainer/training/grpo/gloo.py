@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -11,14 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.conftest import free_port
+
 ROOT = Path(__file__).resolve().parents[4]
 
 
 def run_two(module: str, *arguments: str, number: int = 2) -> None:
     """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises AssertionError unless all end with status 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -40,9 +39,7 @@ def run_ranks(function, number=2, dead=()):
 
     Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     ranks = [context.Process(target=_rank, args=(function, rank, number, port, results)) for rank in range(number)]
