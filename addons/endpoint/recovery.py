@@ -131,7 +131,8 @@ class Recovery:
     def recover(self, session_id: str) -> "RecoveredSession":
         """Return the state of a session as its rows have it; empty for a session without rows.
 
-        Raises as `load`, and `ValueError` for damaged sampling parameters."""
+        Raises as `load`, and `ValueError` for damaged sampling parameters.
+        """
         with self._lock:
             self._refresh(own=session_id in self._recovered)
             self._recovered.add(session_id)

@@ -47,7 +47,7 @@ class _Given:
     ended: list[Session] = field(default_factory=list)
 
 
-Ended = Callable[[Session, float], None]
+OnEnd = Callable[[Session, float], None]
 """Gets a session that has a row, and the seconds for which it was judged."""
 
 
@@ -66,7 +66,7 @@ class Schedule:
     called when a session has ended, each attempt of it, before the group's result is known.
     """
 
-    def __init__(self, stage: Stage, advance: Advance, share: float = 0.0, ended: Ended = lambda *_: None) -> None:
+    def __init__(self, stage: Stage, advance: Advance, share: float = 0.0, ended: OnEnd = lambda *_: None) -> None:
         config = stage.config
         most = config.concurrency
         first = most if config.admission == "fixed" else 0  # until the engines have told their load
@@ -129,8 +129,8 @@ class Schedule:
         """Take a group. The result are its sessions in the order in which they ended, all attempts.
 
         It is cancelled when the block fails, or has failed. A group may have a `stage` of its own; its ids are those of
-        no other.
-        Groups of a higher priority go first. Sessions that have not ended after so many `seconds` are stopped.
+        no other. Groups of a higher priority go first. Sessions that have not ended after so many `seconds` are
+        stopped.
 
         `policy_version` is that of sessions without a sampled token; None stands for the one that is published when
         they begin. Other sessions have the version that their calls say: see `Recorder.end`. Raises `InputError` for a

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.errors import EngineError, InputError, RolltapError
 from rolltap.addons.store.records import json_text
 from rolltap.trainer.runs.exports.messages import session_conversations
 from rolltap.trainer.service.groups import Groups, QueueFullError
@@ -34,7 +34,7 @@ BODY_BYTES = 4 * 1024 * 1024
 """Largest body of a request."""
 MOST_TOKENS = 200_000
 """Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from the run folder."""
-_STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507}
+_STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507, RolltapError: 500}
 _HIDDEN = ("request", "task_digest")
 """Fields of the journal that its events do not have."""
 

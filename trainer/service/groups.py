@@ -33,13 +33,7 @@ from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
 from rolltap.trainer.rollouts.schedule import Schedule
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.journal import Journal
-from rolltap.trainer.service.requests import (
-    GroupRequest,
-    GroupView,
-    PolicyRequest,
-    SessionView,
-    State,
-)
+from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State
 from rolltap.trainer.service.tasks import ConflictError, requested_task
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
@@ -135,8 +129,9 @@ class Groups:
                     self.policies.setdefault(event["version"], len(self.policies))
         for name, group in self._open.items():
             group.task = requested_task(group.request, self.tasks, self.worker)
-            digest = self.digests.get(group.task.id) or await asyncio.to_thread(group.task.digest)
-            if digest != group.task_digest:
+            if group.task.id not in self.digests:
+                self.digests[group.task.id] = await asyncio.to_thread(group.task.digest)
+            if self.digests[group.task.id] != group.task_digest:
                 raise InputError(
                     f"the group {name} was accepted for the task {group.task.id}, which has another content now: load "
                     "it as it was, or start with a new run folder"

@@ -43,9 +43,7 @@ class Metrics(Collector):
         for reason, number in ledger.left_out.items():
             self._left_out.labels(reason).inc(number)
         policies = self._groups.policies
-        self._age.observe(
-            len(policies) - 1 - policies[version] if (version := session.policy_version) in policies else 0
-        )
+        self._age.observe(len(policies) - 1 - policies.get(session.policy_version or "", -1))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges. Asks engines and recorder, so call it in a thread."""

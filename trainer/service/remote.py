@@ -7,7 +7,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -100,12 +99,13 @@ class RemoteSchedule:
     async def submit(self, group: Group, *_: Any, **__: Any) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions, all attempts. One that an earlier start sent is taken up."""
         names = [name.removeprefix(f"{group.group_id}-") for name in group.session_ids]
-        known = None
-        with suppress(ServiceError):
-            known = await self._client.get(group.group_id)
-        if known is None and names:
-            await self._client.submit(group.task.id, sessions=names, id=group.group_id, sampling=self._sampling)
-        waiting = asyncio.create_task(self._result(group.group_id if known or names else None))
+        try:
+            if names:
+                await self._client.submit(group.task.id, sessions=names, id=group.group_id, sampling=self._sampling)
+        except ServiceError as error:
+            if error.status != 409:  # sent with other names
+                raise
+        waiting = asyncio.create_task(self._result(group.group_id if names else None))
         self._waiting.add(waiting)
         waiting.add_done_callback(self._over)
         self._tell()

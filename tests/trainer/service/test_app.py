@@ -1,4 +1,4 @@
-"""The service by HTTP, as a process with a recorder and a scripted engine."""
+"""The service by HTTP, as a process with a recorder and a scripted scripted."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -7,28 +7,13 @@ import pytest
 
 import rolltap
 from rolltap.trainer.service.app import BODY_BYTES
-from tests.scripted_engine import Answer, Say, ScriptedEngine
-from tests.trainer.service.served import program, serving
+from tests.scripted_engine import Answer, Say
 
 
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("good.")
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine, tokenizer_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("service")
-    with serving(folder / "run", engine.url, tokenizer_folder, program(folder), "--queue", "1000") as service:
-        yield service
-
-
-def hold(engine):
-    """Let the next call wait for `engine.release()`."""
-    engine.loop.call_soon_threadsafe(engine._released.clear)
-    engine.replies.append(Say("good.", hold_after=1))
+def hold(scripted):
+    """Let the next call wait for `scripted.release()`."""
+    scripted.loop.call_soon_threadsafe(scripted._released.clear)
+    scripted.replies.append(Say("good.", hold_after=1))
 
 
 def test_a_group_comes_back_with_rewards_and_where_its_calls_are(service):
@@ -140,42 +125,42 @@ def test_what_a_group_said_comes_as_traces_and_as_messages(service):
     assert line["messages"][-1]["content"] == "good."
 
 
-def test_a_group_that_is_not_there_or_has_not_ended_has_no_traces(service, engine):
+def test_a_group_that_is_not_there_or_has_not_ended_has_no_traces(service, scripted):
     assert service.client.get("/groups/none/traces").status_code == 404
-    hold(engine)
+    hold(scripted)
     service.submit(id="held", sessions=1)
-    engine.holding.wait()
+    scripted.holding.wait()
     early = service.client.get("/groups/held/traces")
     assert (early.status_code, "has not ended: wait for its event" in early.json()["error"]) == (409, True)
-    engine.release()
+    scripted.release()
     service.events_of("held")
 
 
-def test_a_group_that_is_cancelled_ends_once_and_stays_so(service, engine):
-    hold(engine)
+def test_a_group_that_is_cancelled_ends_once_and_stays_so(service, scripted):
+    hold(scripted)
     service.submit(id="cancelled", sessions=["a"])
-    engine.holding.wait()
+    scripted.holding.wait()
     answers = [service.client.delete("/groups/cancelled").json()["state"] for _ in range(2)]
     events = service.events_of("cancelled")
     assert [kind for _, kind, _ in events] == ["accepted", "cancelled", "session", "ended"]
     assert (answers, events[-1][2]["state"], events[-1][2]["rewards"]) == (["cancelled"] * 2, "cancelled", {})
     view = service.client.delete("/groups/cancelled").json()
     assert (view["state"], view["sessions"][0]["error"]) == ("cancelled", "its group was cancelled")
-    engine.release()
+    scripted.release()
 
 
-def test_sessions_are_stopped_at_their_deadline(service, engine):
-    hold(engine)
+def test_sessions_are_stopped_at_their_deadline(service, scripted):
+    hold(scripted)
     deadline = (datetime.now(UTC) + timedelta(seconds=2)).isoformat()
     service.submit(id="late", sessions=1, deadline=deadline)
     events = service.events_of("late")
     assert (events[-1][1], events[-1][2]["state"]) == ("ended", "expired")
     (session,) = service.client.get("/groups/late").json()["sessions"]
     assert (session["status"], session["error"]) == ("cancelled", "the deadline of its group had passed")
-    engine.release()
+    scripted.release()
 
 
-def test_a_group_has_the_sampling_that_it_asks_for_and_others_have_the_services(service, engine):
+def test_a_group_has_the_sampling_that_it_asks_for_and_others_have_the_services(service, scripted):
     service.submit(id="warm", sessions=1, sampling={"temperature": 0.25, "seed": 7})
     service.submit(id="usual", sessions=1, evaluation=True)
     service.events_of("warm"), service.events_of("usual")
@@ -185,17 +170,27 @@ def test_a_group_has_the_sampling_that_it_asks_for_and_others_have_the_services(
     assert found["usual-0"]["temperature"] == 1.0
 
 
-def test_weights_from_outside_are_those_of_the_sessions_after_them(service, engine):
+def test_weights_from_outside_are_those_of_the_sessions_after_them(service, scripted):
     assert service.client.get("/policy").json() == {"version": "default", "model": None}
     gone = service.client.post("/policy", json={"version": "3", "adapter": "policy-3"})
     assert (gone.status_code, "does not serve: load it into every engine first" in gone.json()["error"]) == (422, True)
-    engine.weight_version = "3"
-    engine.otherwise = lambda request: Say("good.", weight_version="3")
+    scripted.weight_version = "3"
+    scripted.otherwise = lambda request: Say("good.", weight_version="3")
     assert service.client.post("/policy", json={"version": "3"}).json()["version"] == "3"
     service.submit(id="newer", sessions=1)
     service.events_of("newer")
     (session,) = service.client.get("/groups/newer").json()["sessions"]
     assert session["policy_version"] == "3"
+
+
+def test_a_policy_that_cannot_be_written_is_an_error_that_says_so(service):
+    file = service.run / "policy.json"
+    file.rename(file.with_suffix(".before"))
+    file.mkdir()
+    answer = service.client.post("/policy", json={"version": "3"})
+    file.rmdir()
+    file.with_suffix(".before").rename(file)
+    assert (answer.status_code, "the policy is the previous one" in answer.json()["error"]) == (500, True)
 
 
 LOAD = """vllm:num_requests_running 1.0
@@ -206,8 +201,8 @@ vllm:num_preemptions_total 0.0
 """
 
 
-def test_metrics_count_what_the_run_has(service, engine):
-    engine.answers["/metrics"] = Answer(200, LOAD)
+def test_metrics_count_what_the_run_has(service, scripted):
+    scripted.answers["/metrics"] = Answer(200, LOAD)
     text = service.client.get("/metrics").text
     found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
     rows = [session for session in rolltap.open_run(service.run).sessions() if session.status == "completed"]

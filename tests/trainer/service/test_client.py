@@ -11,23 +11,8 @@ import pytest
 import rolltap
 from rolltap.errors import InputError, ServiceError
 from rolltap.trainer.service import client as module
-from tests.scripted_engine import Answer, Say, ScriptedEngine
+from tests.scripted_engine import Answer, Say
 from tests.trainer.service.relay import relay
-from tests.trainer.service.served import program, serving
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("good.")
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine, tokenizer_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("service")
-    with serving(folder / "run", engine.url, tokenizer_folder, program(folder)) as service:
-        yield service
 
 
 @pytest.fixture
@@ -50,14 +35,14 @@ def through(service, passing):
 
 
 @pytest.fixture
-def held(engine):
-    """Let the engine's answers wait for `engine.release()`."""
-    answers = engine.otherwise
-    engine.loop.call_soon_threadsafe(engine._released.clear)
-    engine.otherwise = lambda request: Say("good.", hold_after=1)
+def held(scripted):
+    """Let the engine's answers wait for `scripted.release()`."""
+    answers = scripted.otherwise
+    scripted.loop.call_soon_threadsafe(scripted._released.clear)
+    scripted.otherwise = lambda request: Say("good.", hold_after=1)
     yield
-    engine.release()
-    engine.otherwise = answers
+    scripted.release()
+    scripted.otherwise = answers
 
 
 async def past(client):
@@ -81,13 +66,13 @@ async def test_a_group_is_submitted_waited_for_and_read(client):
     assert ended == await client.get(view.id) == await client.wait(view.id)
 
 
-async def test_all_that_a_group_can_have_is_sent(client, engine):
+async def test_all_that_a_group_can_have_is_sent(client, scripted):
     at = datetime.now(UTC) + timedelta(hours=1)
     how = {"priority": 90, "deadline": at, "sampling": {"temperature": 0.5}, "evaluation": True}
     view = await client.submit("words", sessions=["a"], id="k", **how)
     assert (view.id, view.session_ids) == ("k", ["k-a"])
     await client.wait("k", timeout=60)
-    assert engine.requests[-1]["sampling_params"]["temperature"] == 0.5
+    assert scripted.requests[-1]["sampling_params"]["temperature"] == 0.5
     assert (await client.submit("words", sessions=["a"], id="k", **how)).accepted_at == view.accepted_at
     for other in ({"priority": 1}, {"deadline": None}, {"evaluation": False}):
         with pytest.raises(ServiceError, match="which another request has"):
@@ -146,13 +131,13 @@ async def test_events_go_on_after_a_broken_connection_where_they_broke(client, t
     await events.aclose()
 
 
-async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(client, through, passing, held, engine):
+async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(client, through, passing, held, scripted):
     view = await client.submit("words", sessions=1)
     waiting = asyncio.create_task(through.wait(view.id, timeout=60))
     await passing.reached(2)  # the stream, and the look at the group
     passing.lost = 1
     passing.cut()
-    engine.release()
+    scripted.release()
     assert (await waiting).state == "ended"
 
 
@@ -169,22 +154,22 @@ async def test_a_cursor_of_another_run_is_refused(client):
         await anext(client.events("ffffffff-0"))
 
 
-async def test_the_policy_is_set_and_read(client, engine):
-    engine.weight_version = "3"
+async def test_the_policy_is_set_and_read(client, scripted):
+    scripted.weight_version = "3"
     policy = await client.policy("3")
     assert policy.version == "3"
     assert policy == await client.policy()
     assert (await client.service())["policy"]["version"] == "3"
 
 
-async def test_health_says_what_is_wrong_and_needs_no_token(service, engine):
+async def test_health_says_what_is_wrong_and_needs_no_token(service, scripted):
     health = rolltap.AsyncClient(service.url).health
     assert await health() == {"ok": True, "problems": []}
-    engine.answers["/health"] = Answer(500, "")
+    scripted.answers["/health"] = Answer(500, "")
     try:
-        assert await health() == {"ok": False, "problems": [f"the engine at {engine.url} does not answer"]}
+        assert await health() == {"ok": False, "problems": [f"the engine at {scripted.url} does not answer"]}
     finally:
-        del engine.answers["/health"]
+        del scripted.answers["/health"]
 
 
 async def test_traces_come_as_the_run_has_them(client):

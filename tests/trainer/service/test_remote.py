@@ -11,24 +11,8 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.steps import placed, step_group
-from tests.scripted_engine import Say, ScriptedEngine
-from tests.trainer.service.served import program, serving
 
 OPTIONS = {"rolltap_sampling": json.dumps({"temperature": 0.5})}
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer):
-    with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say("good.")
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def service(engine, tokenizer_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("service")
-    with serving(folder / "run", engine.url, tokenizer_folder, program(folder)) as service:
-        yield service
 
 
 def worker_of(service, scripted, **other):
@@ -41,8 +25,8 @@ def tasks(service):
     return load_tasks(service.run.parent / "tasks.jsonl")
 
 
-def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, engine, tasks):
-    worker = worker_of(service, engine)
+def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripted, tasks):
+    worker = worker_of(service, scripted)
     assert worker.fit(tasks) == tasks
     told = []
     group = step_group(Version("0a1b2c3d", 2, 0), 0, tasks[0], 2)
@@ -50,14 +34,14 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, engine,
         sessions = run_blocking(worker.run([group], advance=lambda *what: told.append(what[1:])))
     assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(group.session_ids, 1.0)
     assert told[-1] == (1, 1)
-    assert {call["sampling_params"]["temperature"] for call in engine.requests[-2:]} == {0.5}
-    asked = len(engine.requests)
+    assert {call["sampling_params"]["temperature"] for call in scripted.requests[-2:]} == {0.5}
+    asked = len(scripted.requests)
     later = step_group(Version("0a1b2c3d", 2, 5), 0, tasks[0], 2)
     again = run_blocking(worker.run([later], advance=lambda *_: None))
     assert {name: session.session_id for name, session in placed(later, again).items()} == dict(
         zip(later.session_ids, group.session_ids, strict=True)
     )
-    assert len(engine.requests) == asked
+    assert len(scripted.requests) == asked
 
 
 @pytest.mark.parametrize(
@@ -69,14 +53,14 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, engine,
         ({"options": {**OPTIONS, "rolltap_routing": "true"}}, "has the options {'rolltap_routing': None}"),
     ],
 )
-def test_a_service_that_does_something_else_is_refused(service, engine, tasks, tmp_path, what, message):
+def test_a_service_that_does_something_else_is_refused(service, scripted, tasks, tmp_path, what, message):
     if "out" in what:
         (tmp_path / "service.token").write_text(service.token)
         what = {"out": tmp_path}
     with pytest.raises(InputError, match=re.escape(message)):
-        worker_of(service, engine, **what).fit(tasks)
+        worker_of(service, scripted, **what).fit(tasks)
 
 
-def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(service, engine, tasks):
+def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(service, scripted, tasks):
     with pytest.raises(InputError, match="has not the task 'words' as it is: restart it"):
-        worker_of(service, engine).fit([tasks[0].model_copy(update={"instruction": "other"})])
+        worker_of(service, scripted).fit([tasks[0].model_copy(update={"instruction": "other"})])
