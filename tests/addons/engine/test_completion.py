@@ -198,8 +198,8 @@ class TestMemory:
 class TestPool:
     """Two engines, of which one was started again and has lost its adapters."""
 
-    SESSIONS = tuple(f"x{number}" for number in range(8))
-    """Each of the engines is the first choice of some of them."""
+    SESSIONS = tuple(f"x{number}" for number in range(32))
+    """Each of the engines is the first choice of some of them, whatever their ports are."""
 
     @pytest.fixture
     def second(self, two):

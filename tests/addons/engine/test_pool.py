@@ -44,7 +44,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(where, name, seconds)
 
 
-async def statuses(harness, sessions=8):
+async def statuses(harness, sessions=32):
     """Return the statuses of one call of each session. Each of two engines is the first choice of some of them."""
     body = {"model": "m", "messages": [user()]}
     replies = await asyncio.gather(*(harness.send(body, session=f"s{number}") for number in range(sessions)))
@@ -104,7 +104,7 @@ class TestFirstContact:
     ):
         one.deaf = True
         async with recorded(NOBODY, one.url, two.url) as harness:
-            assert await statuses(harness, sessions=12) == {200}
+            assert await statuses(harness) == {200}
         assert one.requests == []
 
     async def test_the_only_engine_is_waited_for(self, one, recorded, quick, caplog):

@@ -318,8 +318,8 @@ class TestNewWeights:
         with pytest.raises(admin.Unanswered):
             reload(engines, new, old)
         going_on.set()
-        assert f"the engine at {pair[1].url} has not answered" in caplog.text
-        wait_until(lambda: pair[1].paused)
+        assert f"{pair[1].url} has not answered" in caplog.text
+        wait_until(lambda: pair[0].paused and pair[1].paused)
         assert not {"/collective_rpc", "/resume"} & {*pair[0].paths, *pair[1].paths}
         engines.verify_base(old.folder, VERSION, IDS, BASE, 1e-3, lambda line: None)
         assert [(each.weights, each.paused) for each in pair] == [("model", False)] * 2
