@@ -16,6 +16,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
 HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
+# images set it for one program: a recorder that compiles what it imports takes twice as long to start
+unset PYTHONDONTWRITEBYTECODE
 # uv does not read pip's settings: pass on where pip looks for wheels
 export UV_LINK_MODE="${UV_LINK_MODE:-hardlink}" UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 
@@ -153,16 +155,17 @@ npm_packages() {
     export PATH="$folder/node_modules/.bin:$PATH"
 }
 
-# The programs of the runtimes `sandbox` and `container`. Without them their tests are skipped. The Docker daemon is not
-# started here: tests start one of their own.
-programs_isolation() {
-    if type bwrap podman runc docker dockerd >/dev/null 2>&1; then return; fi
+# The programs of the runtimes `sandbox` and `container`, and the browser that tests the page of `rolltap view`. Without
+# them their tests are skipped. The Docker daemon is not started here: tests start one of their own.
+programs_debian() {
+    if type bwrap podman runc docker dockerd chromium >/dev/null 2>&1; then return; fi
     if [ "$(id -u)" = 0 ] && type apt-get >/dev/null 2>&1; then
         export DEBIAN_FRONTEND=noninteractive
         timeout 300 apt-get update -qq &&
-            timeout 300 apt-get install -y -qq --no-install-recommends bubblewrap podman runc docker.io >/dev/null && return
+            timeout 600 apt-get install -y -qq --no-install-recommends bubblewrap podman runc docker.io chromium \
+                >/dev/null && return
     fi
-    say "not all of bubblewrap, podman, runc and docker.io are installed (apt-get install ...): tests are skipped"
+    say "not all of bubblewrap, podman, runc, docker.io and chromium are installed (apt-get install ...): tests are skipped"
 }
 
 # Add every harness to the PATH, in the version of its preset. The tests of one that fails to install are skipped. The

@@ -15,7 +15,7 @@ trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_harnesses
-programs_isolation
+programs_debian
 export PATH="$VENVS/rolltap/bin:$PATH"  # before those of the harnesses: this Python has pytest, which tasks are judged with
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
 wait "$model"

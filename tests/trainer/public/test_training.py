@@ -30,10 +30,11 @@ def plan(monkeypatch, tmp_path):
     """Return a function that plans a training while an import fails."""
     (tmp_path / "m").mkdir()
     (tmp_path / "recipe.toml").write_text('model = "m"\nsteps = 1\n')
+    plan_training = rolltap.plan_training  # while it is imported, pydantic looks into every module
 
     def plan(module):
         monkeypatch.setitem(sys.modules, "rolltap.trainer.training.dry_run.plan", module)
-        rolltap.plan_training(tmp_path / "recipe.toml")
+        plan_training(tmp_path / "recipe.toml")
 
     return plan
 
