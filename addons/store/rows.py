@@ -28,7 +28,7 @@ _TYPES: dict[pa.DataType, tuple[type, ...]] = {
     pa.timestamp("us", tz="UTC"): (datetime,),
 }
 _NUMBERS: dict[pa.DataType, type] = {pa.list_(pa.int32()): np.int32, pa.list_(pa.float32()): np.float32}
-_LITTLE_ENDIAN = {pa.int32(): "<i4", pa.float32(): "<f4"}
+_LITTLE_ENDIAN = {pa.int32(): "<i4", pa.float16(): "<f2", pa.float32(): "<f4"}
 _NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail", ROUTING_SCHEMA: "missing"}
 """The column that says which others could not be written."""
 _TRAINED = {"prompt_length", "prompt_tail_ids", "completion_ids", "logprobs", "weight_versions", "parent_id", "kind"}

@@ -50,6 +50,8 @@ class TableScan:
         self._table = table
         self._read: dict[str, tuple[int, int]] = {}
         """Name of a segment -> its inode and the end of what was read."""
+        self.damage: dict[str, dict[int, str]] = {}
+        """Name of a segment -> byte offset -> why the commits there were skipped."""
 
     def new(self, skip: Skip = nothing) -> Iterator[NewCommits]:
         """Yield the segments that have commits since the last time, ordered by the start of their writers.
@@ -68,6 +70,8 @@ class TableScan:
                 batches = reader.batches_from(end) if inode == reader.inode else iter(reader)
                 yield NewCommits(path, reader.inode, again, batches)
                 self._read[path.name] = reader.inode, reader.end
+                before = self.damage.get(path.name, {}) if inode == reader.inode else {}
+                self.damage[path.name] = before | reader.damage
                 reader.warn_of_damage()
 
 
@@ -105,7 +109,7 @@ class SessionIndex:
         read_metadata(run)
         self._run = run
         self._schema = TABLES[table]
-        self._scan = TableScan(run, table)
+        self.scan = TableScan(run, table)
         self._inodes: dict[str, int] = {}
         # session id (None for rows of nobody) -> name of a segment -> for each row the byte offset of its batch
         self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
@@ -126,6 +130,10 @@ class SessionIndex:
         """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
         return list(self._places)
 
+    def count(self, session_id: str | None) -> int:
+        """Return the number of rows of one session."""
+        return sum(map(len, self._places.get(session_id, {}).values()))
+
     def close(self) -> None:
         """Close the segments that are mapped. `batches` maps them again."""
         while self._open:
@@ -133,7 +141,7 @@ class SessionIndex:
 
     def refresh(self, skip: Skip = nothing) -> None:
         """Add what was committed since. Reads only new commits. Raises `OSError`."""
-        for new in self._scan.new(skip):
+        for new in self.scan.new(skip):
             if new.path.name in self._open:  # mapped at its earlier length
                 self._open.pop(new.path.name).close()
             if new.again:

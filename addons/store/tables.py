@@ -25,11 +25,18 @@ from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHE
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.segment import Segment, SegmentReader, compact
+from rolltap.addons.store.trained import TRAINED_SCHEMA
 
 logger = logging.getLogger(__name__)
 
-TABLES = {"calls": CALL_SCHEMA, "sessions": SESSION_SCHEMA, "events": EVENT_SCHEMA, "routing": ROUTING_SCHEMA}
-_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs")
+TABLES = {
+    "calls": CALL_SCHEMA,
+    "sessions": SESSION_SCHEMA,
+    "events": EVENT_SCHEMA,
+    "routing": ROUTING_SCHEMA,
+    "trained": TRAINED_SCHEMA,
+}
+_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs", "weights")
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment of at least this size is closed and compacted when a session ends."""
@@ -68,7 +75,7 @@ class WriteOutage:
 
 
 class RunWriter:
-    """Appends calls, sessions, events and routings to a run folder; a context manager.
+    """Appends rows to the tables of a run folder; a context manager.
 
     Files appear with their first row. A row is written whatever its values are, see `to_batch`. A commit that fails
     raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and `close` may run in other threads than

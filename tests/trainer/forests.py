@@ -21,8 +21,8 @@ def follow(number, parent, new_ids, completion_ids, **fields):
 
 def forget_a_call(monkeypatch):
     """Patch in a bug: traces are built without the first call."""
-    whole = sessions.build_traces
-    monkeypatch.setattr(sessions, "build_traces", lambda calls, *args, **kwargs: whole(calls[1:], *args, **kwargs))
+    whole = sessions.trace_calls
+    monkeypatch.setattr(sessions, "trace_calls", lambda calls, *args, **kwargs: whole(calls[1:], *args, **kwargs))
 
 
 # few ids make coincidences likely; 1, 256 and 2 ** 24 have the same bytes at other positions

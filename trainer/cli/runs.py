@@ -13,6 +13,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, TextIO, get_args
@@ -20,10 +21,11 @@ from typing import Literal, TextIO, get_args
 import click
 
 import rolltap
+from rolltap.errors import InputError, RunError
 from rolltap.rollouts import Engines, engine_status
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
-from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Strategy
+from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
 
 
 @command(
@@ -123,23 +125,61 @@ def export_command(
     "rolltap inspect runs/first",
     "rolltap inspect runs/first record-1a2b",
     "rolltap inspect runs/first record-1a2b 9f",
+    "rolltap inspect runs/first --task count --sort reward",
 )
 @click.argument("run", type=FOLDER)
 @click.argument("session", required=False)
 @click.argument("call", required=False)
+@click.option("--task", metavar="ID", help="Only the sessions of this task.")
+@click.option("--group", metavar="ID", help="Only the sessions of this group.")
+@click.option("--sort", type=click.Choice(get_args(Sort)), help="Order of the sessions; by default their start.")
+@click.option("--follow", is_flag=True, help="Print a line for each session that has ended or ends, until interrupted.")
+@click.option("--full", is_flag=True, help="All messages and prompt tokens of a CALL, not only its new ones.")
 @json_option
-def inspect_command(run: Path, session: str | None, call: str | None, as_json: bool) -> None:
+def inspect_command(
+    run: Path,
+    session: str | None,
+    call: str | None,
+    task: str | None,
+    group: str | None,
+    sort: Sort | None,
+    follow: bool,
+    full: bool,
+    as_json: bool,
+) -> None:
     """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
 
-    Unique prefixes of ids are accepted.
+    Two sessions instead of a session and its call are compared: the first message and the first token that differ.
+    RUN may also be the folder of a training from recorded runs. Unique prefixes of ids are accepted; --follow takes
+    whole ones.
     """
-    opened = rolltap.open_run(run)
-    if session is None:
-        print_result(opened.summary(), as_json)
+    if (session is not None and (task or group or sort or follow)) or (follow and sort):
+        raise click.UsageError("--task, --group, --follow and --sort are for a RUN alone, the last two not together")
+    if full and call is None:
+        raise click.UsageError("--full is for a CALL")
+    try:
+        opened = rolltap.open_run(run)
+    except RunError:
+        if (training := rolltap.read_training(run)) is None or session is not None:
+            raise
+        return print_result(training, as_json)
+    if follow:
+        columns = ("finished_at", "session_id", "task_id", "group_id", "status", "reward")
+        with suppress(KeyboardInterrupt):
+            for ended in opened.follow(task=task, group=group):
+                values = {name: getattr(ended, name) for name in columns}
+                click.echo(json.dumps(values, default=str) if as_json else "  ".join(map(str, values.values())))
+    elif session is None:
+        print_result(opened.summary(task=task, group=group, sort=sort or "started"), as_json)
     elif call is None:
         print_result(opened.inspect_session(session), as_json)
     else:
-        print_result(opened.inspect_call(session, call), as_json)
+        try:
+            print_result(opened.inspect_call(session, call, full=full), as_json)
+        except InputError as error:
+            with suppress(InputError):
+                return print_result(opened.compare_sessions(session, call), as_json)
+            raise error
 
 
 def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:

@@ -23,7 +23,9 @@ Record
 Read
     `open_run`, `Run`    a run folder: its sessions, calls, traces, ledger, exports
     `Session`, `Call`    the rows of a run
+    `view_run`           the same in the browser
     `merge_runs`, `import_calls`, `verify_run`
+    `read_training`      the metrics of a training, and what each of its optimizer steps trained
 
 Train
     `Trace`, `TraceBatch`, `GroupReward`, `Ledger`
@@ -59,7 +61,9 @@ if TYPE_CHECKING:
     from rolltap.runs import import_calls as import_calls
     from rolltap.runs import merge_runs as merge_runs
     from rolltap.runs import open_run as open_run
+    from rolltap.runs import read_training as read_training
     from rolltap.runs import verify_run as verify_run
+    from rolltap.runs import view_run as view_run
     from rolltap.trainer.engine.serve import EngineServer as EngineServer
     from rolltap.trainer.rollouts.harness import Harness as Harness
     from rolltap.trainer.rollouts.recorder import Recorder as Recorder
@@ -86,7 +90,7 @@ _MODULES = {
     "rolltap.addons.errors": ("RolltapError",),
     "rolltap.addons.store.records": ("Call", "Session"),
     "rolltap.rollouts": ("check_tasks", "rollout", "rollout_async"),
-    "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "verify_run"),
+    "rolltap.runs": ("Run", "import_calls", "merge_runs", "open_run", "read_training", "verify_run", "view_run"),
     "rolltap.trainer.engine.serve": ("EngineServer",),
     "rolltap.trainer.training.grpo.config": ("TraceGRPOConfig",),
     "rolltap.trainer.training.grpo.trainer": ("TraceGRPOTrainer",),

@@ -1,7 +1,10 @@
 """A run folder as an object: its sessions, calls and traces, and what can be made of them."""
 
+import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Unpack
@@ -12,23 +15,39 @@ from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.rewards import GivenReward, finite, give_reward
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import progress_bar
 from rolltap.trainer.runs.edit import Filter, LeftBehind, SplitBy, filter_run, split_run
 from rolltap.trainer.runs.edit import merge_runs as _merge_runs
 from rolltap.trainer.runs.exports import ExportFormat, exporter
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
+from rolltap.trainer.runs.secrets import find_in_run
 from rolltap.trainer.runs.suspicions.rules import NAMES as SUSPICIONS
 from rolltap.trainer.runs.verify import Verification
 from rolltap.trainer.runs.verify import verify_run as _verify_run
 from rolltap.trainer.runs.views.check import CheckReport, check_run
+from rolltap.trainer.runs.views.compare import Difference
+from rolltap.trainer.runs.views.compare import compare_sessions as first_difference
 from rolltap.trainer.runs.views.evaluation import Comparison, compare_sessions
-from rolltap.trainer.runs.views.inspect import CallView, SessionView, find_session_id, view_call, view_session
-from rolltap.trainer.runs.views.report import Summary, summarize
+from rolltap.trainer.runs.views.inspect import (
+    CallView,
+    SessionView,
+    find_session,
+    find_session_id,
+    load_decoder,
+    view_call,
+    view_session,
+)
+from rolltap.trainer.runs.views.report import Sort, Summary, follow_sessions, summarize
+from rolltap.trainer.runs.views.training import read_training as read_training
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, count_sessions, load_sessions, unknown_session
+from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, recorded_ids, unknown_session
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
+from rolltap.trainer.viewer.file import WrittenFile, write_file
+
+logger = logging.getLogger(__name__)
 
 
 class RunTraces:
@@ -46,7 +65,7 @@ class RunTraces:
 
     def by_session(self, *, progress: bool = True) -> Iterator[TracedSession]:
         """Yield every session with its traces and its ledger. Sessions without a reward have traces here."""
-        total = count_sessions(self._run) if progress else 0
+        total = len(recorded_ids(self._run)) if progress else 0
         with progress_bar(show=progress) as advance:
             for done, traced in enumerate(iter_traces(self._run, self._options), 1):
                 yield traced
@@ -68,7 +87,6 @@ class RunTraces:
         totals = Totals()
         for traced in self._told(each, progress):
             totals.add(traced)
-        totals.ledger.check()
         return totals
 
     def save(self, out: str | Path, each: Callable[[Trace], None] | None = None, *, progress: bool = True) -> Totals:
@@ -149,15 +167,24 @@ class Run:
 
     def ledger(self) -> Ledger:
         """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""
-        ledger = Ledger()
-        for traced in iter_traces(self.path, TraceOptions()):
-            ledger += traced.rewarded().ledger
-        ledger.check()
-        return ledger
+        return sum((traced.rewarded().ledger for traced in iter_traces(self.path, TraceOptions())), Ledger())
 
-    def summary(self) -> Summary:
-        """Return counts of the run, rewards by policy version, and the ledger. `rich.print` shows it as tables."""
-        return summarize(self.path)
+    def summary(self, *, task: str | None = None, group: str | None = None, sort: Sort = "started") -> Summary:
+        """Return counts of the run, rewards by policy version and task, and the ledger. `rich.print` shows tables.
+
+        With `task` or `group`, an id or a unique prefix of it, only the sessions that have it count. `sort` is the
+        order of the sessions: `started`, the highest `reward`, the most `tokens` or `calls` first, or by `task`.
+
+        Raises `InputError` for a task or group that no session has.
+        """
+        return summarize(self.path, task=task, group=group, sort=sort)
+
+    def follow(self, *, task: str | None = None, group: str | None = None) -> Iterator[Session]:
+        """Yield the rows of the sessions, then each further one when its session has ended. It does not end.
+
+        With `task` or `group`, a whole id, only those of sessions that have it. Looks once a second.
+        """
+        return follow_sessions(self.path, task, group, wait=partial(time.sleep, 1.0))
 
     def inspect_session(self, session_id: str) -> SessionView:
         """Return one session with its call tree and its ledger, as `rolltap inspect` shows it.
@@ -166,12 +193,21 @@ class Run:
         """
         return view_session(self.path, session_id)
 
-    def inspect_call(self, session_id: str, call_id: str) -> CallView:
+    def inspect_call(self, session_id: str, call_id: str, *, full: bool = False) -> CallView:
         """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
+
+        With `full` all messages and prompt tokens are shown, not only the new ones. Unique prefixes of both ids are
+        accepted. Raises `InputError` for an unknown id.
+        """
+        return view_call(self.path, session_id, call_id, full=full)
+
+    def compare_sessions(self, first_id: str, second_id: str) -> Difference:
+        """Return the first message and the first token in which two sessions of the run differ.
 
         Unique prefixes of both ids are accepted. Raises `InputError` for an unknown id.
         """
-        return view_call(self.path, session_id, call_id)
+        first, second = (find_session(self.path, each) for each in (first_id, second_id))
+        return first_difference(first, second, self.path)
 
     def reward(
         self,
@@ -232,19 +268,26 @@ class Run:
         """Push the run as Parquet to the dataset repository `repo` (ORG/NAME) and return its URL.
 
         The token is that of `hf auth login` or HF_TOKEN. A new repository is private unless `public`. Former Parquet
-        files and the card in it are replaced.
+        files and the card in it are replaced. Sessions with a known form of a key, a token or a password in their texts
+        or tokens are left out, as token ids cannot be redacted; a warning names them.
 
-        Raises `InputError` without a token, for a malformed name, and for a repository that is public while `public` is
-        False; `HubError` when the Hub refuses or cannot be reached.
+        Raises `InputError` without a token, for a malformed name, for a repository that is public while `public` is
+        False, and when no session is left; `HubError` when the Hub refuses or cannot be reached.
         """
         from rolltap.trainer.runs.exports import parquet
         from rolltap.trainer.runs.exports.hub import Repository
 
         repository = Repository(repo, public=public)
+        found = find_in_run(self.path, load_decoder(self.path))
+        for session_id, kinds in sorted(found.items(), key=str):
+            name = f"session {session_id}" if session_id else "events without a session"
+            logger.warning("not pushed: %s, which has what looks like a secret (%s)", name, ", ".join(sorted(kinds)))
+        if found and not recorded_ids(self.path) - found.keys():
+            raise InputError(f"every session of {self.path} has what looks like a secret: nothing is pushed")
         with TemporaryDirectory(prefix="rolltap-") as temporary:
             folder = Path(temporary) / "data"
             with new_folder(folder) as unfinished, progress_bar(show=progress) as advance:
-                parquet.export(self.path, unfinished, advance, where=repository.name)
+                parquet.export(self.path, unfinished, advance, where=repository.name, leave_out=found)
             return repository.upload(folder, f"{self.path.resolve().name}, exported by rolltap")
 
     def filter(self, out: str | Path, *, progress: bool = True, **criteria: Unpack[Filter]) -> "Run":
@@ -284,6 +327,26 @@ class Run:
         with progress_bar(show=progress) as advance:
             return {name: Run(Path(out, name)) for name in split_run(self.path, Path(out), wanted, advance)}
 
+    def view_file(
+        self,
+        out: str | Path,
+        *,
+        sessions: Collection[str] | None = None,
+        redact: Collection[str] = (),
+        progress: bool = True,
+    ) -> WrittenFile:
+        """Write the page of `view_run` with these `sessions` as one HTML file, which opens without a network.
+
+        Without `sessions` it has all of a run of at most 50. Unique prefixes of their ids are accepted. What looks like
+        a secret is redacted, and so are the texts of `redact`: in texts, and in the tokens. The result says what was.
+
+        Raises `InputError` for an unknown session, and when they have to be chosen; `OSError` for the file.
+        """
+        for given in (redact, sessions or ()):
+            require_collection(given)
+        with progress_bar(show=progress) as advance:
+            return write_file(self.path, Path(out), sessions, redact, advance)
+
     def plot_rewards(self, path: str | Path, title: str = "") -> None:
         """Write a PNG of the mean reward of each policy version, with the sessions' rewards as dots.
 
@@ -294,6 +357,19 @@ class Run:
         except ImportError as error:
             raise MissingPackageError(f"plots need matplotlib ({error}): pip install '.[train]'") from error
         plot_rewards(self.path, Path(path), title)
+
+
+def view_run(path: str | Path, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None] = print) -> None:
+    """Serve a page that shows a run in the browser, until a signal. `say` is told the link, which has a token.
+
+    `port` 0 is a free one. The run may be one that is being recorded. Raises `MissingPackageError` without FastAPI and
+    uvicorn, `RunError` when `path` is not a run, and `OSError` for an address that is not free.
+    """
+    try:
+        from rolltap.trainer.viewer.serve import serve
+    except ImportError as error:
+        raise MissingPackageError(f"rolltap view needs packages ({error}): pip install '.[service]'") from error
+    run_blocking(serve(Path(path), host=host, port=port, say=say))
 
 
 def open_run(path: str | Path) -> Run:

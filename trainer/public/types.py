@@ -28,6 +28,7 @@ from rolltap.trainer.runs.verify import Verification as Verification
 from rolltap.trainer.runs.views.check import CheckReport as CheckReport
 from rolltap.trainer.runs.views.check import CheckRow as CheckRow
 from rolltap.trainer.runs.views.check import ScoredToken as ScoredToken
+from rolltap.trainer.runs.views.compare import Difference as Difference
 from rolltap.trainer.runs.views.evaluation import Comparison as Comparison
 from rolltap.trainer.runs.views.evaluation import Interval as Interval
 from rolltap.trainer.runs.views.evaluation import PassRow as PassRow
@@ -42,8 +43,11 @@ from rolltap.trainer.runs.views.outcomes import ProvenanceRow as ProvenanceRow
 from rolltap.trainer.runs.views.outcomes import SuspicionRow as SuspicionRow
 from rolltap.trainer.runs.views.outcomes import TaskRow as TaskRow
 from rolltap.trainer.runs.views.report import SessionRow as SessionRow
+from rolltap.trainer.runs.views.report import Sort as Sort
 from rolltap.trainer.runs.views.report import Summary as Summary
 from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards
+from rolltap.trainer.runs.views.training import StepRow as StepRow
+from rolltap.trainer.runs.views.training import TrainingView as TrainingView
 from rolltap.trainer.service.client import Event as Event
 from rolltap.trainer.service.requests import GroupView as GroupView
 from rolltap.trainer.tasks.task import CommandJudge as CommandJudge
@@ -58,9 +62,12 @@ from rolltap.trainer.traces.build import KindSpan as KindSpan
 from rolltap.trainer.traces.build import Strategy as Strategy
 from rolltap.trainer.traces.build import Unrewarded as Unrewarded
 from rolltap.trainer.traces.ledger import LeftOut as LeftOut
+from rolltap.trainer.traces.ledger import SessionAccount as SessionAccount
 from rolltap.trainer.traces.reader import RecordedCalls as RecordedCalls
 from rolltap.trainer.traces.reader import RecordedSession as RecordedSession
 from rolltap.trainer.traces.sessions import Totals as Totals
 from rolltap.trainer.traces.sessions import TracedSession as TracedSession
+from rolltap.trainer.traces.trained import TrainedSession as TrainedSession
+from rolltap.trainer.viewer.file import WrittenFile as WrittenFile
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -58,7 +58,7 @@ _FAILED_COMMIT = 8
 """Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
 leaves a longer one."""
 _HIDDEN = re.compile(
-    r"\.(?:(?:calls|sessions|events|routing)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)"
+    r"\.(?:(?:calls|sessions|events|routing|trained)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)"
 )
 """See `rolltap.addons.store.staging.hidden_name`."""
 _COLUMNS = {
@@ -85,7 +85,7 @@ class Verification:
     """Result of a verification: numbers of rows, findings and repairs."""
 
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0))
-    """Table -> number of rows that can be read. A run without routings does not have that table."""
+    """Table -> number of rows that can be read. Other tables are there if they have rows."""
     findings: list[Finding] = field(default_factory=list)
     repaired: list[str] = field(default_factory=list)
     """A sentence for each repair."""

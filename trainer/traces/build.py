@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallKind, CallRole, SessionStatus, VersionSpan, find_violation
 from rolltap.trainer.names import Version
-from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, TokenSpan
 from rolltap.trainer.traces.routing import Experts, calls_with_experts, experts_of
 from rolltap.trainer.traces.tokens import shared_prefixes
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
@@ -152,6 +152,7 @@ class TraceBatch:
         unrewarded: Session id -> group and reason, for sessions without a reward. They are only counted.
         ledger: The account of the sampled tokens of all its sessions; empty when the traces come from
             elsewhere.
+        accounts: Session id -> the account of its sampled tokens, of which `ledger` is the sum. Empty with the ledger.
         continued: Harness -> the prompts of its sessions' continued (`bridged`) calls, and what of them the engine had
             in its cache. Empty when the engine does not say.
         on_policy: True when it is known that the weights to be trained sampled all sessions. Differences of
@@ -162,6 +163,7 @@ class TraceBatch:
     rewards: dict[str, GroupReward] = field(default_factory=dict, repr=False)
     unrewarded: dict[str, Unrewarded] = field(default_factory=dict, repr=False)
     ledger: Ledger = field(default_factory=Ledger)
+    accounts: dict[str, SessionAccount] = field(default_factory=dict, repr=False)
     continued: dict[str, CachedPrompts] = field(default_factory=dict)
     on_policy: bool = False
 
@@ -212,6 +214,20 @@ def build_traces(
     Raises `InputError` for calls of several sessions, a repeated call id, an unknown strategy or role, and `max_tokens`
     below 1; `LedgerError` when the number of trained tokens in the traces is not that of the ledger.
     """
+    traces, account = trace_calls(calls, strategy, roles, max_tokens, weights, ahead, routing)
+    return traces, account.ledger
+
+
+def trace_calls(
+    calls: Sequence[Call],
+    strategy: Strategy,
+    roles: Collection[CallRole],
+    max_tokens: int | None,
+    weights: Version | None,
+    ahead: int,
+    routing: Mapping[str, Experts] | None,
+) -> tuple[list[Trace], SessionAccount]:
+    """Return the traces of one session's calls and the account of their sampled tokens. See `build_traces`."""
     check_arguments(strategy, roles, max_tokens)
     calls = sorted(calls, key=start_order)
     sessions = {call.session_id for call in calls}
@@ -225,43 +241,42 @@ def build_traces(
         for i, call in enumerate(calls):
             if left_out[i] not in _BEFORE_STALE and call.call_id not in whole:
                 left_out[i] = "missing_routing"
-    ledger = Ledger()
+    left = list[TokenSpan]()
     # call -> its sampled tokens that are trained
     num_trained: dict[int, range] = {}
     for i, (call, reason) in enumerate(zip(calls, left_out, strict=True)):
         sampled = len(call.completion_ids)
         stale = 0 if weights is None or reason in _BEFORE_STALE else _num_stale(call, weights, ahead)
         trained = range(stale, _num_tokens_within(call, max_tokens)) if reason is None else range(0)
-        rest = sampled - stale - len(trained)
-        ledger += Ledger(
-            sampled=sampled, trained=len(trained), left_out={"stale": stale, reason or "over_length": rest}
-        )
+        rest = TokenSpan(call.call_id, stale + len(trained), sampled, reason or "over_length")
+        left += [span for span in (TokenSpan(call.call_id, 0, stale, "stale"), rest) if span.end > span.start]
         if trained:
             num_trained[i] = trained
-    ledger.check()
 
     if strategy == "per_request":
         paths = [[i] for i in num_trained]
     else:
         # lexicographic order of root-to-leaf paths is depth-first order
         paths = sorted(path_to(leaf, parents.__getitem__) for leaf in find_ends(parents, num_trained))
-    traces = []
+    traces, spans = [], list[TokenSpan]()
     unowned = dict(num_trained)
     for path in paths:
         owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
+        spans += [TokenSpan(call.call_id, trained.start, trained.stop) for call, trained in owned]
         traces.append(trace := _trace([calls[i] for i in path], owned, num_trained[path[-1]].stop))
         if routing is not None:
             experts = experts_of(calls[path[-1]], calls, routing)
             trace.routing = experts[: len(trace.prompt_ids) + len(trace.completion_ids) - 1]
     masked = sum(trace.completion_mask.count(1) for trace in traces)
-    if unowned or masked != ledger.trained:
-        raise LedgerError(f"the traces train {masked} tokens, the ledger says {ledger.trained}")
+    account = SessionAccount(spans=(*spans, *left))
+    if masked != (counted := sum(map(len, num_trained.values()))) or account.ledger.trained != counted:
+        raise LedgerError(f"the traces train {masked} tokens, the ledger says {counted}")
     if strategy == "tree":
         found = shared_prefixes([trace.prompt_ids + trace.completion_ids for trace in traces])
         for trace, shared in zip(traces, found, strict=True):
             if shared is not None:
                 trace.shared_trace_id, trace.shared_tokens = traces[shared.index].trace_id, shared.length
-    return traces, ledger
+    return traces, account
 
 
 def judge_calls(

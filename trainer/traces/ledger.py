@@ -15,11 +15,11 @@
 `LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so that `sampled` never changes. The sums are
 checked, and a difference is a `LedgerError` or stops the training, where
 
-- `build_traces` has counted the calls of a session: sampled = trained + left out, and the masks of its traces hold the
-  trained tokens;
+- `build_traces` has counted the calls of a session: the masks of its traces hold the trained tokens;
 - `trace_session` has built a session: its calls hold the sampled tokens;
-- `make_batch` has added sessions: sampled = trained + left out;
-- the trainer (`training/grpo/trainer.py`) takes a batch, from wherever: the same, and the masks of the batch again.
+- the trainer (`training/grpo/trainer.py`) takes a batch, from wherever: sampled = trained + left out, and the masks of
+  the batch again;
+- an optimizer step is recorded (`trained.py`): the accounts of its sessions add up to the ledger of its batch.
 
 A run's ledger (`Run.ledger`, `rolltap traces`) is the sum over its sessions, after `label_session`. Prompt tokens are
 counted beside it: `CachedPrompts`.
@@ -27,7 +27,7 @@ counted beside it: `CachedPrompts`.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from rich.jupyter import JupyterMixin
@@ -73,6 +73,17 @@ LeftOut = Literal[
 - `no_reward`: the session has no reward for another reason.
 - `no_signal`: all rewards of its group are equal.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Sampled tokens of a call, its `completion_ids[start:end]`: trained, or left out for a reason."""
+
+    call_id: str
+    start: int
+    end: int
+    reason: LeftOut | None = None
+
 
 LEAST_CACHEABLE = 1_000
 """Tokens that could have been cached, below which nothing is said about the cache."""
@@ -122,6 +133,36 @@ class Ledger(JupyterMixin):
         """Raise `LedgerError` unless sampled = trained + left out."""
         if self.sampled != self.trained + sum(self.left_out.values()):
             raise LedgerError(f"the ledger of sampled tokens does not add up: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAccount:
+    """The account of one session. Each of its sampled tokens is in one span.
+
+    Attributes:
+        spans: Those that are trained are in the order in which the session's traces have their tokens.
+        reason: Why the whole session is left out; None when it is not.
+        group_id, reward: Those of the session in a batch.
+    """
+
+    spans: tuple[TokenSpan, ...] = ()
+    reason: LeftOut | None = None
+    group_id: str = ""
+    reward: float | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the session."""
+        tokens = Counter[str | None]()
+        for span in self.spans:
+            tokens[span.reason] += span.end - span.start
+        left_out = {reason: count for reason, count in tokens.items() if reason is not None}
+        return Ledger(sampled=tokens.total(), trained=tokens[None], left_out=left_out)
+
+    def leave_out(self, reason: LeftOut) -> "SessionAccount":
+        """Return the account of the session with all trained tokens left out. An earlier reason stays."""
+        spans = tuple(span if span.reason else replace(span, reason=reason) for span in self.spans)
+        return replace(self, spans=spans, reason=self.reason or reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ it: its call and those that continue it get a violation, its session loses the r
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,6 @@ def recorded_ids(run: Path) -> set[str]:
     return {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
 
 
-def count_sessions(run: Path) -> int:
-    """Return the number of `recorded_ids`."""
-    return len(recorded_ids(run))
-
-
 def load_sessions(run: Path) -> dict[str, Session]:
     """Return session id -> the row that counts: the one of the highest revision, of several the last.
 
@@ -111,7 +106,16 @@ def load_sessions(run: Path) -> dict[str, Session]:
     """
     sessions: dict[str, Session] = {}
     changed: set[str] = set()
-    for row in read_rows(run, "sessions"):
+    take_session_rows(read_rows(run, "sessions"), sessions, changed)
+    if changed:
+        which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
+        logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
+    return sessions
+
+
+def take_session_rows(rows: Iterable[Row], sessions: dict[str, Session], changed: set[str]) -> None:
+    """Add rows to `sessions`, session id -> the row that counts; to `changed`, the ids of those changed since."""
+    for row in rows:
         session = make_session(row)
         known = sessions.get(session.session_id)
         if known is None or session.revision >= known.revision:
@@ -123,10 +127,6 @@ def load_sessions(run: Path) -> dict[str, Session]:
                 }
                 sessions[session.session_id] = replace(session, reward=None, error=CHANGED, **broken)
                 changed.add(session.session_id)
-    if changed:
-        which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
-        logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
-    return sessions
 
 
 def unknown_session(session_id: str, calls: Sequence[Call]) -> Session:

@@ -23,12 +23,12 @@ from rolltap.trainer.traces.build import (
     Trace,
     TraceBatch,
     Unrewarded,
-    build_traces,
     check_arguments,
     judge_calls,
     require_collection,
+    trace_calls,
 )
-from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, cached_prompts
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, cached_prompts
 from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -134,12 +134,17 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
-    """A session, its labelled traces, the ledger of its sampled tokens, and its reward or why it has none."""
+    """A session, its labelled traces, the account of its sampled tokens, and its reward or why it has none."""
 
     recorded: RecordedSession
     traces: list[Trace] = field(repr=False)
-    ledger: Ledger
+    account: SessionAccount = field(repr=False)
     label: Label
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of its sampled tokens."""
+        return self.account.ledger
 
     @property
     def reward(self) -> float | None:
@@ -181,7 +186,7 @@ class TracedSession:
         the reason in `label`."""
         if self.label.reason is None:
             return self
-        return replace(self, traces=[], ledger=self.ledger.leave_out(self.label.reason))
+        return replace(self, traces=[], account=self.account.leave_out(self.label.reason))
 
 
 @dataclass(slots=True)
@@ -233,7 +238,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
     calls, session = recorded.calls, recorded.session
     sampled = sum(len(call.completion_ids) for call in calls)
     try:
-        traces, ledger = build_traces(
+        traces, account = trace_calls(
             calls,
             options.strategy,
             roles=options.roles,
@@ -242,8 +247,8 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
             ahead=options.ahead,
             routing=None if recorded.routing is None else recorded.routing.of(recorded.session_id),
         )
-        if ledger.sampled != sampled:
-            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {ledger.sampled}")
+        if (counted := account.ledger.sampled) != sampled:
+            raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {counted}")
     except LedgerError as error:
         raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
     label = label_session(session, options.rewards)
@@ -251,7 +256,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
         for trace in traces:
             trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
             trace.harness, trace.reward = session.harness, label.reward
-    return TracedSession(recorded=recorded, traces=traces, ledger=ledger, label=label)
+    return TracedSession(recorded=recorded, traces=traces, account=account, label=label)
 
 
 def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
@@ -291,14 +296,16 @@ def load_batch(
 
 
 def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
-    """Return the batch of sessions. Those without a reward have no traces in it. Raises `LedgerError`."""
+    """Return the batch of sessions. Those without a reward have no traces in it."""
     batch = TraceBatch()
     for traced in sessions:
         traced = traced.rewarded()
         if prompts := cached_prompts(traced.recorded.calls).get("bridged"):
             harness = traced.harness
             batch.continued[harness] = batch.continued.get(harness, CachedPrompts()) + prompts
-        batch.ledger += traced.ledger
+        account = replace(traced.account, group_id=traced.group_id, reward=traced.reward)
+        batch.accounts[traced.recorded.session_id] = account
+        batch.ledger += account.ledger
         batch.traces += traced.traces
         if traced.unrewarded is not None:
             batch.unrewarded[traced.recorded.session_id] = traced.unrewarded
@@ -311,5 +318,4 @@ def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
                 status=session.status,
                 suspicions=tuple(traced.suspicions),
             )
-    batch.ledger.check()
     return batch

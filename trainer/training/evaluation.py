@@ -19,6 +19,7 @@ from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import Evaluation
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
+from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
@@ -26,11 +27,8 @@ from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.training.arguments import sampling
 from rolltap.trainer.training.grpo.metrics import MOST_TASKS
 from rolltap.trainer.training.recipe import HeldOut, Recipe
-from rolltap.trainer.training.report import METRICS, append_metrics, read_metrics
+from rolltap.trainer.training.report import append_metrics
 from rolltap.trainer.training.steps import FinishedSessions, step_group
-
-EVALUATION = "evaluation"
-"""Folder in the run with the sessions of evaluations."""
 
 
 class Evaluations:

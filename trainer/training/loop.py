@@ -28,11 +28,14 @@ from transformers.utils import logging as transformers_logging
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.staging import new_folder
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.trained import write_step
 from rolltap.trainer.training import arguments
+from rolltap.trainer.training.attempt import Attempt
 from rolltap.trainer.training.grpo.ranks import initialise, is_main, object_group, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -56,8 +59,9 @@ class Source:
         """Check what can be checked before anything starts. Returns the columns of the rows, `task_id` among them."""
         raise NotImplementedError
 
-    def claim(self, stack: ExitStack) -> None:
+    def claim(self, stack: ExitStack) -> Attempt:
         """Claim, until the stack is closed, what no other training may use."""
+        raise NotImplementedError
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the rows of a step."""
@@ -83,7 +87,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
     args = together(partial(arguments.training_arguments, recipe, run, seed))
     initialise(args)
     with ExitStack() as stack:
-        on_main(partial(source.claim, stack))
+        attempt = on_main(partial(source.claim, stack))
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
@@ -101,6 +105,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
             before_batch=partial(on_main, source.before_batch),
         )
         trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
+        trainer.record = partial(write_step, stack.enter_context(RunWriter(run)), attempt.version)
         on_main(partial(source.begin, trainer))
         steps = train_to_end(trainer, console)
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it

@@ -26,7 +26,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
 from rolltap.trainer.traces.sessions import RewardRules, TracedSession, label_session, make_batch, trace_session
 from rolltap.trainer.training.arguments import check_arguments, require_rows
-from rolltap.trainer.training.attempt import begun_offline, claimed_attempt
+from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import Recipe
@@ -71,13 +71,14 @@ class RecordedTraces(Source):
         require_rows(recipe, len(self.groups), f"the runs have {len(self.groups)} groups to train")
         return {"group": list(range(len(self.groups))), "task_id": [group.task_id for group in self.groups]}
 
-    def claim(self, stack: ExitStack) -> None:
+    def claim(self, stack: ExitStack) -> Attempt:
         """Claim the folder, and say what is trained and what is not."""
-        stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
+        attempt = stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
         sessions = sum(len(group.session_ids) for group in self.groups)
         self._console.print(f"{len(self.groups)} groups whose rewards differ, of {sessions} sessions")
         if skipped := self.skipped()[1]:
             self._console.print(f"not trained: {skipped}")
+        return attempt
 
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the groups that the rows name (`group`: index of a group).
@@ -92,6 +93,7 @@ class RecordedTraces(Source):
             batch.traces += [replace(trace, group_id=name) for trace in part.traces]
             batch.rewards |= {session: replace(reward, group_id=name) for session, reward in part.rewards.items()}
             batch.unrewarded |= {session: replace(why, group_id=name) for session, why in part.unrewarded.items()}
+            batch.accounts |= part.accounts
             batch.ledger += part.ledger
         return batch
 

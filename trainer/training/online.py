@@ -113,7 +113,7 @@ class OnlineTraces(Source):
         require_rows(recipe, len(self._tasks), f"{recipe.tasks} has {len(self._tasks)} tasks")
         return {"task_id": list(self._tasks)}
 
-    def claim(self, stack: ExitStack) -> None:
+    def claim(self, stack: ExitStack) -> Attempt:
         """Claim run folder and engines, start the recorder, and read what the run folder has already."""
         begun = begun_online(self._recipe, list(self._tasks.values()), self._worker.harness, self._seed)
         attempt = stack.enter_context(claimed_attempt(self._run, begun))
@@ -125,6 +125,7 @@ class OnlineTraces(Source):
             stack.enter_context(self._evaluations.worker)
         stack.enter_context(self._beside)
         self.take(attempt, Serving(self._recipe, self._engines, folder, self._run))
+        return attempt
 
     def take(self, attempt: Attempt, serving: Serving) -> None:
         """Take what the claims gave, and read what the run folder has already."""
@@ -355,7 +356,9 @@ class OnlineTraces(Source):
                 "`rolltap serve --routing`, and the training again"
             )
         if stale:
-            batch.ledger += load_batch(self._run, stale, options).ledger
+            late = load_batch(self._run, stale, options)
+            batch.accounts |= {name: account.leave_out("stale") for name, account in late.accounts.items()}
+            batch.ledger += late.ledger
         ages = token_ages(batch, version)
         if ahead := self._recipe.ahead:
             self.trainer.log_metrics(age_metrics(batch, ages, iterations=self._recipe.iterations, ahead=ahead))

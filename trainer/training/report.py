@@ -1,11 +1,6 @@
-"""Reports of a training while it runs: the file of metrics, the plots, a line a step on the console.
-
-The file has one JSON object a line, in the order of the steps: `step`, the number of optimizer steps taken, and the
-metrics by name. A number that JSON lacks is null.
-"""
+"""Reports of a training while it runs: the file of metrics, the plots, a line a step on the console."""
 
 import fnmatch
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -20,38 +15,16 @@ from pydantic_core import to_json
 from rich.console import Console
 from transformers import TrainerCallback
 
-from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import RUN_FILE
 from rolltap.addons.store.staging import new_file, write_atomically
 from rolltap.trainer.runs.views.report import plot_rewards
-
-METRICS = "metrics.jsonl"
-"""Name of the file in the run folder."""
+from rolltap.trainer.runs.views.training import METRICS, read_metrics
 
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
     """Append the metrics of a step, in one write. Raises `OSError`."""
     with path.open("ab", buffering=0) as file:
         file.write(_line({"step": step, **metrics}))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines, oldest first; none when there is no file. A last line that is being written is left out.
-
-    Raises `RunError` for a line that is not a JSON object with a step.
-    """
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    read = []
-    for number, line in enumerate(lines, 1):
-        try:
-            values = json.loads(line)
-            values["step"] + 0
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{path}, line {number} is not a step's metrics: correct or remove it") from error
-        read.append(values)
-    return read
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -27,9 +27,11 @@ import transformers.trainer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
+from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.engine import engines, weights
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.trained import TABLE, trained_steps
 from rolltap.trainer.training import attempt, loop, online, report
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
@@ -242,6 +244,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
     - resumed: the steps of the last start.
     - batches, weights: True when all batches, and the final weights bit for bit, are those of the plain training.
     - sessions: True when as many sessions were recorded as without the kill, each once.
+    - trained: True when the rows of each optimizer step are those of the plain training, bit for bit.
     - metrics: True when each optimizer step has one line of metrics, in their order.
     - tidy: True when the folders hold nothing but the newest policy, whole checkpoints and the model.
     """
@@ -268,6 +271,7 @@ def report_of(plain: Path, folder: Path, kills: Sequence[str]) -> dict[str, Any]
         "batches": all(batch == expected[batch["step"]] for batch in [*before, *after]),
         "weights": weights_of(folder) == weights_of(plain),
         "sessions": names_of(run) == names_of(plain / "run"),
+        "trained": trained_of(run) == trained_of(plain / "run"),
         "metrics": [line["step"] for line in read_metrics(run / METRICS)] == list(range(1, STEPS * iterations + 1)),
         "tidy": len(left) <= load_recipe(folder.parent / "recipe.toml").adapters
         and not any(name.startswith(".") for name in left)
@@ -284,7 +288,19 @@ def weights_of(folder: Path) -> bytes:
 
 def names_of(run: Path) -> list[str]:
     """Return the recorded sessions, without the name of the run and the attempt."""
-    return sorted(re.sub(r"[0-9a-f]{8}\.|\.\d+$", "", session_id) for session_id in load_sessions(run))
+    return sorted(map(place_in_any_run, load_sessions(run)))
+
+
+def place_in_any_run(session_id: str) -> str:
+    return re.sub(r"[0-9a-f]{8}\.|\.\d+$", "", session_id)
+
+
+def trained_of(run: Path) -> list[tuple[Any, ...]]:
+    """Return what each optimizer step trained of each session, and with what values."""
+    with SessionIndex(run, TABLE) as index:
+        rows = [row for name in index.session_ids for row in trained_steps(index, str(name))]
+    values = ((str(row.logprobs), str(row.weights), str(row.ledger), row.advantage, row.reason) for row in rows)
+    return sorted((row.step, place_in_any_run(row.session_id), *each) for row, each in zip(rows, values, strict=True))
 
 
 def recipe_of(kind: str) -> str:

@@ -16,11 +16,13 @@ from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime
 from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.runs.views.report import summarize
+from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import evaluation
 from rolltap.trainer.training.attempt import TRAINING_FILE
-from rolltap.trainer.training.evaluation import EVALUATION, Evaluations
+from rolltap.trainer.training.evaluation import Evaluations
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, Reports, append_metrics, read_metrics
 from rolltap.trainer.training.steps import BATCHES
@@ -169,6 +171,8 @@ def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_pa
     ]
     assert f"warning: none of the 2 sessions of the evaluation of {name}.2.0 has a reward" in ended.output
     assert drawn[-1] == 4
+    steps = [(row.step, row.trained) for row in summarize(tmp_path / "run").trained]
+    assert steps == [(line["step"], line["tokens_trained"]) for line in lines[:3]]
     sessions = load_sessions(tmp_path / "run" / EVALUATION).values()
     versions = sorted((session.policy_version.partition(".")[2], session.task_id) for session in sessions)
     assert versions == [(f"{step}.0", task) for step in (0, 2, 3) for task in "ax"]

@@ -17,9 +17,10 @@ from rolltap import plan_training
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.names import Version
+from rolltap.trainer.runs.views.training import EVALUATION, step_rows
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.trained import read_trained
 from rolltap.trainer.training.attempt import TRAINING_FILE
-from rolltap.trainer.training.evaluation import EVALUATION
 from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.steps import TrainedBatches
@@ -120,6 +121,8 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         for call in calls:
             assert json.loads(call.sampling)["temperature"] == 0.0
             assert {span.version for span in call.weight_versions} == {held_out[session_id].policy_version}
+    assert [(step.step, step.sessions) for step in step_rows(read_trained(run))] == [(1, 2), (2, 2), (3, 2)]
+    assert {each.session_id for each in read_trained(run)} == sessions.keys()
     assert (run / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert (run / FINISHED / "model.safetensors").exists()
 

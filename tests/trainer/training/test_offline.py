@@ -23,6 +23,7 @@ from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.build import Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules
+from rolltap.trainer.traces.trained import read_trained
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
@@ -115,6 +116,12 @@ def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resume
     shutil.rmtree(stopped / "checkpoints" / "checkpoint-2")
     assert rolltap.train_offline(write_recipe(), [run], out=stopped) == stopped / "model"
     assert equal(weights(stopped / "model"), trained[0])
+    rows, before = (read_trained(tmp_path / name) for name in ("stopped", "once"))
+    assert [replace(row, version=None) for row in rows] == [replace(row, version=None) for row in before]
+    attempts = {(row.step, row.version.partition(".")[2]) for row in rows}
+    assert attempts == {(1, "0.0"), (2, "1.1")}  # the second step was taken again
+    in_metrics = [line["tokens_trained"] for line in read_metrics(stopped / METRICS)]
+    assert [step.trained for step in rolltap.read_training(stopped).steps] == in_metrics
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.weights import write_policy
+from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.training.attempt import Attempt
-from rolltap.trainer.training.evaluation import EVALUATION
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
@@ -315,6 +315,8 @@ class TestAhead:
         assert {reward.task_id for reward in batch.rewards.values()} == {"d"}
         assert batch.ledger == Ledger(sampled=8, trained=4, left_out={"stale": 4})
         stale = ["b-1a2b3c4d.1.0-0.0", "b-1a2b3c4d.1.0-1.0"]
+        assert sum((account.ledger for account in batch.accounts.values()), Ledger()) == batch.ledger
+        assert {name for name, account in batch.accounts.items() if account.reason == "stale"} == {*stale}
         assert TrainedBatches(self.loop.folder).get(2).stale == stale
         assert [line["groups_dropped"] for line in self.loop.logged if "groups_dropped" in line] == [0, 0, 1]
         assert "other weights" not in self.loop.console.file.getvalue()

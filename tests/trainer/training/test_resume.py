@@ -20,7 +20,7 @@ def test_a_training_that_was_killed_ends_with_the_batches_and_weights_of_one_tha
     reports = json.loads(process.stdout)
     assert len(reports) == sum(map(len, (POINTS if DEEP else SHORT).values()))
     as_it_should = dict.fromkeys(
-        ("killed", "unfinished", "ended", "batches", "weights", "sessions", "metrics", "tidy"), True
+        ("killed", "unfinished", "ended", "batches", "weights", "sessions", "trained", "metrics", "tidy"), True
     )
     wrong = [report for report in reports if report != report | as_it_should]
     assert not wrong, process.stderr

@@ -3,7 +3,7 @@
 Both have any number of rows and are written in bounded memory.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from rolltap.trainer.console import Advance
 from rolltap.trainer.runs.exports.card import HERE, dataset_card, file_digest
 from rolltap.trainer.runs.exports.sessions import engine_addresses, public_session, without_addresses
 from rolltap.trainer.traces.build import Trace
-from rolltap.trainer.traces.reader import count_sessions
+from rolltap.trainer.traces.reader import recorded_ids
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces
 
 TRACE_FEATURES = Features(
@@ -52,15 +52,18 @@ SHARD_BYTES = 500 * 1024 * 1024
 _ROWS_AT_ONCE = 64
 
 
-def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
+def export(run: Path, out: Path, advance: Advance, *, where: str = HERE, leave_out: Collection[str | None] = ()) -> int:
     """Write a run as up to four configs, and a card that loads them from `where`. Return the number of rows.
+
+    The sessions in `leave_out` are not written, nor their events; with None, nor the events of nobody.
 
     A config without rows is left out. A call's prompt is written as it is stored, without the tokens of its parent:
     full prompts would take O(T^2) space for a session of T calls. `traces` has full sequences. Raises `RunError`,
     `LedgerError` and `OSError`.
     """
     options, totals = TraceOptions(), Totals()
-    engines, total = engine_addresses(run), count_sessions(run)
+    chosen = recorded_ids(run) - {*leave_out}
+    engines, total = engine_addresses(run), len(chosen)
     features = {
         "traces": TRACE_FEATURES,
         "calls": _features(CALL_SCHEMA),
@@ -69,7 +72,7 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
     }
     with ExitStack() as stack:
         spools = {config: stack.enter_context(Spool(columns, out)) for config, columns in features.items()}
-        for traced in iter_traces(run, options):
+        for traced in iter_traces(run, options, chosen):
             recorded = traced.recorded
             engines.update(urlsplit(call.engine).netloc for call in recorded.calls if call.engine)
             spools["traces"].add(map(Trace.to_json, traced.traces))
@@ -78,7 +81,8 @@ def export(run: Path, out: Path, advance: Advance, *, where: str = HERE) -> int:
                 spools["sessions"].add([without_addresses(public_session(recorded.session).to_row(), engines)])
             totals.add(traced)
             advance("sessions", totals.sessions, total)
-        spools["events"].add(without_addresses(row, engines) for row in read_rows(run, "events"))
+        events = (row for row in read_rows(run, "events") if row["session_id"] not in leave_out)
+        spools["events"].add(without_addresses(row, engines) for row in events)
         written = {config: _write(spool, out / config) for config, spool in spools.items()}
     dataset_card(run, options, totals, written=written, where=where).save(out / "README.md")
     return sum(rows for rows, _ in written.values())
@@ -95,7 +99,6 @@ def save_traces(run: Path, sessions: Iterable[TracedSession], out: Path, options
         for traced in sessions:
             totals.add(traced)
             spool.add(map(Trace.to_json, traced.traces))
-        totals.ledger.check()
         dataset, shards = spool.dataset()
         dataset.save_to_disk(folder, num_shards=shards)
         dataset_card(run, options, totals).save(folder / "README.md")

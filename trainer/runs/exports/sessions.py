@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Session, json_text
 from rolltap.trainer.console import Advance
-from rolltap.trainer.traces.reader import RecordedSession, count_sessions, iter_sessions
+from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
 
 _PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?~?/(?:[^\s'\"/:,;()\[\]<>|]+/)+([^\s'\"/:,;()\[\]<>|]*)")
 """An absolute path of at least two parts, or one in a home folder; not the path of a URL."""
@@ -22,7 +22,7 @@ _SOCKET = re.compile(r"\('[^']+', \d+(?:, \d+, \d+)?\)")
 
 def each_session(run: Path, advance: Advance) -> Iterator[RecordedSession]:
     """Yield the sessions of a run, one at a time. Raises `RunError` when the folder cannot be read."""
-    total = count_sessions(run)
+    total = len(recorded_ids(run))
     for done, recorded in enumerate(iter_sessions(run), 1):
         yield recorded
         advance("sessions", done, total)

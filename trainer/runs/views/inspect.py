@@ -3,9 +3,9 @@
 import difflib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,21 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.names import some
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
+from rolltap.trainer.runs.views.text import TokenText, load_text
+from rolltap.trainer.runs.views.training import session_step_table
 from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedSession, SessionRows, iter_sessions, recorded_ids
+from rolltap.trainer.traces.reader import RecordedSession, iter_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, suspected, trace_session
 from rolltap.trainer.traces.tokens import common_length, pack
+from rolltap.trainer.traces.trained import TABLE, TrainedSession, trained_steps
 from rolltap.trainer.traces.tree import start_order
 
 FIRST_WORDS = 60
@@ -76,10 +80,13 @@ class SessionView(JupyterMixin):
     """All rows of the session, the one that counts last."""
     diff: str | None
     """File with the agent's changes, relative to the run folder; None when there is none."""
+    trained: Sequence[TrainedSession] = field(repr=False)
+    """The optimizer steps that took the session, by the table `trained`. With one, `ledger` is that of the newest."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values."""
-        values: dict[str, Any] = json.loads(json_text(asdict(self)))
+        steps = [step.to_json() for step in self.trained]
+        values: dict[str, Any] = json.loads(json_text(asdict(replace(self, trained=())) | {"trained": steps}))
         return values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -93,7 +100,8 @@ class SessionView(JupyterMixin):
         facts = fact_tables(self.session, self.suspicions, self.diff, self.revisions)
         # a label that is longer than a line is folded, not cut
         folded = options.update(no_wrap=False, overflow="fold")
-        return console.render(Group(call_tree(self.calls, title), *facts, self.ledger), folded)
+        tokens = session_step_table(self.trained) if self.trained else self.ledger
+        return console.render(Group(call_tree(self.calls, title), *facts, tokens), folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ class CallView(JupyterMixin):
 
     call: Call
     messages: list[dict[str, Any]] = field(repr=False)
-    """New messages of the call."""
+    """New messages of the call; all of its request with `full`."""
     tools: list[str] | None
     """Names of the tools shown to the model; None when they are the parent's."""
     left_out: str | None
@@ -127,9 +135,16 @@ class CallView(JupyterMixin):
     """For a `rendered` call, if an earlier call of its session was completed."""
     run: Path
     """Run folder of the call, whose tokenizer decodes it."""
+    previous: str | None
+    """The call of the session that started before it."""
+    next: str | None
+    """The call that started after it."""
+    full: bool = False
+    """True to print all tokens of its prompt."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return render_call(self, load_decoder(self.run))
+        coloured = console.is_terminal or console.is_jupyter
+        return render_call(self, load_decoder(self.run), coloured=coloured)
 
     def to_json(self) -> dict[str, Any]:
         """Return the view as JSON values, the columns that hold JSON parsed."""
@@ -138,7 +153,8 @@ class CallView(JupyterMixin):
             call[name] = json.loads(call[name]) if call[name] is not None else None
         call["messages"] = self.messages
         difference = self.difference and asdict(self.difference)
-        shown = {"call": call, "left_out": self.left_out, "difference": difference}
+        shown: dict[str, Any] = {"call": call, "left_out": self.left_out, "difference": difference}
+        shown |= {"previous": self.previous, "next": self.next}
         values: dict[str, Any] = json.loads(json_text(shown))
         return values
 
@@ -175,7 +191,17 @@ def view_session(run: Path, prefix: str) -> SessionView:
     Raises `InputError` for an unknown id, `RunError` when the folder cannot be read and `LedgerError`.
     """
     recorded = find_session(run, prefix)
-    ledger = trace_session(recorded, TraceOptions()).rewarded().ledger
+    with SessionIndex(run, TABLE) as trained, SessionIndex(run, "events") as events:
+        return show_session(
+            run, recorded, session_events(events, recorded.session_id), trained_steps(trained, recorded.session_id)
+        )
+
+
+def show_session(
+    run: Path, recorded: RecordedSession, events: Sequence[Mapping[str, Any]], steps: Sequence[TrainedSession]
+) -> SessionView:
+    """Return the view of a session. `events` are its own, `steps` those that took it. Raises as `view_session`."""
+    ledger = steps[-1].ledger if steps else trace_session(recorded, TraceOptions()).rewarded().ledger
     spans = [span for call in recorded.calls for span in call.weight_versions if span.end > span.start]
     versions = list(dict.fromkeys(span.version for span in spans))
     diff = f"logs/{recorded.session_id}.diff"
@@ -185,30 +211,56 @@ def view_session(run: Path, prefix: str) -> SessionView:
         calls=call_nodes(recorded.calls),
         ledger=ledger,
         policy_versions=versions,
-        suspicions=session_suspicions(recorded, SessionRows(run).of("events", recorded.session_id, EVENT_COLUMNS)),
+        suspicions=session_suspicions(recorded, events),
         revisions=session_rows(run, recorded.session_id),
         diff=diff if (run / diff).is_file() else None,
+        trained=steps,
     )
 
 
-def session_suspicions(recorded: RecordedSession, events: Sequence[tuple[Any, ...]]) -> dict[str, int]:
-    """Return the suspicions in the session's row, or of its calls and events so far. `events` has `EVENT_COLUMNS`."""
+def session_events(index: SessionIndex, session_id: str | None) -> list[dict[str, Any]]:
+    """Return the events of a session, with `EVENT_COLUMNS` and `call_id`; with None those without a session."""
+    batches = index.batches(session_id, (*EVENT_COLUMNS, "call_id"))
+    return [event for batch in batches for event in batch.to_pylist()]
+
+
+def session_suspicions(recorded: RecordedSession, events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the suspicions in the session's row, or of its calls and events so far."""
     if recorded.session is not None:
         return suspected(recorded.session)
     calls = [tuple(getattr(call, name) for name in CALL_COLUMNS) for call in recorded.calls]
-    return suspicions(calls, events)
+    return suspicions(calls, [tuple(event[name] for name in EVENT_COLUMNS) for event in events])
 
 
-def view_call(run: Path, session: str, prefix: str) -> CallView:
-    """Return the view of a call, by unique prefixes of its session's id and of its own. Raises as `view_session`."""
+def view_call(run: Path, session: str, prefix: str, *, full: bool = False) -> CallView:
+    """Return the view of a call, by unique prefixes of its session's id and of its own; with `full`, of its whole
+    conversation and prompt. Raises as `view_session`."""
     recorded = find_session(run, session)
-    calls = {call.call_id: call for call in recorded.calls}
-    call = calls[find_id(prefix, calls, "call", f"session {recorded.session_id}")]
+    calls = [call.call_id for call in recorded.calls]
+    number = calls.index(find_id(prefix, calls, "call", f"session {recorded.session_id}"))
+    view = show_call(run, recorded.calls, number, judge_calls(recorded.calls)[1][number])
+    return replace(view, messages=rebuild_conversations(recorded.calls)[number].messages(), full=True) if full else view
+
+
+def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
+    """Return the view of the call `calls[number]` of a session. `left_out` is the reason that `judge_calls` gives."""
+    call = calls[number]
+    return CallView(
+        call=call,
+        messages=call.parsed_messages,
+        tools=tool_names(call),
+        left_out=left_out,
+        difference=find_divergence(call, calls) if call.kind == "rendered" else None,
+        run=run,
+        previous=calls[number - 1].call_id if number else None,
+        next=calls[number + 1].call_id if number + 1 < len(calls) else None,
+    )
+
+
+def tool_names(call: Call) -> list[str] | None:
+    """Return the names of the tools shown to the model; None when they are the parent's."""
     given = call.parsed_tools
-    tools = None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
-    left_out = judge_calls(recorded.calls)[1][recorded.calls.index(call)]
-    difference = find_divergence(call, recorded.calls) if call.kind == "rendered" else None
-    return CallView(call, call.parsed_messages, tools, left_out, difference, run)
+    return None if given is None else [str(tool.get("function", tool).get("name")) for tool in given]
 
 
 def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
@@ -278,18 +330,9 @@ CONTEXT_TOKENS = 100
 
 
 def load_decoder(run: Path) -> Decoder | None:
-    """Return a function from token ids to text; None when the model's tokenizer or `transformers` is not installed.
-
-    Raises `RunError` when the folder cannot be read.
-    """
-    model = str(read_metadata(run).get("model", ""))
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (ImportError, OSError, ValueError):
-        return None
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    """Return a function from token ids to text; None as `load_text`, whose errors it raises."""
+    text = load_text(run)
+    return text.text if isinstance(text, TokenText) else None
 
 
 def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
@@ -329,31 +372,50 @@ def _label(node: CallNode, length: int) -> Text:
     return label
 
 
-def render_call(view: CallView, decode: Decoder | None) -> Iterator[RenderableType]:
-    """Yield the parts of a call: facts, divergence, messages, tokens. Without a decoder tokens are shown as ids."""
+def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True) -> Iterator[RenderableType]:
+    """Yield the parts of a call: facts, divergence, messages, tokens. Without a decoder tokens are shown as ids.
+
+    Without colours each token is a line.
+    """
     yield _facts(view)
     if view.difference is not None:
         yield _difference(view.difference, decode)
-    yield Rule("new messages")
-    yield from map(_message, view.messages)
+    yield Rule("messages" if view.full else "new messages")
+    yield from map(message_text, view.messages)
     yield Rule("tokens")
-    yield context(view.call, decode).append(completion(view.call, decode))
+    call = view.call
+    first = 0 if view.full else max(call.prefix_length, len(call.prompt_ids) - CONTEXT_TOKENS)
+    yield (
+        context(call, decode, first).append(completion(call, decode)) if coloured else token_lines(call, decode, first)
+    )
     legend = Text("\n")
     if view.left_out:
         legend.append(f"not trained: {view.left_out}  ", "yellow")
-    legend.append("context", "dim").append("  log-probability: ")
-    for least, colour in _LIKELY:
+    if coloured:
+        legend.append("context", "dim").append("  log-probability: ")
+    for least, colour in _LIKELY if coloured else ():
         legend.append(f" {least:g} and more " if least > float("-inf") else " less ", f"reverse {colour}")
     if decode is None:
         legend.append("\ntoken ids, as the tokenizer of the run's model is not on this machine", "dim")
     yield legend
 
 
-def context(call: Call, decode: Decoder | None) -> Text:
-    """Return the last tokens of the prompt that follow the parent's tokens. Their mask is 0."""
-    ids = call.prompt_ids[call.prefix_length :]
-    shown = list(ids[-CONTEXT_TOKENS:])
-    text = Text(f"({len(ids) - len(shown)} tokens) … " if len(shown) < len(ids) else "", "dim italic")
+def token_lines(call: Call, decode: Decoder | None, first: int) -> Text:
+    """Return a line for each token of prompt and completion from `first` on: its position, id, text as JSON, and
+    log-probability, which only sampled tokens have. What is not known is `-`."""
+    logprobs = [*["-"] * len(call.prompt_ids), *(f"{logprob:.6g}" for logprob in call.logprobs)]
+    lines = ["position id text logprob"]
+    tokens = zip_longest([*call.prompt_ids, *call.completion_ids], logprobs, fillvalue="-")
+    for position, (token, logprob) in islice(enumerate(tokens), first, None):
+        text = "-" if decode is None else json.dumps(decode([int(token)]), ensure_ascii=False)
+        lines.append(f"{position} {token} {text} {logprob}")
+    return Text("\n".join(lines))
+
+
+def context(call: Call, decode: Decoder | None, first: int) -> Text:
+    """Return the tokens of the prompt from `first` on. Their mask is 0."""
+    hidden, shown = first - call.prefix_length, list(call.prompt_ids[first:])
+    text = Text(f"({hidden} tokens) … " if hidden > 0 else "", "dim italic")
     return text.append("".join(f"{token} " for token in shown) if decode is None else decode(shown), "dim")
 
 
@@ -377,6 +439,8 @@ def _facts(view: CallView) -> Table:
         "prompt": f"{call.kind}, {len(call.prompt_ids)} tokens, {call.prefix_length} of them its parent's",
         "why": call.kind_reason,
         "parent": call.parent_id,
+        "previous call": view.previous,
+        "next call": view.next,
         "status": ", ".join(filter(None, [call.status, call.finish_reason, call.error])),
         "violation": call.violation,
         "completion": f"{len(call.completion_ids)} tokens, sum of log-probabilities {sum(call.logprobs):.3f}",
@@ -391,18 +455,20 @@ def _facts(view: CallView) -> Table:
 
 
 def _difference(difference: Divergence, decode: Decoder | None) -> Text:
-    def written(ids: list[int]) -> str:
-        # quoted, so that white space is visible
-        return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}\n"
-
     text = Text(f"The prompt agrees with call {difference.call_id} up to token {difference.position}.\n", "bold")
-    text.append(f"  common    {written(difference.common)}", "dim")
-    text.append(f"  recorded  {written(difference.recorded)}", "green")
-    text.append(f"  rendered  {written(difference.rendered)}", "red")
+    text.append(f"  common    {written(difference.common, decode)}\n", "dim")
+    text.append(f"  recorded  {written(difference.recorded, decode)}\n", "green")
+    text.append(f"  rendered  {written(difference.rendered, decode)}\n", "red")
     return text
 
 
-def _message(message: dict[str, Any]) -> Text:
+def written(ids: list[int], decode: Decoder | None) -> str:
+    """Return tokens as ids, and as quoted text, in which white space is visible."""
+    return f"{ids} {json.dumps(decode(ids), ensure_ascii=False) if decode and ids else ''}"
+
+
+def message_text(message: dict[str, Any]) -> Text:
+    """Return a message for a person."""
     text = Text.assemble((f"{message.get('role', '')}: ", "bold"))
     if reasoning := message.get("reasoning_content"):
         text.append(f"{reasoning}\n", "italic")

@@ -215,6 +215,11 @@ def number(value: float | None, unknown: str = "none") -> str:
     return unknown if value is None else f"{value:.3f}"
 
 
+def named_counts(numbers: Mapping[str, int]) -> str:
+    """Return numbers by name as text."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(numbers.items())) or "none"
+
+
 def _evidence_rows(evidence: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield names and texts of the evidence. That of several judges follows, with their names before it."""
     for name, value in evidence.items():

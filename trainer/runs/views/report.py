@@ -5,26 +5,27 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from pyarrow import RecordBatch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
-from rolltap.addons.store.records import Call, Session
-from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Call, CallKind, Session
+from rolltap.addons.store.rewards import make_session
+from rolltap.addons.store.sessions import SessionIndex, TableScan
+from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.names import Version
-from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
 from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table, rewards_of
-from rolltap.trainer.runs.views.inspect import session_suspicions
+from rolltap.trainer.runs.views.inspect import find_id, session_events, session_suspicions
 from rolltap.trainer.runs.views.outcomes import (
     MixedGroup,
     OutcomeRow,
@@ -34,6 +35,7 @@ from rolltap.trainer.runs.views.outcomes import (
     TaskRow,
     make_table,
     mixed_groups,
+    named_counts,
     number,
     outcome_rows,
     outcome_tables,
@@ -42,9 +44,11 @@ from rolltap.trainer.runs.views.outcomes import (
     suspicion_rows,
     task_rows,
 )
+from rolltap.trainer.runs.views.training import StepRow, step_rows, step_table
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, cached_prompts
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import TracedSession, TraceOptions, iter_traces, session_reward
+from rolltap.trainer.traces.trained import TrainedSession, read_trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +89,18 @@ MOST_SESSIONS = 50
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """Counts of one session. `status` and `harness` are None when only its calls were recorded.
+    """Counts of one session. What is of the session's row is None when only its calls were recorded.
 
-    `suspicions` are rule -> count.
+    Attributes:
+        ledger: As the newest optimizer step trained its tokens; as a training would, when no step took the session.
+        suspicions: Rule -> count.
+        step: The newest optimizer step that took the session, by the table `trained`; None when there is none.
+        advantage, reason: Those of the session in that step.
     """
 
     session_id: str
+    task_id: str | None
+    group_id: str | None
     harness: str | None
     status: str | None
     reward: float | None
@@ -99,25 +109,22 @@ class SessionRow:
     rendered: int
     ledger: Ledger
     suspicions: dict[str, int]
+    step: int | None = None
+    advantage: float | None = None
+    reason: str | None = None
 
 
-def session_row(traced: TracedSession, events: Sequence[Mapping[str, Any]]) -> SessionRow:
-    """Return the row of a session. `events` have the columns of `EVENT_COLUMNS`."""
-    session, calls = traced.recorded.session, traced.recorded.calls
-    kinds = Counter(call.kind for call in calls)
-    return SessionRow(
-        session_id=traced.recorded.session_id,
-        harness=session.harness if session else None,
-        status=session.status if session else None,
-        reward=traced.reward,
-        calls=len(calls),
-        bridged=kinds["bridged"],
-        rendered=kinds["rendered"],
-        ledger=traced.ledger,
-        suspicions=session_suspicions(
-            traced.recorded, [tuple(event[name] for name in EVENT_COLUMNS) for event in events]
-        ),
-    )
+Sort = Literal["started", "reward", "tokens", "calls", "task"]
+"""Orders of sessions: by their start, the highest reward, the most tokens or calls first, or by task."""
+
+
+_ORDERS: dict[Sort, Callable[[SessionRow], Any]] = {
+    "started": lambda row: 0,
+    "reward": lambda row: (row.reward is None, -(row.reward or 0.0)),
+    "tokens": lambda row: -row.ledger.sampled,
+    "calls": lambda row: -row.calls,
+    "task": lambda row: row.task_id or "",
+}
 
 
 def session_table(rows: Sequence[SessionRow]) -> Table:
@@ -174,7 +181,9 @@ class Summary(JupyterMixin):
         outcomes: Of the sessions that have a row, as all that follows here, with the exception of `suspicions`, which
             counts sessions without a row too, by their calls so far.
         mixed: Groups whose sessions ran other programs, tasks or places.
-        session_rows: In the order in which the sessions started.
+        session_rows: In the order in which the sessions started, or in that of `summarize`.
+        trained: The optimizer steps that took these sessions, by the table `trained`. With it `ledger` has the tokens
+            of a session as its newest step trained them.
     """
 
     sessions: dict[str, int]
@@ -204,6 +213,7 @@ class Summary(JupyterMixin):
     provenance: list[ProvenanceRow] = field(repr=False)
     mixed: list[MixedGroup] = field(repr=False)
     session_rows: list[SessionRow] = field(repr=False)
+    trained: list[StepRow] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
@@ -216,6 +226,8 @@ class Summary(JupyterMixin):
             yield make_table("reward", columns, steps)
         if self.session_rows:
             yield session_table(self.session_rows)
+        if self.trained:
+            yield step_table(self.trained)
         yield _count_table(self)
         yield from outcome_tables(self.outcomes, self.tasks, self.parts, self.suspicions, self.provenance, self.mixed)
         if self.passes:
@@ -226,40 +238,135 @@ class Summary(JupyterMixin):
             yield make_table("", ("why prompts were rendered", "calls"), Counter(self.rendered).most_common())
 
 
-def summarize(run: Path) -> Summary:
-    """Return the summary of a run. Memory is that of one session.
+@dataclass(frozen=True, slots=True)
+class SessionDigest:
+    """One session in counts, without its calls: the summary of a run is made of these.
 
-    Raises `RunError` when the folder cannot be read, and `LedgerError`.
+    Attributes:
+        session: The session's row; None when only its calls were recorded.
+        counts: Name of a count of `Summary`, or `events` -> its values -> how often the session has them.
+        cached: Kind of call -> its prompts.
+        started_at: Start of the session; of its first call when it has no row.
     """
-    sessions: list[Session] = []
-    rows: list[tuple[datetime, SessionRow]] = []
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
-    interrupted = 0
+
+    row: SessionRow
+    session: Session | None = field(repr=False)
+    counts: dict[str, Counter[str]] = field(repr=False)
+    cached: dict[CallKind, CachedPrompts] = field(repr=False)
+    started_at: datetime
+
+
+def digest_session(
+    traced: TracedSession, events: Sequence[Mapping[str, Any]], trained: TrainedSession | None = None
+) -> SessionDigest:
+    """Return the digest of a session and its `session_events`. `trained` is the session in its newest step."""
+    session, calls = traced.recorded.session, traced.recorded.calls
+    kinds = Counter[str](call.kind for call in calls)
+    row = SessionRow(
+        session_id=traced.recorded.session_id,
+        **{name: getattr(session, name, None) for name in ("task_id", "group_id", "harness", "status")},
+        reward=traced.reward,
+        calls=len(calls),
+        bridged=kinds["bridged"],
+        rendered=kinds["rendered"],
+        ledger=trained.ledger if trained else traced.rewarded().ledger,
+        suspicions=session_suspicions(traced.recorded, events),
+        **{name: getattr(trained, name, None) for name in ("step", "advantage", "reason")},
+    )
+    counts = {
+        "calls": Counter[str](call.status for call in calls),
+        "kinds": kinds,
+        "rendered": Counter(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered"),
+        "roles": Counter[str](call.role for call in calls),
+        "violations": Counter(call.violation for call in calls if call.violation),
+        **_count_events(events, calls),
+    }
+    return SessionDigest(
+        row=row,
+        session=session,
+        counts=counts,
+        cached=cached_prompts(calls),
+        started_at=session.started_at if session else calls[0].started_at,
+    )
+
+
+def summarize(run: Path, *, task: str | None = None, group: str | None = None, sort: Sort = "started") -> Summary:
+    """Return the summary of a run; with `task` or `group`, an id or a unique prefix, of the sessions that have it.
+
+    Events without a session are then left out. Memory is that of one session.
+
+    Raises `RunError` when the folder cannot be read, `InputError` for a task or group that it does not have, and
+    `LedgerError`.
+    """
+    sessions = None if task is None and group is None else chosen_sessions(run, task, group)
+    trained = read_trained(run)
+    newest = {each.session_id: each for each in trained}
     with SessionIndex(run, "events") as index:
-        for traced in iter_traces(run, TraceOptions()):
-            session, calls = traced.recorded.session, traced.recorded.calls
-            events = _events(index.batches(traced.recorded.session_id))
-            row = session_row(traced.rewarded(), events)
-            rows.append((session.started_at if session else calls[0].started_at, row))
-            sessions += [session] if session else []
-            _count_calls(calls, counts)
-            for kind, prompts in cached_prompts(calls).items():
-                cached[traced.harness, kind] += prompts
-            started = _count_events(events, counts)
-            interrupted += len(started - {call.call_id for call in calls})
-        # events without a session, and of sessions that have events only
-        for session_id in set(index.session_ids) - {row.session_id for _, row in rows}:
-            interrupted += len(_count_events(_events(index.batches(session_id)), counts))
+        digests = []
+        for traced in iter_traces(run, TraceOptions(), sessions):
+            session_id = traced.recorded.session_id
+            digests.append(digest_session(traced, session_events(index, session_id), newest.get(session_id)))
+        others = set(index.session_ids) - {digest.row.session_id for digest in digests} if sessions is None else ()
+        further = [event for session_id in others for event in session_events(index, session_id)]
+    summary = summarize_digests(digests, further, trained)
+    return replace(summary, session_rows=sorted(summary.session_rows, key=_ORDERS[sort]))
+
+
+def chosen_sessions(run: Path, task: str | None, group: str | None) -> set[str]:
+    """Return the ids of the sessions of a task and a group, if given. Raises `InputError` for one without sessions."""
+    chosen = list(load_sessions(run).values())
+    for name, prefix in (("task", task), ("group", group)):
+        if prefix is not None:
+            values = {getattr(session, f"{name}_id") for session in chosen} - {""}
+            value = find_id(prefix, values, name, str(run))
+            chosen = [session for session in chosen if getattr(session, f"{name}_id") == value]
+    return {session.session_id for session in chosen}
+
+
+def follow_sessions(
+    run: Path, task: str | None = None, group: str | None = None, *, wait: Callable[[], object]
+) -> Iterator[Session]:
+    """Yield the rows of the sessions, then each further one; `wait` is called when there is none. It does not end.
+
+    `task` and `group` are whole ids: no session may have them yet. Raises `RunError` when the folder cannot be read.
+    """
+    read_metadata(run)
+    scan, seen = TableScan(run, "sessions"), set[tuple[str, int]]()
+    while True:
+        for commits in scan.new():
+            for row in (row for _, batch in commits.batches for row in batch_rows(batch)):
+                session = make_session(row)
+                key = session.session_id, session.revision  # a compacted file is read again
+                if key not in seen and task in (None, session.task_id) and group in (None, session.group_id):
+                    seen.add(key)
+                    yield session
+        wait()
+
+
+def summarize_digests(
+    digests: Iterable[SessionDigest],
+    further: Sequence[Mapping[str, Any]] = (),
+    trained: Sequence[TrainedSession] = (),
+) -> Summary:
+    """Return the summary of sessions, of `further` events, of no session among them, and of the steps that took them.
+
+    `trained` are the sessions of the run's optimizer steps, by step; others may be among them.
+    """
+    digests = sorted(digests, key=lambda digest: (digest.started_at, digest.row.session_id))
+    rows = [digest.row for digest in digests]
+    sessions = [digest.session for digest in digests if digest.session is not None]
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for counted in [*(digest.counts for digest in digests), _count_events(further)]:
+        for name, values in counted.items():
+            counts[name].update(values)
+    cached: defaultdict[tuple[str, str], CachedPrompts] = defaultdict(CachedPrompts)
+    for digest in digests:
+        for kind, prompts in digest.cached.items():
+            cached[digest.row.harness or "", kind] += prompts
     kinds = counts["events"]
     return Summary(
         sessions=dict(Counter(session.status for session in sessions)),
-        calls=dict(counts["calls"]),
-        kinds=dict(counts["kinds"]),
-        rendered=dict(counts["rendered"]),
-        roles=dict(counts["roles"]),
-        violations=dict(counts["violations"]),
-        refused=dict(counts["refused"]),
+        **{name: dict(counts[name]) for name in ("calls", "kinds", "rendered", "roles", "violations", "refused")},
         uncaptured_calls=kinds["uncaptured"],
         retried=kinds["joined"] + kinds["replayed"],
         continued=kinds["continued"],
@@ -268,8 +375,8 @@ def summarize(run: Path) -> Summary:
         hidden=kinds["hidden"],
         faults=kinds["fault"],
         unauthorised=kinds["unauthorised"],
-        interrupted=interrupted,
-        ledger=sum((row.ledger for _, row in rows), Ledger()),
+        interrupted=kinds["interrupted"],
+        ledger=sum((row.ledger for row in rows), Ledger()),
         steps=reward_steps(sessions),
         cache=[CacheRow(*key, prompts, prompts.share, prompts.unused) for key, prompts in sorted(cached.items())],
         outcomes=outcome_rows(sessions),
@@ -277,30 +384,20 @@ def summarize(run: Path) -> Summary:
         # a training has sessions of many policies
         passes=pass_rows(rewards_of(sessions)) if len({session.policy_version for session in sessions}) == 1 else [],
         parts=part_rows(sessions),
-        suspicions=suspicion_rows(row.suspicions for _, row in rows),
+        suspicions=suspicion_rows(row.suspicions for row in rows),
         provenance=provenance_rows(sessions),
         mixed=mixed_groups(sessions),
-        session_rows=[row for _, row in sorted(rows, key=lambda row: (row[0], row[1].session_id))],
+        session_rows=rows,
+        trained=step_rows(trained, {row.session_id for row in rows}),
     )
 
 
-def _count_calls(calls: Sequence[Call], counts: Mapping[str, Counter[str]]) -> None:
-    counts["calls"].update(call.status for call in calls)
-    counts["kinds"].update(call.kind for call in calls)
-    counts["rendered"].update(_without_ids(call.kind_reason or "") for call in calls if call.kind == "rendered")
-    counts["roles"].update(call.role for call in calls)
-    counts["violations"].update(call.violation for call in calls if call.violation)
-
-
-def _events(batches: Iterable[RecordBatch]) -> list[dict[str, Any]]:
-    return [event for batch in batches for event in batch.select([*EVENT_COLUMNS, "call_id"]).to_pylist()]
-
-
-def _count_events(events: Sequence[Mapping[str, Any]], counts: Mapping[str, Counter[str]]) -> set[str]:
-    """Count the events of a session. Return the ids of the calls that began."""
-    counts["events"].update(event["kind"] for event in events)
-    counts["refused"].update(event["host"] for event in events if event["kind"] == "refused")
-    return {event["call_id"] for event in events if event["kind"] == "call_started"}
+def _count_events(events: Sequence[Mapping[str, Any]], calls: Sequence[Call] = ()) -> dict[str, Counter[str]]:
+    """Count events by kind, and calls that began and are not among `calls` as `interrupted`."""
+    kinds = Counter[str](event["kind"] for event in events)
+    began = {event["call_id"] for event in events if event["kind"] == "call_started"}
+    kinds["interrupted"] = len(began - {call.call_id for call in calls})
+    return {"events": kinds, "refused": Counter(event["host"] for event in events if event["kind"] == "refused")}
 
 
 def reward_steps(sessions: Iterable[Session]) -> list[VersionRewards]:
@@ -331,11 +428,11 @@ def _count_table(summary: Summary) -> Table:
         "recorded",
         ("", ""),
         [
-            ("sessions", _counts(summary.sessions)),
-            ("calls", _counts(summary.calls)),
-            ("roles", _counts(summary.roles)),
-            ("prompts", _counts(summary.kinds)),
-            *summary.ledger.lines(),
+            ("sessions", named_counts(summary.sessions)),
+            ("calls", named_counts(summary.calls)),
+            ("roles", named_counts(summary.roles)),
+            ("prompts", named_counts(summary.kinds)),
+            *_ledger_lines(summary),
         ],
     )
     for violation, count in summary.violations.items():
@@ -351,7 +448,7 @@ def _count_table(summary: Summary) -> Table:
         "requests that failed by a fault": summary.faults,
         "unauthorised requests": summary.unauthorised,
         "interrupted calls": summary.interrupted,
-        "refused hosts": _counts(summary.refused) if summary.refused else "",
+        "refused hosts": named_counts(summary.refused) if summary.refused else "",
     }
     for note, count_or_names in notes.items():
         if count_or_names:
@@ -359,13 +456,20 @@ def _count_table(summary: Summary) -> Table:
     return table
 
 
+def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
+    """Return the lines of the ledger. What steps have trained is told from what is still to train."""
+    taken = [row for row in summary.session_rows if row.step is not None]
+    lines = summary.ledger.lines()
+    if taken:
+        done = sum(row.ledger.trained for row in taken)
+        what = f"  trained, in the newest step of {len(taken)} sessions"
+        lines[1:2] = [(what, done), ("  to train, in no step yet", summary.ledger.trained - done)]
+    return lines
+
+
 def _without_ids(reason: str) -> str:
     """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
     return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def plot_rewards(run: Path, path: Path | IO[bytes], title: str) -> None:

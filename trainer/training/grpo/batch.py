@@ -54,11 +54,12 @@ def with_signal(batch: TraceBatch) -> TraceBatch:
     if unrewarded := {trace.session_id for trace in batch.traces} - batch.rewards.keys():
         raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
     groups = rewards_by(GROUP, batch.rewards.values())
-    silent = {group for group, values in groups.items() if not rewards_differ(values)}
-    kept = [trace for trace in batch.traces if batch.rewards[trace.session_id].group_id not in silent]
+    silent = {name for name, label in batch.rewards.items() if not rewards_differ(groups[label.group_id])}
+    kept = [trace for trace in batch.traces if trace.session_id not in silent]
     dropped = sum(tokens_by_session(batch.traces).values()) - sum(tokens_by_session(kept).values())
     ledger = batch.ledger.leave_out("no_signal", dropped) if batch.ledger.sampled else batch.ledger
-    return replace(batch, traces=kept, ledger=ledger)
+    accounts = {name: own.leave_out("no_signal") if name in silent else own for name, own in batch.accounts.items()}
+    return replace(batch, traces=kept, ledger=ledger, accounts=accounts)
 
 
 def why_skipped(batch: TraceBatch, mismatch: str) -> str:

@@ -94,6 +94,8 @@ class StepMetrics:
         self._seconds = self._started = 0.0
         self._sums: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.scored: list[tuple[list[int], Tensor]] = []
+        """As `traces.trained.Scored`, of each micro-batch."""
 
     def start(self) -> None:
         """Begin a stretch of time that counts for `tokens_per_second`."""
@@ -116,6 +118,8 @@ class StepMetrics:
         logprobs, entropies = scores
         if not len(logprobs):
             return
+        limited = inputs.get("limited", torch.ones_like(logprobs)[None])
+        self.scored.append((inputs["traces"], torch.stack([logprobs, limited[0]]).float()))
         ratio = (logprobs - inputs["old_per_token_logps"]).exp()
         # the ratios beyond which a token has no gradient. Source: TRL 1.16, `GRPOTrainer._compute_loss`
         low, high = self._args.epsilon, self._args.epsilon_high

@@ -18,9 +18,10 @@ The way of a generation batch:
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from trl.trainer.utils import create_model_from_path
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.trainer.traces.build import Trace, TraceBatch
+from rolltap.trainer.traces.trained import Scored, StepAccount
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.passes import Scores, SegmentScorer
 from rolltap.trainer.training.grpo.advantages import session_advantages
@@ -79,6 +81,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     """
 
     args: TraceGRPOConfig
+    record: Callable[[int, StepAccount, Iterable[Scored]], None] | None = None
+    """Called on the main process with each optimizer step, before the weights change: the steps that were taken before
+    it, its batch, and the values of its tokens. Set it on every process or on none."""
     _step: int
 
     def __init__(
@@ -152,6 +157,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             if self._shards:
                 self.log_metrics({"gathered_gib": self._gathered.pop("bytes") / 2**30})
             self.log_metrics(self._step_metrics.values(gathered(self._step_metrics.local(self.args.device))))
+            if (record := self.record) is not None:
+                scored = gathered([(traces, each.cpu().numpy()) for traces, each in self._step_metrics.scored])
+                on_main(lambda: record(self.state.global_step, self._account, chain(*scored)))
             replayed, differ = self.accelerator.gather(replay.taken().to(self.args.device)[None]).sum(0).tolist()
             self.log_metrics({"routing/differs": differ / replayed} if replayed else {})
         return loss
@@ -205,9 +213,10 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         trained = with_signal(batch)
         tokens = tokens_by_session(trained.traces)
         weights = session_weights(tokens, self.args.normalise, self.args.max_completion_length or 0)
-        advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         # without a reference, a trace without advantage has no gradient; its tokens count in the mean
         computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
+        self._account = StepAccount(trained, advantages, weights, computed)
+        advantages = {session: advantages[session] * weight for session, weight in weights.items()}
         self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
         number = torch.tensor(max(1, sum(tokens.values())), device=self.args.device)
         return [{**micro_batch, "num_items_in_batch": number} for micro_batch in self._spread(computed, advantages)]
@@ -231,7 +240,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         for k in range(self.accelerator.process_index, number, processes):
             micro_batch = {key: value.to(self.args.device) for key, value in flat[k].items()}
             own = [rows[i] for i in parts[k]]
-            micro_batches.append({**micro_batch, **self._frozen(own, micro_batch), "rows": own})
+            micro_batches.append({**micro_batch, **self._frozen(own, micro_batch), "rows": own, "traces": parts[k]})
         self._forward.scorer.replay.taken()  # those of the reference
         return micro_batches
 
@@ -256,7 +265,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             own = scored(self.model)
             values["mismatch"] = weight = torch.exp(own - old)
             limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
-            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited}
+            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited, "limited": limited}
         return values
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:

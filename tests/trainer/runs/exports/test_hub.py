@@ -12,7 +12,10 @@ from datasets import load_dataset
 from huggingface_hub import constants
 
 from rolltap.addons.errors import HubError, InputError, RunError
+from rolltap.addons.store.records import Event
 from rolltap.trainer.cli.runs import export_command
+from tests.factories import add_rows, make_call, make_session, says
+from tests.factories import write_run as make_run
 from tests.trainer.outgoing import write_run
 from tests.trainer.runs.exports.hub import loopback_hub
 
@@ -138,3 +141,24 @@ def test_no_repository_is_created_for_a_folder_that_is_no_run(hub, push, run):
     with pytest.raises(RunError, match="is not a run folder"):
         push("--repo", "org/rollouts")
     assert hub.requests == []
+
+
+def test_sessions_with_what_looks_like_a_secret_are_left_out_and_named(hub, run, push, caplog):
+    key, url = "hf_" + "abcde" * 7, "https://me:hunter2@example.com"
+    add_rows(run, make_call(0, [7], [8], session_id="leaks", reply=says(f"the key is {key}")), make_session("leaks"))
+    add_rows(run, Event(kind="refused", detail=url))
+    push("--repo", "org/rollouts")
+    assert "not pushed: session leaks, which has what looks like a secret (Hugging Face token)" in caplog.text
+    assert "not pushed: events without a session, which has what looks like a secret (password in a URL)" in caplog.text
+    files = {path: content for path, content in hub.files["org/rollouts"].items() if path.endswith(".parquet")}
+    tables = {path.split("/")[0]: pq.read_table(BytesIO(content)).to_pylist() for path, content in files.items()}
+    assert {row["session_id"] for row in tables["sessions"]} == {"s", "t"}
+    assert not {"leaks", None} & {row["session_id"] for rows in tables.values() for row in rows}
+    assert key not in str(tables)
+
+
+def test_a_run_with_a_secret_in_every_session_is_not_pushed(hub, tmp_path):
+    run = make_run(tmp_path / "only", make_call(0, reply=says("AKIA" + "ABCD1234" * 2)))
+    with pytest.raises(InputError, match=r"every session of .* nothing is pushed"):
+        CliRunner().invoke(export_command, [str(run), "--to", "hub", "--repo", "org/only"], catch_exceptions=False)
+    assert [path for path in hub.files["org/only"] if path.endswith(".parquet")] == []

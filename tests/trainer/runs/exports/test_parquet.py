@@ -14,7 +14,7 @@ from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.trainer.runs.exports import parquet
 from rolltap.trainer.runs.exports.parquet import TRACE_FEATURES, Spool, export, save_traces
 from rolltap.trainer.traces.build import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, count_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, recorded_ids
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests import factories
 from tests.factories import START, add_rows, make_session
@@ -28,7 +28,7 @@ def exported(folder, run=None):
     (folder / "out").mkdir()
     told = []
     counted = export(run, folder / "out", lambda *progress: told.append(progress))
-    assert told == [("sessions", done, count_sessions(run)) for done in range(1, count_sessions(run) + 1)]
+    assert told == [("sessions", done, len(recorded_ids(run))) for done in range(1, len(recorded_ids(run)) + 1)]
     assert counted == sum(pq.read_metadata(path).num_rows for path in (folder / "out").rglob("*.parquet"))
     return lambda config: load_dataset(
         str(folder / "out"), config, split="train", cache_dir=str(folder / "cache")
@@ -198,7 +198,7 @@ class TestSavedTraces:
         assert list(load_from_disk(tmp_path / "each")) == rows_of(run, per_request)
         totals = save(run, tmp_path / "out")
         assert totals.ledger == Ledger(sampled=14, trained=7, left_out={"aborted": 1, "auxiliary": 1, "no_reward": 5})
-        assert (totals.sessions, totals.calls, totals.traces) == (count_sessions(run), 7, 4)
+        assert (totals.sessions, totals.calls, totals.traces) == (len(recorded_ids(run)), 7, 4)
         rows = load_from_disk(tmp_path / "out")
         trained = sum(sum(trace["completion_mask"]) for trace in rows if trace["reward"] is not None)
         assert trained == totals.ledger.trained

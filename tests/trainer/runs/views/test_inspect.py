@@ -149,19 +149,38 @@ class TestSession:
 class TestCall:
     def test_a_call_is_shown_with_decoded_tokens(self, small_run, tokenizer):
         text = printed(small_run, "first", "a1")
-        expected = ["user: Count [bold]them[/bold].", tokenizer.decode([43, 44]), "default [0:2]", "bash"]
+        expected = ["user: Count [bold]them[/bold].", "default [0:2]", "bash"]
         assert [shown for shown in expected if shown not in text] == []
+        assert f"4 44 {json.dumps(tokenizer.decode([44]), ensure_ascii=False)} -0.5\n" in text
+        Console(file=(coloured := io.StringIO()), force_terminal=True, width=200).print(
+            view_call(small_run, "fi", "a1")
+        )
+        assert tokenizer.decode([43]) in coloured.getvalue()
+        assert "position id text" not in coloured.getvalue()
+
+    def test_in_a_pipe_each_token_is_a_line_and_with_full_all_of_the_prompt_and_the_conversation(self, small_run):
+        lines = printed(small_run, "first", "a2").splitlines()
+        tokens = [line.split(" ")[:2] for line in lines[lines.index("position id text logprob") + 1 :][:3]]
+        assert tokens == [["5", "50"], ["6", "51"], ["7", "52"]]
+        full = printed(small_run, "first", "a2", "--full")
+        assert "\n0 40 " in full
+        assert "user: Count [bold]them[/bold].\nassistant: I look" in full
+        view = json.loads(printed(small_run, "first", "a2", "--full", "--json"))
+        assert [message["role"] for message in view["call"]["messages"]] == ["user", "assistant"]
+        assert (view["previous"], view["next"]) == ("a1", "b3")
+        first = json.loads(printed(small_run, "first", "a1", "--json"))
+        assert (first["previous"], first["next"]) == (None, "a2")
 
     def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
         write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
         assert load_decoder(tmp_path) is None
         text = printed(tmp_path, "first", "a1")
-        assert "43 44" in text
+        assert "1 43 - -0.5\n2 44 - -0.5\n" in text
         assert "the tokenizer of the run's model is not on this machine" in text
 
     def test_new_prompt_tokens_are_shown_before_the_sampled_ones_without_a_colour(self):
         parent = call(1, "a", [1], [2])
-        shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None)
+        shown = context(call(2, "b", list(range(100, 400)), [5], parent=parent), None, 302 - CONTEXT_TOKENS)
         assert shown.plain.startswith(f"({300 - CONTEXT_TOKENS} tokens) … {400 - CONTEXT_TOKENS} ")
         assert shown.plain.endswith(" 399 ")
         assert {span.style for span in shown.spans} | {shown.style} == {"dim", "dim italic"}

@@ -6,8 +6,18 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rolltap.addons.store.records import Event
-from rolltap.trainer.runs.views.report import VersionRewards, plot_rewards, reward_steps, summarize
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.trainer.runs.views.report import (
+    VersionRewards,
+    digest_session,
+    plot_rewards,
+    reward_steps,
+    session_events,
+    summarize,
+    summarize_digests,
+)
 from rolltap.trainer.traces.ledger import Ledger
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.factories import START, add_rows, make_call, make_session, write_run
 
 
@@ -61,6 +71,30 @@ def test_a_runs_sessions_calls_and_failures_are_counted(tmp_path):
     assert summary.violations == {"log-probability 0 is positive (1.0)": 1}
     left_out = {"violation": 1, "aborted": 1, "auxiliary": 1}
     assert summary.ledger == Ledger(sampled=4, trained=1, left_out=left_out)
+
+
+def test_a_summary_is_made_of_digests_of_the_sessions_read_so_far(tmp_path):
+    whole = write_run(
+        tmp_path / "whole",
+        make_session("a", started_at=START + timedelta(seconds=1), task_id="t", group_id="g"),
+        make_call("a1", [1], session_id="a", cached_tokens=0),
+        Event(kind="call_started", session_id="a", call_id="lost"),
+        make_call("b1", [2], session_id="b"),
+        Event(kind="call_started", session_id="events only", call_id="lost too"),
+        Event(kind="unauthorised"),
+    )
+    with SessionIndex(whole, "events") as index:
+        digests = [
+            digest_session(traced, session_events(index, traced.recorded.session_id))
+            for traced in iter_traces(whole, TraceOptions())
+        ]
+        further = [event for session_id in ("events only", None) for event in session_events(index, session_id)]
+    assert summarize_digests(digests, further) == summarize(whole)
+    first = summarize_digests(digests[:1])
+    assert (first.calls, first.interrupted, first.unauthorised) == ({"completed": 1}, 1, 0)
+    assert [(row.session_id, row.task_id, row.group_id) for row in first.session_rows] == [("a", "t", "g")]
+    assert summarize(whole).interrupted == 2
+    assert summarize_digests([]).calls == {}
 
 
 def test_names_are_printed_as_they_are_and_not_as_markup(tmp_path):

@@ -62,7 +62,8 @@ NONE = tokens([], [])
 
 def add(metrics, micro_batch, in_rows, forwarded):
     scores, inputs = micro_batch
-    metrics.add(scores, {**inputs, "rows": [SimpleNamespace(ids=range(in_rows))]}, forwarded=forwarded)
+    rows = [SimpleNamespace(ids=range(in_rows))]
+    metrics.add(scores, {**inputs, "rows": rows, "traces": []}, forwarded=forwarded)
 
 
 def values(*micro_batches, on_policy=True, **args):

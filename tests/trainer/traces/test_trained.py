@@ -1,0 +1,121 @@
+"""The table of trained sessions: written by step, read by session, and what a killed training or damage leaves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rolltap.addons.errors import LedgerError
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.tables import RunWriter, run_files
+from rolltap.trainer.runs.edit import filter_run, merge_runs
+from rolltap.trainer.runs.verify import verify_run
+from rolltap.trainer.traces.ledger import Ledger, TokenSpan
+from rolltap.trainer.traces.reader import RecordedSession
+from rolltap.trainer.traces.sessions import TraceOptions, make_batch, trace_session
+from rolltap.trainer.traces.trained import StepAccount, read_trained, trained_steps, write_step
+from tests.factories import make_call, make_session, write_run
+
+NO_ONE = {"advance": lambda *_: None}
+
+
+def recorded(name, reward=1.0):
+    first = make_call("a", [1], [2, 3], session_id=name)
+    calls = [first, make_call("b", [4], [5], after=first), make_call("c", [9], [7], session_id=name, role="auxiliary")]
+    return RecordedSession(session_id=name, session=make_session(name, reward=reward, group_id="g"), calls=calls)
+
+
+def account(*sessions, weights=None):
+    batch = make_batch(trace_session(session, TraceOptions()) for session in sessions)
+    names = [session.session_id for session in sessions]
+    advantages = {name: 0.5 + number for number, name in enumerate(names)}
+    return StepAccount(batch, advantages, weights or dict.fromkeys(names, 2.0), batch.traces)
+
+
+def scored(*logprobs, limited=None):
+    """Return the values of the first traces, in one micro-batch. Each of them trains three tokens."""
+    return [(range(-(-len(logprobs) // 3)), np.array([logprobs, limited or [1] * len(logprobs)], np.float32))]
+
+
+def write(folder, step, steps, attempt=0):
+    with RunWriter(folder) as writer:
+        write_step(writer, lambda number: f"run.{number}.{attempt}", step, *steps)
+
+
+def rows_of(folder, name):
+    with SessionIndex(folder, "trained") as index:
+        return trained_steps(index, name)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a run with one trained session, whose step was taken twice."""
+    session = recorded("s")
+    folder = write_run(tmp_path / "run", *session.calls, session.session)
+    write(folder, 0, (account(session), scored(-1, -2, -3)))
+    write(folder, 0, (account(session), scored(-4, -5, -6, limited=[1, 0.5, 0])), attempt=1)
+    return folder
+
+
+def test_values_are_of_the_trained_tokens_and_the_last_row_of_a_step_counts(run):
+    [row] = rows_of(run, "s")
+    assert (row.step, row.version, row.group_id, row.reward, row.advantage) == (1, "run.0.1", "g", 1.0, 0.5)
+    assert row.spans == (TokenSpan("a", 0, 2), TokenSpan("b", 0, 1))
+    assert row.left_out == (TokenSpan("c", 0, 1, "auxiliary"),)
+    assert (row.logprobs.tolist(), row.weights.tolist()) == ([-4, -5, -6], [2, 1, 0])
+    assert row.ledger == Ledger(sampled=4, trained=3, left_out={"auxiliary": 1})
+    [numbers] = read_trained(run)
+    assert numbers == replace(row, spans=())
+    assert numbers.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda one, two: (account(one), scored(-1, -2)), "session s trains 3 tokens, 2 were scored"),
+        (lambda one, two: (account(one, two), scored(-1, -2, -3)), "session t trains 3 tokens, 0 were scored"),
+        (lambda one, two: (without_t(one, two), scored(-1, -2, -3)), "the sessions of step 1 have the tokens 4"),
+    ],
+)
+def test_a_step_that_does_not_add_up_is_an_error(tmp_path, given, message):
+    with pytest.raises(LedgerError, match=message):
+        write(tmp_path, 0, given(recorded("s"), recorded("t")))
+    assert run_files(tmp_path, "trained") == []
+
+
+def without_t(one, two):
+    step = account(one, two)
+    del step.batch.accounts["t"]
+    return StepAccount(step.batch, step.advantages, step.weights, step.computed[:1])
+
+
+def test_a_folder_that_is_no_run_can_be_read(tmp_path):
+    for step in (0, 1):
+        write(tmp_path, step, (account(recorded("s", reward=None)), []))
+    assert [(row.step, row.reason, row.advantage) for row in read_trained(tmp_path)] == [
+        (1, "no_reward", 0.5),
+        (2, "no_reward", 0.5),
+    ]
+    assert read_trained(tmp_path / "nothing") == []
+
+
+def test_a_changed_row_is_damage_and_is_not_read(run):
+    [_, second] = run_files(run, "trained")
+    text = second.read_bytes()
+    place = text.index(np.array([-4, -5, -6], np.float16).tobytes())
+    second.write_bytes(text[:place] + np.float16(-3).tobytes() + text[place + 2 :])
+    found = verify_run(run, **NO_ONE)
+    assert (found.verdict, len(found.findings)) == ("damaged", 1)
+    assert "its digest does not match" in found.findings[0].what
+    assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
+    second.write_bytes(text[:-200])
+    assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
+
+
+def test_a_merged_run_and_a_filtered_one_keep_what_was_trained_of_whole_sessions(run, tmp_path):
+    merge_runs([run], tmp_path / "merged", **NO_ONE)
+    filter_run(run, tmp_path / "all", {}, **NO_ONE)
+    filter_run(run, tmp_path / "agents", {"roles": ["agent"]}, **NO_ONE)
+    versions = [[row.version for row in rows_of(tmp_path / name, "s")] for name in ("merged", "all", "agents")]
+    assert versions == [["run.0.1"], ["run.0.1"], []]
+    assert verify_run(tmp_path / "merged", **NO_ONE).verdict == "ok"
