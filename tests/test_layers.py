@@ -16,7 +16,7 @@ LAYERS = [
     ["addons.endpoint", "trainer.engine", "trainer.runs", "trainer.runs.exports", "trainer.runs.suspicions"],
     ["addons", "trainer.runs.views", "trainer.training.forward"],
     ["trainer.training.grpo", "trainer.rollouts.runtimes"],
-    ["trainer.rollouts.judges"],
+    ["trainer.rollouts.judges", "trainer.viewer"],
     ["trainer.rollouts"],
     ["trainer.service"],
     ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],

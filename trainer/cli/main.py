@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, rollout, runs, service, tasks, train
+from rolltap.trainer.cli import doctor, edit, rollout, runs, service, tasks, train, view
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -33,6 +33,7 @@ class InOrder(click.Group):
         service.service_command,
         train.train_command,
         runs.inspect_command,
+        view.view_command,
         runs.check_command,
         runs.compare_command,
         train.engine_command,

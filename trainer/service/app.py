@@ -1,7 +1,7 @@
 """The HTTP interface of a service: FastAPI's routes, the token, limits, and errors as JSON.
 
 An error is `{"error": MESSAGE}`; the message names the field and the fix. Every route needs the token, but /health and
-the pages of the interface: /docs and /openapi.json.
+the pages of the interface: /docs and /openapi.json. /view/?token=TOKEN shows the run in the browser.
 """
 
 import asyncio
@@ -29,6 +29,8 @@ from rolltap.trainer.toml import describe_faults
 from rolltap.trainer.traces.build import Strategy
 from rolltap.trainer.traces.reader import iter_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, load_batch
+from rolltap.trainer.viewer.app import make_app as make_view
+from rolltap.trainer.viewer.reader import RunReader
 
 BODY_BYTES = 4 * 1024 * 1024
 """Largest body of a request."""
@@ -151,6 +153,7 @@ def make_app(groups: Groups, token: str) -> FastAPI:
         """Return the metrics in Prometheus's format."""
         return Response(await asyncio.to_thread(metrics.text), media_type="text/plain; version=0.0.4")
 
+    app.mount("/view", make_view(RunReader(groups.path), token))
     return app
 
 

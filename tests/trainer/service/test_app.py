@@ -216,3 +216,16 @@ def test_metrics_count_what_the_run_has(service, scripted):
     assert (found["rolltap_engine_waiting"], found["rolltap_engine_cache"], found["rolltap_policies"]) == (2, 0.5, 1)
     assert found["rolltap_recorder_lag_seconds"] > 0
     assert found['rolltap_phase_sessions{phase="running"}'] == 0
+
+
+def test_the_run_is_shown_in_the_browser_with_the_token_of_the_service(service):
+    service.submit(id="shown")
+    service.events_of("shown")
+    with httpx.Client(base_url=service.url, trust_env=False) as browser:
+        assert browser.get("/view/api/run").status_code == 401
+        answer = browser.get(f"/view/?token={service.token}")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/view/")
+        assert browser.get("/view/").headers["content-type"] == "text/html; charset=utf-8"
+        rows = browser.get("/view/api/sessions").json()["sessions"]
+        assert {row["group_id"] for row in rows} >= {"shown"}
+        assert browser.get(f"/view/api/sessions/{rows[0]['session_id']}").json()["session"]["reward"] == 1.0

@@ -1,0 +1,50 @@
+import re
+import signal
+import subprocess
+
+import httpx
+import pytest
+
+from tests.factories import make_call, make_session, says, write_run
+from tests.trainer.cli.program import ROLLTAP, run_rolltap
+
+
+@pytest.fixture
+def run(tmp_path):
+    call = make_call(0, reply=says("the key is AKIA" + "ABCD1234" * 2))
+    return write_run(tmp_path / "run", call, make_session(), model="/nowhere")
+
+
+def test_a_run_is_shown_at_the_printed_link_until_ctrl_c(run):
+    process = subprocess.Popen([ROLLTAP, "view", run], stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    (link,) = re.findall(r"^the run is shown at (http://127\.0\.0\.1:\d+/\?token=\S+)$", line)
+    with httpx.Client(follow_redirects=True, trust_env=False) as browser:
+        assert browser.get(link).status_code == 200
+        assert browser.get(link.partition("?")[0] + "api/sessions").json()["sessions"][0]["session_id"] == "s"
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert "Traceback" not in said
+
+
+def test_a_file_is_written_and_what_was_redacted_is_said(run, tmp_path):
+    ended = run_rolltap("view", run, "--out", tmp_path / "run.html", "--sessions", "s", "--redact", "the key")
+    assert ended.returncode == 0
+    assert "1 session, " in ended.stderr
+    assert "redacted: AWS key id, in 1 session (s)" in ended.stderr
+    assert "redacted: given text, in 1 session (s)" in ended.stderr
+    assert "AKIA" not in (tmp_path / "run.html").read_text()
+
+
+def test_options_of_a_file_need_one(run):
+    for option in ("--sessions", "--redact"):
+        ended = run_rolltap("view", run, option, "s")
+        assert ended.returncode == 2
+        assert "give --out FILE.html" in ended.stderr
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for options in ([], ["--out", tmp_path / "run.html"]):
+        ended = run_rolltap("view", tmp_path, *options)
+        assert (ended.returncode, "is not a run folder" in ended.stderr) == (1, True)

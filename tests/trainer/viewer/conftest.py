@@ -1,0 +1,101 @@
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from rolltap.trainer.viewer.app import link, make_app
+from rolltap.trainer.viewer.reader import RunReader
+from tests.trainer.viewer.runs import write_viewed_run
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[str]:
+    """Serve a run, and yield the link that opens it. It ends when the server has."""
+    reader = RunReader(run)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(make_app(reader, "secret"), log_level="warning", lifespan="off")
+        config.timeout_graceful_shutdown = 1
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield link("127.0.0.1", listening.getsockname()[1], "secret")
+        finally:
+            server.should_exit = True
+            thread.join()
+            reader.close()
+
+
+@pytest.fixture(scope="module")
+def viewed_run(tmp_path_factory, tokenizer, tokenizer_folder) -> Path:
+    """A run that tests do not change."""
+    return write_viewed_run(tmp_path_factory.mktemp("viewed") / "run", tokenizer, str(tokenizer_folder))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium. It ends with the module: Playwright's event loop would be in the way of tests with their own."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed; recipes/environments.sh installs it")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-sync", *quiet]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def serve():
+    """Return a function that serves a run and returns the link that opens it, until after the test."""
+    with ExitStack() as stack:
+        yield lambda run: stack.enter_context(serving(run))
+
+
+@pytest.fixture
+def open_page(browser, serve):
+    """Return a function that opens a link in a page. A message of an error or a request elsewhere fails the test."""
+    opened, faults = [], []
+
+    def open_link(url: str, **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
+        opened.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        host = url.split("?")[0]
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on(
+            "request", lambda request: None if request.url.startswith((host, "data:")) else faults.append(request.url)
+        )
+        page.goto(url)
+        page.wait_for_selector("h1")
+        return page
+
+    yield open_link
+    for context in opened:
+        context.close()
+    assert faults == []
+
+
+@pytest.fixture
+def page(open_page, served):
+    """The page of the run of `viewed_run`, of which all sessions were read."""
+    shown = open_page(served)
+    shown.wait_for_selector("text=left out: auxiliary")
+    shown.wait_for_selector("[role=status]", state="detached")
+    return shown
+
+
+@pytest.fixture(scope="module")
+def served(viewed_run):
+    with serving(viewed_run) as url:
+        yield url

@@ -1,0 +1,277 @@
+"""The page in a real browser, on a run that has everything. Every test fails on an error or a request elsewhere."""
+
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from rolltap.trainer.traces.reader import RecordedCalls, recorded_ids
+from rolltap.trainer.viewer.file import write_file
+from tests.trainer.viewer.runs import ATTACK, OLD, STRANGE_ID, WHY, grow, many_sessions
+
+STORED = Path(__file__).parents[2] / "stored_run" / "run"
+LONG = "#/session/s-long"
+VIEWS = {
+    "#/": "Ledger",
+    "#/sessions": "of 7 sessions",
+    "#/sessions?show=groups": "compare best and worst",
+    LONG: "sub-agent 1",
+    f"{LONG}?tab=judgement": "AssertionError",
+    f"{LONG}?tab=tokens": "those that are not trained first",
+    f"{LONG}?tab=group": "compare",
+    f"{LONG}?tab=events": "connection lost",
+    f"{LONG}/call/s-long-9": "First difference",
+    f"{LONG}/call/s-long-1?color=version&token=420": "weights that sampled it",
+    "#/compare?a=s-good&b=s-long": "then in call s-long-9",
+    "#/nowhere": "no such view",
+}
+
+
+def go(page, address: str) -> None:
+    page.evaluate("address => { location.hash = address }", address)
+
+
+def text(page) -> str:
+    return page.inner_text("main")
+
+
+def walk(page, *clicks: str) -> None:
+    """Click on at most five elements, one after the other."""
+    assert len(clicks) <= 5
+    for each in clicks:
+        page.locator(each).first.click()
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_every_view_opens(open_page, served, colors):
+    page = open_page(served, color_scheme=colors)
+    for address, shown in VIEWS.items():
+        go(page, address)
+        page.locator(f"main >> text={shown} >> visible=true").first.wait_for()
+
+
+def test_a_recorded_run_opens_down_to_each_of_its_calls(open_page, serve):
+    page = open_page(serve(STORED))
+    for session_id in recorded_ids(STORED):
+        go(page, f"#/session/{quote(session_id)}")
+        page.wait_for_selector(f"h1:has-text('{session_id}')")
+        for call in RecordedCalls(STORED)[session_id]:
+            go(page, f"#/session/{quote(session_id)}/call/{call.call_id}")
+            page.wait_for_selector(f"h1:has-text('call {call.call_id}')")
+            page.wait_for_selector(".tokens span")
+
+
+class TestFiveWalks:
+    def test_to_the_session_that_was_judged_wrongly(self, page):
+        walk(page, "text=fix-dates", "a:has-text('s-long')", "text=judgement")
+        page.wait_for_selector("text=AssertionError")
+        assert "The judge reward 0" in text(page)
+        assert "+return text.split('.')" in text(page)
+
+    def test_to_where_two_sessions_of_a_group_part(self, page):
+        walk(page, "text=best and worst")
+        page.wait_for_selector("h1:has-text('Where they part')")
+        page.wait_for_selector("text=then in call s-good-1")
+        assert "careful programmer" in text(page)
+        walk(page, "text=call s-good-1")
+        page.wait_for_selector("h1:has-text('call s-good-1')")
+
+    def test_to_the_call_whose_prompt_was_rendered_and_why(self, page):
+        walk(page, "bdi:text-is('rendered')", "a:has-text('s-long')", ".callblock:has-text('rendered') >> a")
+        page.wait_for_selector("text=First difference")
+        assert f"Why it was rendered: {WHY}" in text(page)
+        recorded, rendered = page.locator(".differs").all_inner_texts()
+        assert recorded.startswith(": na")
+        assert rendered.startswith(".<|im_end|>")
+
+    def test_to_the_step_whose_weights_sampled_a_token(self, page):
+        walk(page, "text=sessions", "a:has-text('s-good')", "bdi:text-is('s-good-1')", ".tokens .trained >> nth=3")
+        assert f"{OLD} (made by optimizer step 1)" in page.inner_text(".details")
+
+    def test_to_the_tokens_that_were_left_out_by_reason(self, page):
+        walk(page, "bdi:text-is('auxiliary')", "a:has-text('s-long')", "nav >> text=tokens", "bdi:text-is('s-long-4')")
+        page.wait_for_selector(".legend >> text=not trained: auxiliary")
+        page.wait_for_selector(".tokens .v1 >> nth=5")
+
+
+def test_a_steps_numbers_lead_to_its_sessions_and_their_trained_tokens(page):
+    walk(page, "bdi:text-is('step 3')")
+    page.wait_for_selector("h1:has-text('1 of 7 sessions')")
+    walk(page, "a:has-text('s-good')", "bdi:text-is('s-good-1')")
+    page.select_option(".select select", "difference")
+    page.wait_for_selector(".tokens .p3")
+    page.locator(".tokens .n3").first.click()
+    assert {"-0.2", "0.5", "+1.4", "step 3"} <= set(page.inner_text(".details").split("\n"))
+    go(page, "#/sessions?left_out=no_signal")
+    page.wait_for_selector("h1:has-text('1 of 7 sessions')")
+
+
+class TestAttacks:
+    def test_a_session_changes_nothing_but_its_own_words(self, page):
+        page.evaluate(
+            """() => new MutationObserver((changes) => changes.forEach((change) => change.addedNodes.forEach((node) => {
+            if (node.matches?.('img, script') || node.querySelector?.('img, script')) window.hacked = 1;
+        })).observe(document.body, { childList: true, subtree: true })""".replace("})).observe", "}))).observe")
+        )
+        shown = ""
+        go(page, "#/sessions?status=failed")
+        page.locator("tr.link a").click()
+        page.wait_for_selector(".callblock")
+        for tab in ("conversation", "judgement", "tokens", "group", "events"):
+            page.locator(f"nav >> text={tab}").first.click()
+            page.wait_for_selector(f".tabs [aria-current]:has-text('{tab}')")
+            shown += text(page)
+        page.locator("bdi:text-is('../x?y-0')").first.click()
+        page.wait_for_selector(".tokens")
+        shown += text(page)
+        go(page, "#/")
+        page.wait_for_selector("text=Violations")
+        shown += text(page)
+        assert shown.count("<script>window.hacked=1</script><img src=x onerror=window.hacked=1>") > 10
+        assert not {"\x1b", "\u202e", "\u202c"} & set(shown)
+        assert "⟨U+202E⟩" in shown
+        assert "␛[31mred" in shown
+        assert page.evaluate("window.hacked") is None
+
+    def test_a_strange_id_is_a_session_like_others(self, page):
+        go(page, "#/sessions?q=onerror")
+        page.locator("tr.link a").click()
+        page.wait_for_selector(".callblock")
+        assert page.evaluate("decodeURIComponent(location.hash)") == f"#/session/{STRANGE_ID}"
+        assert ATTACK[:30] in text(page)
+
+
+class TestLinks:
+    def test_a_link_opens_what_was_seen(self, page, open_page, served):
+        go(page, "#/sessions")
+        page.wait_for_selector("tr.link")
+        page.select_option(".select:has-text('outcome') select", "completed")
+        page.fill("[type=search]", "gemini")
+        page.click("th >> text=reward")
+        page.click("th >> text=session")
+        page.click("th >> text=session")
+        assert page.locator("tr.link a").all_inner_texts() == ["s-flat2", "s-flat1"]
+        copy = open_page(served)
+        go(copy, page.evaluate("location.hash"))
+        copy.wait_for_selector("tr.link")
+        assert text(copy) == text(page)
+
+    def test_a_link_opens_the_colour_and_the_token(self, page, open_page, served):
+        go(page, f"{LONG}/call/s-long-1")
+        page.locator(".tokens .trained").nth(4).click()
+        page.select_option(".select select", "log-probability")
+        page.check("text=ids")
+        page.wait_for_selector(".chosen sub")
+        copy = open_page(served)
+        go(copy, page.evaluate("location.hash"))
+        copy.wait_for_selector(".chosen sub")
+        assert copy.inner_text(".details") == page.inner_text(".details")
+        assert copy.inner_text(".legend") == page.inner_text(".legend")
+
+    def test_toggles_and_lanes_are_in_the_link(self, page, open_page, served):
+        go(page, LONG)
+        page.click("text=sub-agent 1")
+        page.check("text=reasoning")
+        page.wait_for_selector(".reasoning", state="detached")
+        copy = open_page(served)
+        go(copy, page.evaluate("location.hash"))
+        copy.wait_for_selector(".callblock")
+        assert copy.locator(".callblock").count() == 2
+        assert copy.locator(".reasoning").count() == 0
+
+
+def test_the_keyboard_is_enough(page):
+    keys = page.keyboard
+    for key in ("g", "s"):
+        keys.press(key)
+    page.wait_for_selector("h1:has-text('of 7 sessions')")
+    keys.press("/")
+    page.wait_for_selector("[type=search]:focus")
+    keys.type("fix-dates")
+    page.wait_for_selector("h1:has-text('4 of 7 sessions')")
+    for key in ("Escape", "j", "j", "k", "Enter"):
+        keys.press(key)
+    page.wait_for_selector("h1:has-text('s-long')")
+    for key in ("j", "j", "Enter"):
+        keys.press(key)
+    page.wait_for_selector("h1:has-text('call s-long-1')")
+    keys.press("]")
+    page.wait_for_selector("h1:has-text('call s-long-2')")
+    keys.press("[")
+    page.wait_for_selector("h1:has-text('call s-long-1')")
+    keys.press("c")
+    page.wait_for_selector("text=not known")
+    page.focus(".tokens")
+    keys.press("ArrowRight")
+    keys.press("ArrowRight")
+    assert "sampled 1" in page.inner_text(".details")
+    keys.press("?")
+    page.wait_for_selector("[role=dialog]")
+    keys.press("Escape")
+    page.wait_for_selector("[role=dialog]", state="hidden")
+
+
+def test_every_focus_is_seen(page):
+    go(page, LONG)
+    page.wait_for_selector(".callblock")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+
+
+def test_a_growing_run_shows_what_is_new_and_keeps_the_place(viewed_run, tmp_path, tokenizer, serve, open_page):
+    run = shutil.copytree(viewed_run, tmp_path / "run")
+    page = open_page(serve(run))
+    go(page, "#/sessions")
+    page.wait_for_selector("h1:has-text('of 7 sessions')")
+    for key in ("j", "j", "j"):
+        page.keyboard.press(key)
+    chosen = page.evaluate("document.activeElement.innerText")
+    grow(run, tokenizer, "s-new")
+    page.wait_for_selector("h1:has-text('8 of 8 sessions')")
+    assert page.evaluate("document.activeElement.innerText") == chosen
+    page.wait_for_selector("tr:has-text('s-new')")
+
+
+def test_ten_thousand_sessions_are_drawn_as_they_are_scrolled_to(tmp_path, serve, open_page):
+    page = open_page(serve(many_sessions(tmp_path / "run", 10_000)))
+    go(page, "#/sessions?sort=session&down=1")
+    page.wait_for_selector("text=s09999")
+    assert page.locator("tr.link").count() < 200
+    page.evaluate("document.querySelector('.table').scrollTop = 1e6")
+    page.wait_for_selector("bdi:text-is('s00000')")
+
+
+def test_without_a_tokenizer_ids_are_shown_and_it_says_why(tmp_path, viewed_run, serve, open_page):
+    run = shutil.copytree(viewed_run, tmp_path / "run")
+    metadata = (run / "run.json").read_text()
+    (run / "run.json").write_text(metadata.replace('"model": "', '"model": "/nowhere'))
+    page = open_page(serve(run))
+    page.wait_for_selector("text=Tokens are shown as ids")
+    go(page, f"{LONG}/call/s-long-1")
+    page.wait_for_selector("text=tokenizer is not here")
+    assert page.inner_text(".tokens .trained >> nth=3").strip().isdigit()
+
+
+def test_one_file_has_the_same_views_without_a_server(viewed_run, tmp_path, open_page):
+    file = tmp_path / "run.html"
+    write_file(viewed_run, file, None, (), lambda *_: None)
+    page = open_page(file.as_uri())
+    for address, shown in VIEWS.items():
+        go(page, address)
+        page.locator(f"main >> text={shown} >> visible=true").first.wait_for()
+    go(page, f"{LONG}/call/s-long-7")
+    page.wait_for_selector(".tokens .trained")
+    assert "careful programmer" in page.inner_text(".tokens")
+    page.keyboard.press("c")
+    page.wait_for_selector("text=not known")
+
+
+def test_rewards_of_an_evaluation_are_apart(viewed_run, tmp_path, serve, open_page):
+    run = shutil.copytree(viewed_run, tmp_path / "run")
+    shutil.copytree(viewed_run, run / "evaluation")
+    page = open_page(serve(run))
+    page.wait_for_selector("h1:has-text('7 sessions')")
+    card = page.locator("section", has_text="rolltap view")
+    assert card.locator("tbody tr").first.inner_text().split() == ["0a1b2c3d.1", "5", "0.5", "1"]

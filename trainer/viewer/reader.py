@@ -1,0 +1,302 @@
+"""Lazy reading of a run: the sessions' rows at once, their calls one session after the other behind the page's back.
+
+Memory is that of the rows and of a digest of each session. No tokens are kept but those of the last sessions asked for.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rolltap.addons.errors import InputError, RolltapError
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.sessions import SessionIndex, TableScan
+from rolltap.addons.store.staging import locked
+from rolltap.addons.store.tables import batch_rows, run_files
+from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
+from rolltap.trainer.runs.views.report import SessionDigest, digest_session
+from rolltap.trainer.runs.views.text import TokenText, load_text
+from rolltap.trainer.traces.build import judge_calls
+from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls, take_session_rows
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
+from rolltap.trainer.traces.trained import TrainedSession, read_trained, trained_steps
+
+LOOK_SECONDS, _REST_SECONDS = 1.0, 0.01
+"""Seconds between two looks at a folder in which nothing is left to read, and at requests that are answered."""
+RECENT = 4
+"""Sessions whose calls are kept, because the page asks for one of them again and again."""
+_TABLES = ("calls", "events", "trained")
+_EVENT = (*EVENT_COLUMNS, "call_id", "path", "detail")
+
+Mark = tuple[int, ...]
+"""How often a session's row has changed, and the numbers of its rows in `_TABLES`: another one when it has grown."""
+
+
+class UnknownError(InputError):
+    """There is no session, call or path of this name."""
+
+
+@dataclass
+class Found:
+    """A session with its calls and its events."""
+
+    recorded: RecordedSession
+    events: list[dict[str, Any]] = field(repr=False)
+    trained: list[TrainedSession]
+    """The session in the optimizer steps that took it, oldest first."""
+
+    @cached_property
+    def judged(self) -> tuple[list[int | None], list[LeftOut | None]]:
+        """The parents and reasons of `judge_calls`."""
+        return judge_calls(self.recorded.calls)
+
+
+@dataclass(slots=True)
+class Entry:
+    """All that is known of a session without its calls."""
+
+    session_id: str
+    session: Session | None = None
+    """Its row; None when only calls were recorded so far."""
+    row_changes: int = 0
+    mark: Mark | None = None
+    """Its mark when its calls were read; None before. With another one they have to be read again."""
+    digest: SessionDigest | None = None
+    """None also when its calls cannot be read: `fault` says why."""
+    fault: str = ""
+    version: int = 0
+    """The reader's version with which it changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All that is known of a run without reading a session."""
+
+    entries: list[Entry]
+    further: list[dict[str, Any]]
+    """Events without a session, and of sessions that have events only."""
+    faults: list[str]
+    trained: list[TrainedSession]
+    """The sessions of a training's optimizer steps, by step."""
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """How many sessions were read, or cannot be, of how many."""
+        return {"sessions": sum(entry.mark is not None for entry in self.entries), "of": len(self.entries)}
+
+
+class RunReader:
+    """Reads a run that may still be written. Thread-safe.
+
+    `step` reads the next session. `start` does so in a thread, which waits while a request is answered.
+    """
+
+    def __init__(self, run: Path, only: Collection[str] | None = None) -> None:
+        """With `only`, the run is read as if it had these sessions alone."""
+        self.run = run
+        self.version = 0
+        """Grows with each change of what the page shows."""
+        self.known_text: TokenText | str | None = None
+        """None until `text` was called."""
+        self._only = only
+        self._once = threading.Lock()
+        """Held while the first index is made, and the tokenizer is loaded. Both take seconds."""
+        self._lock = threading.RLock()
+        """Guards all else."""
+        self._asking: list[bool] = []
+        """One for each request that is answered. A list changes in one step."""
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._scan = TableScan(run, "sessions")
+        self._rows: dict[str, Session] = {}
+        self._changed_rows: set[str] = set()
+        self._indexes: dict[str, SessionIndex] = {}
+        self._entries: dict[str, Entry] = {}
+        self._stale: deque[Entry] = deque()
+        self._look_at = 0.0
+        self._recent = lru_cache(RECENT)(self._load)
+        self._further: list[dict[str, Any]] = []
+        self._trained: tuple[list[tuple[str, int]], list[TrainedSession]] = [], []
+        """Names and sizes of the files of the table `trained`, and what is in them."""
+        self._fault = ""
+
+    def start(self) -> None:
+        """Begin to read the sessions, in a thread of its own; does nothing the second time."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rolltap view", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Keep the thread from reading on while a request is answered."""
+        self._asking.append(True)
+        try:
+            yield
+        finally:
+            self._asking.pop()
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            if self._asking:
+                self._closed.wait(_REST_SECONDS)
+                continue
+            try:
+                more, fault = self.step(), ""
+                self.text()
+            except (RolltapError, OSError, pa.ArrowException) as error:
+                more, fault = False, str(error)
+            if fault != self._fault:
+                self._fault = fault
+                self._change()
+            if not more:
+                self._closed.wait(LOOK_SECONDS)
+
+    def step(self) -> bool:
+        """Read one session that is new or has new rows. Return False when there was none."""
+        self._make_indexes()
+        with self._lock:
+            if not self._stale or time.monotonic() >= self._look_at:
+                self._look()
+                self._stale = deque(entry for entry in self._entries.values() if entry.mark != self._mark(entry))
+                self._look_at = time.monotonic() + LOOK_SECONDS
+            if not self._stale:
+                return False
+            entry = self._stale.popleft()
+            entry.mark, entry.fault = self._mark(entry), ""
+            try:
+                found = self._load(entry.session_id, entry.mark)
+                newest = found.trained[-1] if found.trained else None
+                entry.digest = digest_session(trace_session(found.recorded, TraceOptions()), found.events, newest)
+            except Exception as error:  # of one session, whose rows may hold anything: the others are read
+                reason = str(error) if isinstance(error, RolltapError | OSError) else repr(error)
+                entry.fault = f"session {entry.session_id} cannot be read: {reason}"
+            self._change(entry)
+        return True
+
+    def _make_indexes(self) -> None:
+        with self._once:
+            if not self._indexes:
+                with self._lock:
+                    self._look()  # the first answers need the rows alone
+                self._indexes = {table: SessionIndex(self.run, table) for table in _TABLES}
+
+    def _look(self) -> None:
+        """Read what is new in all tables that have an index, and the rows of the sessions."""
+        read_metadata(self.run)
+        for segment in self._scan.new():
+            for _, batch in segment.batches:
+                take_session_rows(batch_rows(batch), self._rows, self._changed_rows)
+        for index in self._indexes.values():
+            index.refresh()
+        for each in (*self._rows, *(self._indexes["calls"].session_ids if self._indexes else ())):
+            if each is not None and each not in self._entries and (self._only is None or each in self._only):
+                self._entries[each] = Entry(each)
+        for entry in self._entries.values():
+            row = self._rows.get(entry.session_id)
+            # a row that was only read again, after a compaction, is another object
+            if row is not entry.session and row != entry.session:
+                entry.session = row
+                entry.row_changes += 1
+                self._change(entry)
+
+    def _change(self, *entries: Entry) -> None:
+        with self._lock:
+            self.version += 1
+            for entry in entries:
+                entry.version = self.version
+
+    def changes(self, since: int) -> list[str]:
+        """Return the sessions that changed since the version `since`."""
+        with self._lock:
+            return [entry.session_id for entry in self._entries.values() if entry.version > since]
+
+    def _mark(self, entry: Entry) -> Mark:
+        return entry.row_changes, *(index.count(entry.session_id) for index in self._indexes.values())
+
+    def _load(self, session_id: str, _: Mark) -> Found:
+        try:
+            calls = rebuild_calls(self.run, session_id, self._indexes["calls"].batches(session_id))
+            recorded = RecordedSession(session_id=session_id, session=self._rows.get(session_id), calls=calls)
+            return Found(recorded, self._events(session_id), trained_steps(self._indexes["trained"], session_id))
+        finally:
+            self._close_files()
+
+    def _events(self, session_id: str | None) -> list[dict[str, Any]]:
+        return [row for batch in self._indexes["events"].batches(session_id, _EVENT) for row in batch.to_pylist()]
+
+    def _close_files(self) -> None:
+        for index in self._indexes.values():
+            index.close()
+
+    def session(self, session_id: str) -> Found:
+        """Return a session as it is now. Raises `UnknownError`, and `RunError` when it cannot be read."""
+        self._make_indexes()
+        with self._lock:
+            self._look()
+            entry = self._entries.get(session_id)
+            if entry is None:
+                raise UnknownError(f"the run has no session {session_id[:200]!r}: go back to the list of sessions")
+            return self._recent(session_id, self._mark(entry))
+
+    def overview(self) -> Overview:
+        """Return what is known of all sessions. Reads no calls."""
+        with self._lock:
+            self._look()
+            entries = list(self._entries.values())
+            faults = [
+                f"{name}, byte {offset}: {reason}; see `rolltap verify`"
+                for damage in (self._scan.damage, *(index.scan.damage for index in self._indexes.values()))
+                for name, places in damage.items()
+                for offset, reason in places.items()
+            ]
+            if self._changed_rows:
+                faults.append(
+                    f"the rows of {len(self._changed_rows)} sessions were changed after they were written "
+                    f"({min(self._changed_rows)}, ...): their rewards are not used"
+                )
+            faults += filter(None, [self._fault, *(entry.fault for entry in entries)])
+            files = [(path.name, path.stat().st_size) for path in run_files(self.run, "trained")]
+            if files != self._trained[0]:
+                self._trained = files, read_trained(self.run)
+            if self._indexes and self._only is None:
+                events = self._indexes["events"]
+                others = [each for each in events.session_ids if each not in self._entries]
+                if sum(map(events.count, others)) != len(self._further):
+                    self._further = [event for other in others for event in self._events(other)]
+                    self._close_files()
+            return Overview(entries, self._further, faults, self._trained[1])
+
+    def text(self) -> TokenText | str:
+        """Return the text of the run's tokens, or why it is not known. The first time takes seconds."""
+        with self._once:
+            if self.known_text is None:
+                self.known_text = load_text(self.run)
+                self._change()
+            return self.known_text
+
+    def recording(self) -> bool:
+        """Return True when a process has a segment of the run open."""
+        for path in (path for table in ("sessions", *_TABLES) for path in run_files(self.run, table)):
+            try:
+                with locked(path) as lock:
+                    if lock is None:
+                        return True
+            except OSError:  # compacted, or on a file system without locks
+                continue
+        return False
