@@ -64,6 +64,15 @@ def test_prompts_are_measured_at_every_length(tokenizer_folder):
     assert_above_zero(rows)
 
 
+@deep
+def test_the_view_of_a_run_is_measured(tokenizer_folder):
+    small = ["--sessions", 2, "--calls", 3, "--tokens", 300]
+    found = measured("view", "--model", tokenizer_folder, *small)
+    assert (found["run"][0]["tokens"], found["file"][0].pop("wrong")) == (600, 0)
+    for rows in found.values():
+        assert_above_zero(rows)
+
+
 def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():
     ((small, large),) = measured("traces", "--sessions", 2, "--turns", 3, "--tokens", 300).values()
     assert (small["sessions"], small["traces"], small["tokens"]) == (2, 2, 600)

@@ -97,7 +97,8 @@ def test_the_files_are_what_the_commands_expect(tmp_path):
 def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "runs" / "first").mkdir(parents=True)
+    for name in ("first", "try"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
     for name in ("recipe.toml", "recorder.secret", "tasks.jsonl"):
         (tmp_path / name).touch()
     for folder in ("repositories", "harbor", "tasks.jsonl"):
