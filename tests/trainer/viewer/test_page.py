@@ -62,6 +62,14 @@ def test_a_recorded_run_opens_down_to_each_of_its_calls(open_page, serve):
             page.wait_for_selector(".tokens span")
 
 
+def test_the_ledger_tells_what_steps_trained_from_what_none_took(page):
+    card = page.locator("section", has=page.locator("h2:has-text('Ledger')"))
+    rows = [row.split("\t")[:2] for row in card.locator("tbody").inner_text().split("\n")]
+    summary = page.evaluate("fetch('./api/run').then((answer) => answer.json())")["summary"]
+    assert ["trained", "62"] in rows
+    assert ["to train", str(summary["ledger"]["trained"] - 62)] in rows
+
+
 class TestFiveWalks:
     def test_to_the_session_that_was_judged_wrongly(self, page):
         walk(page, "text=fix-dates", "a:has-text('s-long')", "text=judgement")

@@ -44,10 +44,11 @@ function Counts({ title, note, of = "calls", counts, query }) {
     link=${([name]) => toSessions(query(name))} />`;
 }
 
-/** Sampled tokens: those that a step trained, or are to be trained, and the others by reason. */
-export function Ledger({ ledger: { sampled, trained, left_out }, of, steps }) {
+/** Sampled tokens: those that steps trained (`done`), those that no step took yet, and the others by reason. */
+export function Ledger({ ledger: { sampled, trained, left_out }, of, done }) {
   const left = Object.entries(left_out).map(([reason, tokens]) => [`left out: ${reason}`, tokens]);
-  const counts = { [steps?.length ? "trained" : "to train"]: trained, ...Object.fromEntries(left) };
+  const own = [["trained", done], ["to train", trained - done]].filter(([, tokens]) => tokens);
+  const counts = Object.fromEntries([...own, ...left]);
   const query = (name) => ({ left_out: name.split("left out: ")[1] });
   const adds = total(counts) === sampled ? "" : ": THEY DO NOT ADD UP";
   return html`<${Counts} title="Ledger" note=${`${count(sampled)} tokens that the calls of ${of} sampled${adds}`}
@@ -146,6 +147,7 @@ export function Run({ query }) {
   const rows = useData("api/sessions").data?.sessions ?? [];
   if (!data) return html`<${Wait} error=${error} />`;
   const { run, read, faults, summary, groups, training } = data;
+  const done = sum(rows.filter(({ steps }) => Object.keys(steps).length).map(({ trained }) => trained));
   const rewards = (name, of) => html`<${Rewards} title=${`Rewards by ${name}`} name=${name} rows=${rows} of=${of}
     query=${(value) => ({ [name]: value })} />`;
   const notes = Object.entries(NOTES).filter(([name]) => summary[name]).map(([name, text]) =>
@@ -160,7 +162,7 @@ export function Run({ query }) {
       <progress value=${read.sessions} max=${read.of} /></p>`}
     ${run.tokenizer && html`<p class="muted">Tokens are shown as ids: <${T} text=${run.tokenizer} /></p>`}
     <div class="columns">
-      <${Ledger} ledger=${summary.ledger} of=${`${count(read.sessions)} sessions`} steps=${training?.steps} />
+      <${Ledger} ledger=${summary.ledger} of=${`${count(read.sessions)} sessions`} done=${done} />
       <${Rewards} title="Outcomes" name="outcome" rows=${rows} of=${(row) => row.status}
         query=${(status) => ({ status })} show=${(status) => html`<${Status} value=${status} />`} />
       ${rewards("version", weights)}

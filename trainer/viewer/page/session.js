@@ -105,7 +105,8 @@ function Tokens({ view }) {
   ];
   const why = (call) => html`<${LeftOut} call=${call} />`;
   const columns = [["call", "call_id"], ["role"], ["sampled", "completion_tokens"], ["why not trained", why]];
-  return html`<div class="two"><${Ledger} ledger=${view.ledger} of="this session" steps=${view.trained} />
+  return html`<div class="two"><${Ledger} ledger=${view.ledger} of="this session"
+      done=${view.trained.length ? view.ledger.trained : 0} />
     <${TableCard} title="Steps of the training that took it" rows=${view.trained} columns=${steps}
       link=${({ step }) => toSessions({ step })} />
     <${TableCard} title="Calls" note="those that are not trained first" wide columns=${columns} rows=${calls}
@@ -140,6 +141,7 @@ export function Session({ id, query }) {
   const newest = view.trained.at(-1);
   const Tab = TABS[query.tab] ?? Conversation;
   const { sampled, trained, left_out } = view.ledger;
+  const own = newest ? "trained" : "to train";
   const link = (query, text) => text && html`<${A} to=${toSessions(query)} text=${text} />`;
   const versions = view.policy_versions.length ? view.policy_versions : [session.policy_version].filter(Boolean);
   const badge = ([rule, n]) => html`<${Badge} tone="bad" text=${`${rule} ${n}`} />`;
@@ -154,7 +156,7 @@ export function Session({ id, query }) {
       ["weights", versions.map((version) => html`${link({ version }, version)} `)],
       ["started (UTC)", utc(session.started_at)],
       ["time", took(session)],
-      ["tokens", `${count(sampled)} = ${count(trained)} ${newest ? "trained" : "to train"} + ${count(total(left_out))} left out`],
+      ["tokens", `${count(sampled)} = ${count(trained)} ${own} + ${count(total(left_out))} left out`],
       ["not trained", newest?.reason],
       ["error", session.error],
       ["suspicions", Object.entries(view.suspicions).map(badge)],

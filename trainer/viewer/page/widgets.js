@@ -52,10 +52,12 @@ export function duration(ms) {
 export const milliseconds = (from, to) => (from && to ? new Date(to) - new Date(from) : NaN);
 /** Return a time in UTC, as 2026-01-01 00:00:31. */
 export const utc = (time) => time?.slice(0, 19).replace("T", " ");
-const written = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
+const written = (value, indent = 1) => (typeof value === "string" ? value : JSON.stringify(value, null, indent));
 /** Return names and values of an object as a text. */
-export const listed = (values, separator = ", ") =>
-  Object.entries(values ?? {}).map(([name, value]) => `${name}: ${written(value)}`).join(separator);
+export function listed(values, separator = ", ") {
+  const indent = separator === "\n" ? 1 : 0;
+  return Object.entries(values ?? {}).map(([name, value]) => `${name}: ${written(value, indent)}`).join(separator);
+}
 
 /** A link. Its text is one of the run's. The keys j and k go to those with `data-row`. */
 export const A = ({ to, text, ...rest }) => html`<a href=${to} ...${rest}><${T} text=${text} /></a>`;
