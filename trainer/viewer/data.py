@@ -27,6 +27,7 @@ from rolltap.trainer.traces.sessions import (
 )
 from rolltap.trainer.traces.trained import TrainedSession
 from rolltap.trainer.traces.tree import path_to
+from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.viewer.reader import Entry, Found, Overview
 
 JSON = dict[str, Any]
@@ -53,7 +54,7 @@ def run_json(overview: Overview) -> JSON:
             "task_id": next(filter(None, (row["task_id"] for row in members)), ""),
             "sessions": [row["session_id"] for row in members],
             "rewards": [row["reward"] for row in members],
-            "signal": len({row["reward"] for row in members} - {None}) > 1,
+            "signal": rewards_differ([row["reward"] for row in members if row["reward"] is not None]),
         }
         for group_id, members in groups.items()
     ]

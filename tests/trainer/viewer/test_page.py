@@ -62,6 +62,13 @@ def test_a_recorded_run_opens_down_to_each_of_its_calls(open_page, serve):
             page.wait_for_selector(".tokens span")
 
 
+def test_the_points_of_a_metric_lead_to_the_sessions_of_their_steps(page):
+    page.select_option(".select select", "age/mean")
+    page.focus("[aria-label='age/mean by step'] >> [aria-label='step 3: 0.5']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('1 of 7 sessions')")
+
+
 def test_the_ledger_tells_what_steps_trained_from_what_none_took(page):
     card = page.locator("section", has=page.locator("h2:has-text('Ledger')"))
     rows = [row.split("\t")[:2] for row in card.locator("tbody").inner_text().split("\n")]

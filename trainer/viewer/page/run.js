@@ -1,6 +1,5 @@
 // The run in numbers. Every number leads to the sessions behind it.
-import { html, useEffect, useRef } from "./vendor/htm-preact.js";
-import { default as uPlot } from "./vendor/uplot.js";
+import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
 import { change, toSessions } from "./route.js";
 import { BestAndWorst, weights } from "./sessions.js";
@@ -70,34 +69,21 @@ function Groups({ groups }) {
     rows=${sorted} link=${(group) => toSessions({ group: group.group_id, show: "groups" })} />`;
 }
 
-/** A line chart of [x, y]; `onPick(x)` is called with the x nearest to a click. */
-function Chart({ points, label, onPick }) {
-  const frame = useRef();
-  useEffect(() => {
-    let plot = null;
-    const draw = () => {
-      plot?.destroy();
-      const { color, borderTopColor, outlineColor } = getComputedStyle(frame.current); // of style.css
-      const thin = { stroke: borderTopColor, width: 1 };
-      const axis = { stroke: color, grid: thin, ticks: thin, font: "11px system-ui" };
-      const options = {
-        width: frame.current.clientWidth,
-        height: 200,
-        scales: { x: { time: false } },
-        axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }, { ...axis, size: 60 }],
-        series: [{ label: "step" }, { label, stroke: outlineColor, width: 1.5 }],
-      };
-      plot = new uPlot(options, [points.map(([x]) => x), points.map(([, y]) => y)], frame.current);
-      plot.over.addEventListener("click", () => plot.cursor.idx !== null && onPick(points[plot.cursor.idx][0]));
-    };
-    const resized = new ResizeObserver(draw);
-    resized.observe(frame.current);
-    return () => {
-      resized.disconnect();
-      plot?.destroy();
-    };
-  }, [JSON.stringify(points), label]);
-  return html`<div class="chart" ref=${frame} role="img" aria-label=${`${label} by step`}></div>`;
+/** A line chart of [step, value]. Each point is a link to the sessions of its step. */
+function Chart({ points, label }) {
+  const [steps, values] = [points.map(([step]) => step), points.map(([, value]) => value)];
+  const scale = (least, most, from, to) => (value) => from + ((to - from) * (value - least)) / (most - least || 1);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [x, y] = [scale(steps[0], steps.at(-1), 80, 980), scale(low, high, 165, 15)];
+  const limit = (value) => html`<line x1="80" x2="980" y1=${y(value)} y2=${y(value)} />
+    <text x="70" y=${y(value) + 4} text-anchor="end">${short(value)}</text>`;
+  const point = ([step, value]) => html`<a href=${toSessions({ step })} aria-label=${`step ${step}: ${short(value)}`}>
+    <circle cx=${x(step)} cy=${y(value)} r="4"><title>step ${step}: ${short(value)}</title></circle></a>`;
+  return html`<svg class="chart" viewBox="0 0 1000 195" role="group" aria-label=${`${label} by step`}>
+    ${[...new Set([low, high])].map(limit)}
+    ${[...new Set([steps[0], steps.at(-1)])].map((step) => html`<text x=${x(step)} y="190">${step}</text>`)}
+    <polyline points=${points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ")} />
+    ${points.map(point)}</svg>`;
 }
 
 const USUAL = ["reward", "reward_std", "loss", "entropy", "kl", "grad_norm", "age/mean", "stale_share", "cached_share"];
@@ -109,11 +95,11 @@ function Metrics({ rows, query }) {
   const metric = [query.metric, ...usual, ...names].find((name) => names.includes(name));
   const newest = (name) => short(rows.findLast((row) => typeof row[name] === "number")[name]);
   const points = rows.filter((row) => typeof row[metric] === "number").map((row) => [row.step, row[metric]]);
-  return html`<${Card} title="Metrics of the training" wide note="newest values; a click on a point leads to its step">
+  return html`<${Card} title="Metrics of the training" wide note="newest values; a point leads to its step">
     <div class="bar"><${Select} name="metric" value=${metric} options=${names} />
       ${usual.map((name) => html`<button key=${name} class="chip" aria-pressed=${name === metric}
         onClick=${() => change({ metric: name })}>${name} ${newest(name)}</button>`)}</div>
-    <${Chart} points=${points} label=${metric} onPick=${(step) => (location.hash = toSessions({ step }))} /><//>`;
+    <${Chart} points=${points} label=${metric} /><//>`;
 }
 
 function Steps({ steps }) {
