@@ -64,7 +64,7 @@ checkout() {
     echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
 }
 
-environment_rolltap() { checkout rolltap record,service,train; }
+environment_rolltap() { checkout rolltap record,service,train,ray; }
 
 # python_312: print the program; return 1 when there is no Python 3.12
 python_312() {

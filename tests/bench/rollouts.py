@@ -30,6 +30,7 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.rollouts import schedule, session
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.tasks.task import Task
+from tests.bench import fleet
 from tests.bench.frame import Rows, command, model_option
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.training.test_online import TASKS, Loop, sampled
@@ -212,12 +213,18 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
 @command
 @model_option
 @click.option("--ahead", is_flag=True, help="Measure trainings whose rollouts run ahead, in place of a rollout.")
+@click.option("--ray", is_flag=True, help="Measure fleets of Ray nodes on this machine, in place of a rollout.")
 @click.option("--engine", help="URL of a vLLM server with the model, in place of a scripted engine.")
 @click.option("--median", default=0.5, show_default=True, help="Median seconds of a session.")
 @click.option("--slots", default=32, show_default=True, help="Sessions that run at a time.")
 @click.option("--steps", default=8, show_default=True, help="Steps of each training.")
-def main(model: Path, ahead: bool, engine: str | None, median: float, slots: int, steps: int) -> dict[str, Rows]:
-    """Measure the phases of a rollout, or with `--ahead` trainings by how far their rollouts may run ahead."""
+def main(
+    model: Path, ahead: bool, ray: bool, engine: str | None, median: float, slots: int, steps: int
+) -> dict[str, Rows]:
+    """Measure the phases of a rollout, trainings by how far their rollouts may run ahead, or fleets."""
+    if ray:
+        placed = [row for losses in (0, 4) for row in fleet.simulate(losses=losses)]
+        return {"placement in virtual time": placed, **fleet.measure_nodes(model, median, slots)}
     if not ahead:
         with tempfile.TemporaryDirectory() as folder:
             return {f"{slots} slots, median {median} s": phases(model, Path(folder), median, slots, engine)}

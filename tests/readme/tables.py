@@ -18,6 +18,7 @@ SKIPPED = {
     ),
     "rolltap doctor --harness my-agent.toml": "there is no such program",
     "pip install '.[record,service]'": "runs until it is stopped; tests/trainer/service starts it",
+    "pip install '.[record,ray]'": "needs other machines; tests/trainer/fleet has nodes on one",
     "rolltap view runs/try": "runs until it is stopped; tests/trainer/viewer opens the page",
     "rolltap serve runs/quickstart/model --lora-rank 8": "tests/recipes/test_service.py trains with both pages",
     "from rolltap import Client, open_run": "tests/trainer/service/test_client.py has these calls",

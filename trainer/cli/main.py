@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, rollout, runs, service, tasks, train, view
+from rolltap.trainer.cli import doctor, edit, fleet, rollout, runs, service, tasks, train, view
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -31,6 +31,7 @@ class InOrder(click.Group):
         rollout.rollout_command,
         rollout.reward_command,
         service.service_command,
+        fleet.fleet_group,
         train.train_command,
         runs.inspect_command,
         view.view_command,

@@ -120,6 +120,7 @@ def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
 @click.argument("recipe", type=FILE)
 @click.option("--out", type=OUT, help="The run folder. A run that was stopped is resumed. --dry-run needs none.")
 @engine_option(help="URL of the vLLM server, or several separated by commas.")
+@click.option("--ray", help="Address of a Ray cluster whose nodes run the sessions, in place of the recipe's.")
 @click.option("--steal", is_flag=True, help="Take engines that belong to another training, which then fails.")
 @click.option(
     "--from",
@@ -137,6 +138,7 @@ def train_command(
     recipe: Path,
     out: Path | None,
     engine: str,
+    ray: str | None,
     steal: bool,
     runs: tuple[Path, ...],
     seed: int,
@@ -153,8 +155,8 @@ def train_command(
     With --dry-run, exit status 1 says that the training cannot work.
     """
     given = context.get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    if runs and (given or steal):
-        raise click.UsageError("--from trains without an engine: leave out --engine and --steal, or --from")
+    if runs and (given or steal or ray):
+        raise click.UsageError("--from trains without an engine: leave out --engine, --ray and --steal, or --from")
     if dry_run:
         named = context.get_parameter_source("engine") is not ParameterSource.DEFAULT and not runs
         plan = rolltap.plan_training(recipe, engine=engine if named else None, runs=runs, out=out)
@@ -165,19 +167,21 @@ def train_command(
     if as_json:
         raise click.UsageError("--json prints a plan: add --dry-run, or leave it out")
     try:
-        _train(recipe, out, engine, steal, runs, seed)
+        _train(recipe, out, engine, ray, steal, runs, seed)
     except RankError:
         if runs_first():
             raise
         sys.exit(1)  # the first process says why
 
 
-def _train(recipe: Path, out: Path, engine: str, steal: bool, runs: tuple[Path, ...], seed: int) -> None:
+def _train(
+    recipe: Path, out: Path, engine: str, ray: str | None, steal: bool, runs: tuple[Path, ...], seed: int
+) -> None:
     console = plain_console(quiet=not runs_first())
     if runs:
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
         return console.print(f"trained model: {model}")
-    run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal)
+    run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
     if runs_first():
         print_result(run.summary(), as_json=False)
     console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}")

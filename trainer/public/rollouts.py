@@ -13,6 +13,8 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.serve import ending
 from rolltap.trainer.engine.status import engine_status, reset_engine
+from rolltap.trainer.fleet.fleet import nodes_status
+from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
@@ -22,7 +24,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.runtimes.watch import end_program
 from rolltap.trainer.rollouts.session import end_recorded
 from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
-from rolltap.trainer.rollouts.worker import Worker, given_tasks, roll_out
+from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
 from rolltap.trainer.tasks.task import Task
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
 __all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
-__all__ += ["reset_engine", "serve_rollouts", "set_provenance"]
+__all__ += ["fleet_status", "reset_engine", "serve_rollouts", "set_provenance"]
 
 
 async def rollout_async(
@@ -58,8 +60,8 @@ async def rollout_async(
     does not protect this machine from the harness. `progress` shows a progress bar on a terminal.
 
     `settings` are the fields of `rolltap.types.RolloutConfig`, as the options of `rolltap rollout`: `sessions` (of each
-    task; they are one group), `concurrency`, `recorders`, `timeout`, `repositories`, `tools`, `container_engine`,
-    `container_arguments`, `build`, `budget`, `retries`, `give_up_after` and `recorder`.
+    task; they are one group), `concurrency`, `ray`, `recorders`, `timeout`, `repositories`, `tools`,
+    `container_engine`, `container_arguments`, `build`, `budget`, `retries`, `give_up_after` and `recorder`.
 
     `out` is the run folder. A rollout into the folder of an earlier one resumes it: sessions that have ended are used
     again; those that were interrupted, failed because of the engine, the recorder or the machine, or could not be
@@ -84,7 +86,7 @@ async def rollout_async(
     own = None if isinstance(runtime, str) else runtime
     config = RolloutConfig.of({**settings, **({"runtime": runtime} if own is None else {})})
     task_list = given_tasks(tasks, config.repositories)
-    worker = Worker(config, harness=harness, engine=engine, model=model, out=out, runtime=own)
+    worker = make_worker(config, harness=harness, engine=engine, model=model, out=out, runtime=own)
     session_ids = await roll_out(worker, task_list, new_groups=new_groups, progress=progress)
     run = open_run(out)
     run.new_session_ids = session_ids
@@ -105,8 +107,16 @@ def serve_rollouts(
 
     Raises as `trainer.service.serve.serve`.
     """
-    worker = Worker(config, harness=harness, engine=engine, model=model, out=out)
+    worker = make_worker(config, harness=harness, engine=engine, model=model, out=out)
     run_blocking(serve(worker, Path(tasks), **how))
+
+
+def fleet_status(address: str) -> list[dict[str, Any]]:
+    """Return what the nodes of all runs on a Ray cluster say of themselves, as `rolltap fleet status` shows it.
+
+    Raises `MissingPackageError` without the extra `ray`, and `InputError` when no cluster answers.
+    """
+    return run_blocking(nodes_status(address))
 
 
 def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:

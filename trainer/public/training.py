@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from rolltap.trainer.training.dry_run.plan import TrainingPlan
 
 
-def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, steal: bool = False) -> Run:
+def train(
+    recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, steal: bool = False, ray: str | None = None
+) -> Run:
     """Roll out, train, publish and repeat, as a recipe says, and return the run.
 
     `recipe` is the path of a TOML file, as the README shows it; unknown keys are refused by name. `engine` is the URL
     of the vLLM server, which gets the new weights, or several separated by commas. The training owns them until it
-    ends; `steal` takes them from another training, which then fails. `out` is the run folder. A stopped training
+    ends; `steal` takes them from another training, which then fails. `ray` is the address of a cluster whose nodes run
+    the sessions, in place of the recipe's. `out` is the run folder. A stopped training
     resumes from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, its metrics to
     `metrics.jsonl` in the run, and plots to `reward.png` and `training.png`. The trained model is in the folder `model`
     of the run.
@@ -35,7 +38,7 @@ def train(recipe: str | Path, *, engine: str, out: str | Path, seed: int = 0, st
     weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
-    read = _read(recipe, rollouts=True, out=out) if runs_first() else None
+    read = _read(recipe, rollouts=True, out=out, ray=ray) if runs_first() else None
     with _importing():
         from rolltap.trainer.training import loop, online
     settings = loop.join_processes(read and online.typed_recipe(read, engine))
@@ -111,11 +114,11 @@ def _title(recipe: Path, seed: int) -> str:
     return f"{recipe.resolve().parent.name}/{recipe.stem}, seed {seed}"
 
 
-def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None) -> Recipe:
+def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None, ray: str | None = None) -> Recipe:
     """Return a recipe whose files are there, before the slow imports. A plan, without `out`, needs no tasks yet."""
     if out is not None and (out / FINISHED).exists():
         raise InputError(f"{out} holds a finished training: choose another folder")
-    settings = load_recipe(Path(recipe))
+    settings = load_recipe(Path(recipe), ray)
     if not settings.model.is_dir():
         raise InputError(f"{recipe}: model: the folder {settings.model} does not exist: correct the key in the recipe")
     if rollouts and settings.harness is not None:

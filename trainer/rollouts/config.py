@@ -62,7 +62,10 @@ class RolloutConfig(BaseModel):
     sessions: int = Field(default=8, ge=1)
     """Sessions of each task. They are one group."""
     concurrency: int = Field(default=8, ge=1)
-    """Maximum number of sessions that run at the same time."""
+    """Maximum number of sessions that run at the same time, with `ray` on each node."""
+    ray: str | None = Field(default=None, min_length=1)
+    """Address of a Ray cluster whose nodes run the sessions, as HOST:PORT; this machine is one of them. By default they
+    run here."""
     admission: Literal["fixed", "engine"] = "fixed"
     """`engine` lets fewer sessions run while the engines' caches are full, or calls wait in their queues."""
     preparing: int | None = Field(default=None, ge=1)
@@ -140,6 +143,7 @@ class RolloutArguments(TypedDict, total=False):
     repositories: str | Path | None
     sessions: int
     concurrency: int
+    ray: str | None
     admission: Literal["fixed", "engine"]
     preparing: int | None
     preparing_timeout: float

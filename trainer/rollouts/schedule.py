@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 from rolltap.addons.errors import EngineError, RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
@@ -49,6 +49,46 @@ class _Given:
 
 OnEnd = Callable[[Session, float], None]
 """Gets a session that has a row, and the seconds for which it was judged."""
+
+
+class GroupSchedule(Protocol):
+    """Groups that run beside each other: in this process (`Schedule`), or on the nodes of a fleet."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    async def submit(
+        self,
+        group: Group,
+        policy_version: str | None = None,
+        *,
+        stage: Stage | None = None,
+        evaluates: bool = False,
+        priority: int = 0,
+        seconds: float = math.inf,
+    ) -> asyncio.Future[list[Session]]:
+        """Take a group: see `Schedule.submit`."""
+
+    def cancel(self, name: str, why: str) -> None:
+        """Stop a session or a group, by its id."""
+
+    def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
+        """Stop the sessions that run and began with a version that is `too_old`."""
+
+    @property
+    def counts(self) -> Mapping[Phase, int]:
+        """Number of sessions in each phase."""
+
+    @property
+    def nodes(self) -> Mapping[str, Mapping[Phase, int]]:
+        """Node of a fleet -> number of its sessions in each phase."""
+
+    @property
+    def running(self) -> int:
+        """Number of sessions that run."""
 
 
 class Schedule:
@@ -163,14 +203,23 @@ class Schedule:
 
     def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
         """Stop the sessions that run and began with a version that is `too_old`."""
-        for session_id in self._scheduler.running():
-            if too_old(self._running[session_id][0].policy_version or ""):
+        for session_id, version in self.running_versions().items():
+            if too_old(version):
                 self.cancel(session_id, why)
+
+    def running_versions(self) -> dict[str, str]:
+        """Return the session that runs -> the version that it began with, for each."""
+        return {name: self._running[name][0].policy_version or "" for name in self._scheduler.running()}
 
     @property
     def counts(self) -> Mapping[Phase, int]:
         """Number of sessions in each phase."""
         return self._scheduler.counts
+
+    @property
+    def nodes(self) -> Mapping[str, Mapping[Phase, int]]:
+        """Return nothing: there is this machine alone."""
+        return {}
 
     @property
     def running(self) -> int:

@@ -5,7 +5,7 @@ import os
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +26,7 @@ from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
 from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
-from rolltap.trainer.rollouts.schedule import Evaluation, Schedule, run_groups
+from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule, Schedule, run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
@@ -86,6 +86,23 @@ class Worker:
         logs = self.recorder.path / "logs"
         return await build_images(tasks, self.runtime, logs, at_once=self.config.concurrency)
 
+    def weights(self, say: Callable[[str], None]) -> str:
+        """Tell `say` what the engines serve, and return the version of their weights: see `check_engines`."""
+        return check_engines(self.recorder.engine, self.recorder.path, say)
+
+    async def keys(self, tasks: Sequence[Task], weights: str) -> list[dict[str, str]]:
+        """Return the parts of each task's key: see `keys_of`. Only inside of the block."""
+        return await keys_of(tasks, self.stage, weights)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Task id -> its digest, of those that were read. Only inside of the block."""
+        return self.stage.digests
+
+    def silent(self) -> Collection[str]:
+        """Return the URLs of the engines that do not answer."""
+        return Engines(self.recorder.engine).silent()
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(rollout_lock(self.recorder.path))
@@ -119,7 +136,7 @@ class Worker:
     ) -> None:
         await run_to_end(self.__exit__, kind, value, traceback)
 
-    def schedule(self, advance: Advance, **how: Any) -> Schedule:
+    def schedule(self, advance: Advance, **how: Any) -> GroupSchedule:
         """Return a schedule of sessions, for groups that come one after the other: see `Schedule`."""
         return Schedule(self.stage, advance, **how)
 
@@ -148,15 +165,15 @@ async def roll_out(
     config, recorder = worker.config, worker.recorder
     fitting = await asyncio.to_thread(worker.fit, tasks)
     console = plain_console(quiet=not progress)
-    weights = await asyncio.to_thread(check_engines, recorder.engine, recorder.path, console.print)
+    weights = await asyncio.to_thread(worker.weights, console.print)
     async with worker:
         weights = f"{weights},{PolicyFile(recorder.path).read().version}"
         if any(task.build for task in fitting):
             console.print(f"building the images of tasks; {recorder.path / 'logs'} has the output")
         fitting = await worker.build(fitting)
         recorded = Recorded(load_sessions(recorder.path).values())
-        keys = await keys_of(fitting, worker.stage, weights)
-        warn_of_unchecked([worker.stage.digests[task.id] for task in fitting])
+        keys = await worker.keys(fitting, weights)
+        warn_of_unchecked([worker.digests[task.id] for task in fitting])
         groups = [
             recorded.group(task, key, config.sessions, further=new_groups)
             for task, key in zip(fitting, keys, strict=True)
@@ -164,7 +181,7 @@ async def roll_out(
         missing = [recorded.missing(group) for group in groups]
         for line in resume_lines(recorder.path, recorded, groups, missing, further=new_groups):
             console.print(line)
-        with watched(Engines(recorder.engine).silent, console) as advance:
+        with watched(worker.silent, console) as advance:
             await worker.run(missing, advance=advance)
     ended = Recorded(load_sessions(recorder.path).values())
     return tuple(session.session_id for group in groups for session in ended.attempts(group))

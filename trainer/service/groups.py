@@ -30,7 +30,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
-from rolltap.trainer.rollouts.schedule import Schedule
+from rolltap.trainer.rollouts.schedule import GroupSchedule
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State
@@ -91,7 +91,7 @@ class Groups:
         """Id -> digest, of the tasks that were loaded or came with requests."""
         self.journal = Journal(self.path)
         self.engines = Engines(worker.recorder.engine)
-        self.schedule: Schedule | None = None
+        self.schedule: GroupSchedule | None = None
         """None while the recorder is not running."""
         self.problem: str | None = "the recorder is starting"
         self.policies: dict[str, int] = {}
@@ -157,7 +157,7 @@ class Groups:
         self._failure = asyncio.get_running_loop().create_future()
         try:
             async with self.worker, self.worker.schedule(_silent, share=self._share, ended=self._note) as schedule:
-                self.worker.stage.digests.update(self.digests)
+                self.worker.digests.update(self.digests)
                 self._recorded = Recorded((await asyncio.to_thread(load_sessions, self.path)).values())
                 self._calls = await asyncio.to_thread(SessionIndex, self.path, "calls")
                 async with self._changes:
@@ -281,7 +281,7 @@ class Groups:
         self._accepted[name].ended = number
         del self._open[name]
 
-    async def _start(self, schedule: Schedule, name: str) -> None:
+    async def _start(self, schedule: GroupSchedule, name: str) -> None:
         """Run what is missing of an open group."""
         group, request = self._open[name], self._open[name].request
         assert group.task is not None

@@ -54,6 +54,11 @@ class Metrics(Collector):
         for phase, number in groups.schedule.counts.items() if groups.schedule else ():
             phases.add_metric([phase], number)
         yield phases
+        nodes = GaugeMetricFamily("rolltap_node_sessions", "Sessions of each node of --ray.", labels=["node", "phase"])
+        for node, counts in groups.schedule.nodes.items() if groups.schedule else ():
+            for phase, number in counts.items():
+                nodes.add_metric([node, phase], number)
+        yield nodes
         queue = GaugeMetricFamily("rolltap_queue", "Sessions of accepted groups to their ends.", labels=["priority"])
         for priority, number in groups.waiting().items():
             queue.add_metric([str(priority)], number)

@@ -9,7 +9,6 @@ from pathlib import Path
 from rolltap.addons.engine.key import make_key
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.trainer.concurrency import wait_for_end
-from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.sources import load_tasks
 
@@ -50,7 +49,7 @@ async def serve(
     token_file = token_file or run / TOKEN_FILE
     loaded = load_tasks(tasks, repositories=worker.config.repositories)
     fitting = await asyncio.to_thread(worker.fit, loaded, [token_file])
-    await asyncio.to_thread(check_engines, worker.recorder.engine, run, say)
+    await asyncio.to_thread(worker.weights, say)
     run.mkdir(parents=True, exist_ok=True)
     token = await asyncio.to_thread(read_token, token_file)
     fitting = await worker.build(fitting)

@@ -19,7 +19,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import Evaluation, Schedule
+from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule
 from rolltap.trainer.service.remote import RemoteSchedule
 from rolltap.trainer.training.steps import placed
 
@@ -80,7 +80,7 @@ class Ahead:
     def __init__(
         self,
         flow: Flow,
-        open_schedule: Callable[[Advance], Schedule | RemoteSchedule],
+        open_schedule: Callable[[Advance], GroupSchedule | RemoteSchedule],
         *,
         group_of: Callable[[int], Group],
         finished: Callable[[Group], Mapping[str, Session]],

@@ -26,9 +26,10 @@ from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
+from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.schedule import Evaluation, Schedule
+from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.remote import RemoteSchedule, RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
@@ -98,7 +99,7 @@ class OnlineTraces(Source):
         self._worker = (
             RemoteWorker(recipe.service, options=recorder, **shared)
             if recipe.service
-            else Worker(recipe.model_copy(update={"recorder": recorder}), model=recipe.model, **shared)
+            else make_worker(recipe.model_copy(update={"recorder": recorder}), model=recipe.model, **shared)
         )
         # those that are refused were named when the recipe was read
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
@@ -248,7 +249,7 @@ class OnlineTraces(Source):
         ahead = Ahead(flow, self._open_schedule, group_of=self._group, finished=self._finished.of, show=show)
         return self._beside.enter_context(ahead)
 
-    def _open_schedule(self, advance: Advance) -> Schedule | RemoteSchedule:
+    def _open_schedule(self, advance: Advance) -> GroupSchedule | RemoteSchedule:
         share = 0.0 if self._recipe.evaluation is None else self._recipe.evaluation.share
         return self._worker.schedule(advance, share=share)
 

@@ -151,14 +151,18 @@ class Recipe(RolloutConfig):
         return self.grpo.get("routing") == "recorded"
 
 
-def load_recipe(path: Path) -> Recipe:
-    """Read a recipe from a TOML file, with paths made absolute. Raises `InputError`."""
+def load_recipe(path: Path, ray: str | None = None) -> Recipe:
+    """Read a recipe from a TOML file, with paths made absolute, and with another `ray`. Raises `InputError`."""
     recipe = load_toml(path, Recipe)
+    recipe = recipe if ray is None else recipe.model_copy(update={"ray": ray})
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     require_options(recipe.recorder, f"{path}: recorder.")
-    if recipe.service is not None and recipe.evaluation is not None:
-        raise InputError(f"{path}: service = {recipe.service!r} runs no [evaluation]: remove one of them")
+    if recipe.service is not None and recipe.ray is not None:
+        raise InputError(f"{path}: service and ray: the service has the sessions: give --ray to `rolltap service`")
+    if recipe.evaluation is not None and (where := recipe.service or recipe.ray):
+        key = "service" if recipe.service else "ray"
+        raise InputError(f"{path}: {key} = {where!r} runs no [evaluation]: remove one of them")
     if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
         what = 'container_engine and container_arguments are for runtime = "container"'
         raise InputError(f'{path}: {what}, not "{recipe.runtime}"')

@@ -1,0 +1,83 @@
+"""A Ray cluster of nodes on this machine, and an engine that holds its replies until it is released."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.scripted_engine import Say, ScriptedEngine
+
+SLOTS = 8
+"""Sessions that run at once on a node."""
+
+
+class Nodes:
+    """A cluster. The first node has no slots for sessions: it is the driver's."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_timeout_ms": 5000}
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20, "_system_config": health}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address, self.added = self.cluster.address, []
+
+    def add(self, slots=SLOTS):
+        """Add a node that runs so many sessions at once."""
+        node = self.cluster.add_node(num_cpus=1, resources={"rolltap": slots}, object_store_memory=80 << 20)
+        self.added.append(node)
+        return node
+
+    def kill(self, node):
+        """Kill a node with all that runs on it, as a machine that loses its power."""
+        self.cluster.remove_node(node, allow_graceful=False)
+        self.added.remove(node)
+
+
+@pytest.fixture(scope="module")
+def temporary():
+    """Let nodes have their folders where the tests see what they leave. Its path is short: sockets lie in it."""
+    with (
+        TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def head(temporary):
+    import ray
+
+    made = Nodes()
+    yield made
+    ray.shutdown()
+    made.cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(head):
+    yield head
+    for node in head.added:
+        head.cluster.remove_node(node)
+    head.added.clear()
+
+
+@pytest.fixture
+def engine(tokenizer):
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say("good.")
+        yield engine
+
+
+def processes_below(folder):
+    """Return process id -> command line, of the processes that name a folder, Ray's own aside."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in line and "/ray/" not in line:
+                found[int(pid)] = line
+    return found

@@ -1,0 +1,79 @@
+"""The rows of a node's run reach the run of the driver once each, whatever is killed in between."""
+
+import pytest
+
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Event
+from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+from rolltap.trainer.fleet.messages import Failure, Package
+from rolltap.trainer.fleet.node import Shard
+from rolltap.trainer.fleet.writer import Writer
+from rolltap.trainer.rollouts.resume import started_event
+from tests.factories import make_call, make_session, write_run
+
+
+@pytest.fixture
+def node(tmp_path):
+    return write_run(tmp_path / "node", recorders=[{"name": "a"}], engines={"http://e": {"model": "m"}})
+
+
+async def sent(shard, node, writer, again=False):
+    """Send what is new of a node's run, and return the names of the tables."""
+    package = Package(shard.new(), read_metadata(node), {"s-0.log": b"out"})
+    assert await writer.append(package, again) is None
+    return [table for table, _ in package.tables]
+
+
+def ids(run, table):
+    return sorted(str(row["call_id"] if table == "calls" else row["session_id"]) for row in read_rows(run, table))
+
+
+async def test_rows_are_sent_once_a_session_after_its_calls_and_compaction_sends_none_again(node, tmp_path):
+    shard, writer, run = Shard(node), Writer(tmp_path / "run"), tmp_path / "run"
+    with RunWriter(node) as recorder:
+        for number in range(3):
+            recorder.add_call(make_call(call_id=f"c{number}", session_id=f"s-{number % 2}"))
+        assert await sent(shard, node, writer) == ["calls"]
+        recorder.add_call(make_call(call_id="c3", session_id="s-0"))
+        recorder.add_event(Event(kind="refused"))
+        recorder.add_session(make_session("s-0"))
+        assert await sent(shard, node, writer) == ["calls", "events", "sessions"]
+    before = run_files(node, "calls")[0].stat().st_ino
+    with RunWriter(node) as recorder:
+        recorder.add_call(make_call(call_id="c4", session_id="s-1"))
+        assert await sent(shard, node, writer) == ["calls"]  # the earlier segment was compacted
+    assert run_files(node, "calls")[0].stat().st_ino == before
+    assert ids(run, "calls") == ["c0", "c1", "c2", "c3", "c4"]
+    assert ids(run, "sessions") == ["s-0"]
+    assert len(list(read_rows(run, "events"))) == 1
+    assert read_metadata(run)["engines"] == {"http://e": {"model": "m"}}
+    assert (run / "logs" / "s-0.log").read_text() == "out"
+
+
+async def test_what_an_earlier_driver_had_written_before_it_was_killed_is_not_written_twice(node, tmp_path):
+    run = tmp_path / "run"
+    with RunWriter(node) as recorder:
+        recorder.add_call(make_call(call_id="c0", session_id="s-0"))
+        await sent(Shard(node), node, Writer(run))
+        recorder.add_call(make_call(call_id="c1", session_id="s-0"))
+        recorder.add_session(make_session("s-0"))
+    await sent(Shard(node), node, Writer(run), again=True)
+    assert ids(run, "calls") == ["c0", "c1"]
+    assert ids(run, "sessions") == ["s-0"]
+
+
+async def test_sessions_that_no_node_holds_get_a_row_and_others_do_not(tmp_path):
+    begun = [started_event(make_session(f"g-{number}")) for number in range(3)]
+    run = write_run(tmp_path / "run", *begun, make_session("g-2"))
+    lost = await Writer(run).end_lost({"g-1"}, "node b is gone")
+    assert [(session.session_id, session.status, session.error) for session in lost] == [
+        ("g-0", "infrastructure", "node b is gone")
+    ]
+    assert ids(run, "sessions") == ["g-0", "g-2"]
+
+
+async def test_another_tokenizer_is_a_failure_of_the_writer(node, tmp_path):
+    run = write_run(tmp_path / "run", tokenizer_sha256="other")
+    failure = await Writer(run).append(Package([], read_metadata(node), {}), False)
+    assert isinstance(failure, Failure)
+    assert (failure.kind, "another tokenizer" in failure.message) == ("RunError", True)

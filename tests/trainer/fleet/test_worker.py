@@ -1,0 +1,212 @@
+"""A fleet of Ray nodes on one machine, with real recorders: nodes and drivers die, and the run is whole."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import rolltap
+from rolltap.addons.errors import InputError
+from rolltap.trainer.rollouts.resume import place_of
+from tests.scripted_engine import Say
+from tests.trainer.cli.program import ROLLTAP
+from tests.trainer.fleet.conftest import SLOTS, processes_below
+from tests.trainer.service.served import GOOD, program, serving
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+GROUPS, SESSIONS = 8, 8
+TASKS = [rolltap.Task(id=f"task-{number}", instruction="go", evaluate=GOOD) for number in range(GROUPS)]
+
+
+class Gate:
+    """Replies that wait from a number of requests on, until the block ends or the gate is opened."""
+
+    def __init__(self, engine, first):
+        self._asked, self._lock = 0, threading.Lock()
+        self.reached, self._engine = threading.Event(), engine
+        self._first, self._open = first, False
+        engine.otherwise = self.reply
+
+    def reply(self, request):
+        with self._lock:
+            self._asked += 1
+            if self._asked > self._first:
+                self.reached.set()
+        return Say("good.", hold_after=None if self._open or self._asked <= self._first else 1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.open()
+
+    def open(self):
+        self._open = True
+        self._engine.release()
+
+
+def roll_out(cluster, engine, tokenizer_folder, folder, tasks=TASKS, **settings):
+    settings = {"sessions": SESSIONS, "concurrency": SLOTS, "progress": False, **settings}
+    return rolltap.rollout(
+        tasks,
+        harness=program(folder),
+        engine=engine.url,
+        model=tokenizer_folder,
+        out=folder / "run",
+        ray=cluster.address,
+        **settings,
+    )
+
+
+def assert_whole(run, groups=GROUPS, sessions=SESSIONS):
+    """Every place of every group has a session with a reward, no row is damaged or twice, and the ledger is exact."""
+    rows = run.sessions()
+    assert len({row.session_id for row in rows}) == len(rows)
+    rewarded = Counter(row.group_id for row in rows if row.reward is not None)
+    told = [(row.session_id, row.status, row.error) for row in rows]
+    assert list(rewarded.values()) == [sessions] * groups, told
+    assert len({place_of(row.session_id) for row in rows}) == groups * sessions
+    lost = {row.session_id for row in rows if row.status == "infrastructure"}
+    for finding in rolltap.verify_run(run.path).findings:  # a call that ran when its node died
+        assert finding.grade == "notice", finding
+        assert finding.where.removeprefix("session ").partition(",")[0] in lost
+    calls = [call for calls in run.calls.values() for call in calls]
+    assert len({call.call_id for call in calls}) == len(calls)
+    ledger = run.summary().ledger
+    assert ledger.sampled == sum(len(call.completion_ids or []) for call in calls)
+    assert ledger.sampled == ledger.trained + sum(ledger.left_out.values())
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_a_node_dies_and_another_comes_and_every_group_is_complete(
+    cluster, engine, tokenizer_folder, tmp_path, temporary, number
+):
+    first, *_ = [cluster.add() for _ in range(number)]
+    with ThreadPoolExecutor(1) as pool, Gate(engine, first=SLOTS * number) as gate:
+        running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path)
+        assert gate.reached.wait(120)
+        cluster.kill(first)
+        cluster.add()
+        gate.open()
+        run = running.result(timeout=300)
+    assert_whole(run)
+    lost = [row for row in run.sessions() if row.status == "infrastructure"]
+    assert 1 <= len(lost) <= SLOTS
+    assert all("is gone" in row.error for row in lost)
+    assert processes_below(temporary) == {}
+
+
+def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
+    cluster, engine, tokenizer_folder, tmp_path, temporary
+):
+    cluster.add()
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(f"{task.model_dump_json(exclude_defaults=True)}\n" for task in TASKS[:2]))
+    gate = Gate(engine, first=3)
+    command = [ROLLTAP, "rollout", tasks, "--harness", program(tmp_path), "--engine", engine.url, "--json"]
+    command += ["--model", tokenizer_folder, "--out", tmp_path / "run", "--ray", cluster.address, "-n", "4"]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    assert gate.reached.wait(120)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    (node,) = status(cluster)
+    assert (node["slots"], node["error"]) == (SLOTS, "")
+    assert 5 <= node["phases"]["running"] <= 8
+    gate.open()
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["sessions"] == {"completed": 8}
+    run = rolltap.open_run(tmp_path / "run")
+    assert_whole(run, groups=2, sessions=4)
+    assert len(engine.requests) == 8  # none was run twice
+    assert processes_below(temporary) == {}
+    assert status(cluster) == []
+
+
+@pytest.mark.deep  # the short suite has a rollout that is killed, above
+def test_a_service_that_is_killed_goes_on_with_the_sessions_that_run(
+    cluster, engine, tokenizer_folder, tmp_path, temporary
+):
+    cluster.add()
+    with Gate(engine, first=0) as gate:
+        arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--ray", cluster.address
+        with serving(*arguments) as service:
+            assert service.submit(id="a", sessions=6).status_code == 201
+            assert gate.reached.wait(120)
+            told = ""
+            for _ in range(1000):  # a node's counts come with its next report
+                if 'phase="running"} 6.0' in (told := service.client.get("/metrics").text):
+                    break
+            assert re.search(r'rolltap_node_sessions\{node="\S+/\w{8}",phase="running"\} 6.0', told), told
+            service.kill()
+            service.start()
+            gate.open()
+            events = [(kind, data.get("session_id")) for _, kind, data in service.events_of("a")]
+            assert service.stop() == 130
+    kinds = Counter(kind for kind, _ in events)
+    assert kinds == {"accepted": 1, "session": 6, "ended": 1}
+    assert len({name for kind, name in events if kind == "session"}) == 6
+    assert_whole(rolltap.open_run(tmp_path / "run"), groups=1, sessions=6)
+    assert len(engine.requests) == 6
+    assert processes_below(temporary) == {}
+
+
+def status(cluster):
+    """Return what `rolltap fleet status` prints."""
+    told = subprocess.run(
+        [ROLLTAP, "fleet", "status", "--ray", cluster.address, "--json"], capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)
+
+
+def test_a_recorder_that_dies_costs_its_node_and_the_others_run_its_sessions(
+    cluster, engine, tokenizer_folder, tmp_path, temporary
+):
+    cluster.add()
+    cluster.add()
+    with ThreadPoolExecutor(1) as pool, Gate(engine, first=4) as gate:
+        running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path, TASKS[:2])
+        assert gate.reached.wait(120)
+        os.kill(recorders(temporary)[0], signal.SIGKILL)
+        gate.open()
+        run = running.result(timeout=300)
+    assert_whole(run, groups=2)
+    assert any("died with status" in (row.error or "") or row.status != "completed" for row in run.sessions())
+
+
+def recorders(folder):
+    """Return the process ids of the recorders that record below a folder."""
+    return [pid for pid, line in processes_below(folder).items() if re.match(r"\S*python\S* \S*mitmdump ", line)]
+
+
+def test_a_node_without_the_program_is_named_before_a_session_runs(
+    cluster, engine, tokenizer_folder, tmp_path, monkeypatch
+):
+    cluster.add()
+    harness = tmp_path / "harness.toml"
+    harness.write_text('name = "own"\nprogram = "only-on-the-driver"\nheadless = []\n')
+    with pytest.raises(InputError, match=r"node \S+/\w{8}: 'only-on-the-driver' is not on the PATH"):
+        rolltap.rollout(
+            TASKS, harness=harness, engine=engine.url, model=tokenizer_folder, out=tmp_path / "run", ray=cluster.address
+        )
+    assert engine.requests == []
+
+
+def test_a_cluster_that_does_not_answer_is_refused(engine, tokenizer_folder, tmp_path):
+    with pytest.raises(InputError, match=r"--ray 127.0.0.1:9: .* give the address of a cluster"):
+        rolltap.rollout(
+            TASKS,
+            harness=program(tmp_path),
+            engine=engine.url,
+            model=tokenizer_folder,
+            out=tmp_path / "run",
+            ray="127.0.0.1:9",
+        )

@@ -1,0 +1,38 @@
+"""`rolltap fleet`: the nodes of runs on a Ray cluster."""
+
+import json
+import sys
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from rolltap.rollouts import fleet_status
+from rolltap.trainer.cli.options import json_option
+
+
+@click.group("fleet")
+def fleet_group() -> None:
+    """See the nodes that run sessions on a Ray cluster."""
+
+
+@fleet_group.command("status")
+@click.option("--ray", "address", default="auto", show_default=True, help="Address of the cluster, as of `rollout`.")
+@json_option
+def status_command(address: str, as_json: bool) -> None:
+    """Show the nodes of all runs on a cluster: slots, sessions by phase, the last error.
+
+    Exit status 1: a node has failed, or does not answer.
+    """
+    nodes = fleet_status(address)
+    if as_json:
+        click.echo(json.dumps(nodes))
+    else:
+        table = Table("run", "node", "slots", "groups", "sessions", "engine", "asked", "error")
+        for node in nodes:
+            phases = ", ".join(f"{number} {phase}" for phase, number in node.get("phases", {}).items())
+            asked = f"{node['asked_seconds_ago']:.0f} s ago" if "asked_seconds_ago" in node else ""
+            cells = [node["run"], node["node"], node.get("slots", ""), node.get("groups", ""), phases]
+            table.add_row(*map(str, [*cells, node.get("engine", ""), asked, node["error"]]))
+        Console(soft_wrap=True).print(table)
+    sys.exit(1 if any(node["error"] for node in nodes) else 0)

@@ -1,0 +1,1 @@
+"""A fleet: sessions on the nodes of a Ray cluster, recorded into one run."""

@@ -1,0 +1,129 @@
+"""A worker whose sessions run on the nodes of a Ray cluster, and are recorded into the run folder of this machine.
+
+    driver   the process of `rolltap rollout`, `train` or `service`: gives groups to nodes, reads outcomes
+    node     one actor a machine: a worker with its recorder and runtimes; its rows go to a folder there
+    writer   an actor beside the driver: appends the nodes' rows to the run, so that tokens do not pass the driver
+
+Every node that has the Ray resource `rolltap` is used, with as many slots as it has of it; if none has, all are, with
+`concurrency` slots each. Nodes may join and leave while sessions run. An engine at a loopback address is each node's
+own; others are dealt out to the nodes, so that the sessions of a group share a prefix cache.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rolltap.addons.engine.policy import PolicyFile
+from rolltap.addons.errors import InputError
+from rolltap.addons.store.records import Session
+from rolltap.trainer.concurrency import run_blocking
+from rolltap.trainer.console import Advance
+from rolltap.trainer.fleet.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
+from rolltap.trainer.fleet.fleet import Fleet
+from rolltap.trainer.fleet.messages import Setup
+from rolltap.trainer.fleet.schedule import FleetSchedule
+from rolltap.trainer.rollouts.config import RolloutConfig
+from rolltap.trainer.rollouts.mitmdump import rollout_lock
+from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.runtimes.runtime import Runtime
+from rolltap.trainer.rollouts.schedule import Evaluation, OnEnd
+from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.tasks.task import Task
+
+
+class FleetWorker(Worker):
+    """Runs groups on the nodes of the cluster `config.ray`: the methods of `Worker`, which raise the same.
+
+    `fit` connects to the cluster and raises `InputError` for nodes that differ, with the node's name. Entering starts
+    an actor on each node, or finds those that an earlier driver left, and takes up what they have.
+    """
+
+    def __init__(self, config: RolloutConfig, *, runtime: Runtime | None = None, **how: Any) -> None:
+        if runtime is not None:
+            raise InputError("a runtime that you made cannot be sent to the nodes of --ray: give its name")
+        super().__init__(config, **how)
+        setup = Setup(config, self.harness, self.recorder.engine, self.recorder.model)
+        self._fleet = Fleet(config.ray or "", self.recorder.path, setup)
+
+    def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
+        """Return the tasks as the nodes run them, after a comparison of the nodes."""
+        self._fleet.connect()
+        own, asked = Machine(*machine_reader()()), time.time()
+        machines = self._fleet.everywhere(machine_reader(), lambda _: ())
+        require_alike_machines(own, asked, {name: Machine(*machine) for name, machine in machines.items()})
+        files = (self.recorder.path.absolute(), *(path.absolute() for path in private))
+        self._fleet.setup = replace(self._fleet.setup, private=files)  # a node may see them on a shared disk
+        return self._examine(tasks, build=False)
+
+    async def build(self, tasks: Sequence[Task]) -> list[Task]:
+        """Build the images of tasks on every node, and return the tasks."""
+        if any(task.build for task in tasks):
+            return await asyncio.to_thread(self._examine, tasks, build=True)
+        return list(tasks)
+
+    def _examine(self, tasks: Sequence[Task], *, build: bool) -> list[Task]:
+        policy = PolicyFile(self.recorder.path).read().version
+        setup = self._fleet.setup
+        nodes = self._fleet.everywhere(examine, lambda name: (name, setup, tasks, policy, build))
+        self._fleet.found, self._fleet.tasks = require_alike(nodes), tasks
+        return self._fleet.found.tasks
+
+    def weights(self, say: Callable[[str], None]) -> str:
+        """Tell `say` what the engines serve, as the nodes see them; `keys` has their weights."""
+        for line in self._fleet.found.engines:
+            say(line)
+        return ""
+
+    async def keys(self, tasks: Sequence[Task], weights: str) -> list[dict[str, str]]:
+        """Return the parts of each task's key, as the nodes have it."""
+        return [self._fleet.found.keys[task.id] for task in tasks]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Task id -> its digest."""
+        return self._fleet.found.digests
+
+    def silent(self) -> Collection[str]:
+        """Return no engine: the nodes watch theirs."""
+        return ()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(rollout_lock(self.recorder.path))
+            self._fleet.connect()
+            run_blocking(self._fleet.open())
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._cleanup:
+            run_blocking(self._fleet.close())
+
+    def schedule(self, advance: Advance, *, ended: OnEnd = lambda *_: None, **_: Any) -> FleetSchedule:
+        """Return a schedule of sessions on the nodes, each of which has one slot for groups that evaluate."""
+        return FleetSchedule(self._fleet, advance, ended)
+
+    async def run(
+        self,
+        groups: Sequence[Group],
+        *,
+        policy_version: str | None = None,
+        advance: Advance = lambda *_: None,
+        evaluation: Evaluation | None = None,
+    ) -> list[Session]:
+        """Run the sessions of groups, and return them, all attempts."""
+        async with self.schedule(advance) as schedule:
+            results = [await schedule.submit(group, policy_version) for group in groups]
+            return [session for result in results for session in await result]
+
+
+def make_worker(config: RolloutConfig, **how: Any) -> Worker:
+    """Return the worker of a configuration, with its keywords: here, or with `ray` on the nodes of a cluster."""
+    return FleetWorker(config, **how) if config.ray else Worker(config, **how)

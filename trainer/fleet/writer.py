@@ -1,0 +1,61 @@
+"""The writer of a fleet's run: an actor beside the driver, so that tokens do not pass through the driver."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from rolltap.addons.store.metadata import add_engine, add_recorder, write_metadata
+from rolltap.addons.store.records import DIGEST, Session, utc_now
+from rolltap.addons.store.tables import RunWriter, read_batches
+from rolltap.trainer.fleet.messages import Package, recorded
+from rolltap.trainer.rollouts.resume import interrupted_sessions, place_of
+
+
+class Writer:
+    """Appends what nodes report to the run folder. Every method returns a `Failure` in place of raising."""
+
+    def __init__(self, run: str) -> None:
+        self.name = "of the driver"
+        self._run = Path(run)
+        self._writer = RunWriter(self._run)
+
+    @recorded
+    async def append(self, package: Package, again: bool) -> None:
+        """Write a package. With `again`, rows that the run has already are left out."""
+        metadata = dict(package.metadata)
+        recorders, engines = metadata.pop("recorders", []), metadata.pop("engines", {})
+        write_metadata(self._run, metadata)
+        for recorder in recorders:
+            add_recorder(self._run, recorder)
+        for url, engine in engines.items():
+            add_engine(self._run, url, engine)
+        (self._run / "logs").mkdir(exist_ok=True)
+        for name, text in package.logs.items():
+            (self._run / "logs" / name).write_bytes(text)
+        for table, stream in package.tables:
+            batches = list(pa.ipc.open_stream(stream))
+            for batch in self._unknown(table, batches) if again else batches:
+                self._writer.add_batch(table, batch)
+        self._writer.end_session()
+
+    @recorded
+    async def end_lost(self, held: Collection[str], why: str) -> list[Session]:
+        """Give a row `infrastructure` to sessions that began and whose places no node holds, and return them."""
+        lost = [each for each in interrupted_sessions(self._run) if place_of(each.session_id) not in held]
+        for session in lost:
+            session.status, session.error, session.finished_at = "infrastructure", why, utc_now()
+            self._writer.add_session(session)
+        return lost
+
+    @recorded
+    async def close(self) -> None:
+        """Close the run's files."""
+        self._writer.close()
+
+    def _unknown(self, table: str, batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        known = {digest for batch in read_batches(self._run, table) for digest in batch.column(DIGEST).to_pylist()}
+        for batch in batches:
+            new = [digest not in known for digest in batch.column(DIGEST).to_pylist()]
+            if any(new):
+                yield batch.filter(pa.array(new))
