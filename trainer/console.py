@@ -1,6 +1,11 @@
-"""Output of commands: progress of long work, and which process of a launcher prints. Needs no torch."""
+"""Output of commands: progress of long work. The processes of a launcher, of which the first one prints.
 
+Needs no torch.
+"""
+
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +21,8 @@ ASK_SECONDS = 5.0
 """Seconds between two questions whether the engines answer."""
 SAY_SECONDS = 30.0
 """Longest time without a line."""
+_PR_SET_PDEATHSIG = 1
+"""See prctl(2)."""
 
 
 def plain_console(*, quiet: bool = False) -> Console:
@@ -105,6 +112,17 @@ def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool =
 def processes_started() -> int:
     """Return the number of training processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def nodes_started() -> int:
+    """Return the number of machines on which the launcher started them."""
+    return processes_started() // int(os.environ.get("LOCAL_WORLD_SIZE", processes_started()))
+
+
+def end_with_launcher() -> None:
+    """Let this process end when its launcher does, which may be killed. The first one alone has something to tidy."""
+    number = signal.SIGTERM if runs_first() else signal.SIGKILL
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def runs_first() -> bool:

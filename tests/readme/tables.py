@@ -9,6 +9,10 @@ SKIPPED = {
     "recipes/gpu/check.sh": "takes minutes; tests/recipes/test_gpu.py runs its small form",
     "python recipes/swe/mini/make.py runs/mini": "tests/recipes/test_swe_mini.py runs these tasks in more ways",
     "CUDA_VISIBLE_DEVICES=0 rolltap serve Qwen/Qwen3-4B --port 8000 --lora-rank 16 &": "needs four GPUs",
+    "HEAD=$(hostname) NODE=0": "needs two nodes; tests/trainer/training/test_nodes.py trains so on one machine",
+    "TRAINERS=2 MODEL=models/Qwen3-8B sbatch --nodes=4 recipes/slurm/train.sbatch recipe.toml --out runs/grpo": (
+        "needs Slurm; tests/recipes/test_slurm.py runs the files with stand-ins"
+    ),
     "rolltap train recipe.toml --from runs/first --out runs/offline": (
         "the shortened rollout has one session a task, and so no group to compare"
     ),

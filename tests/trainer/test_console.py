@@ -1,5 +1,8 @@
 """Progress of work that takes hours, and of the engines that it needs."""
 
+import os
+import subprocess
+import sys
 from io import StringIO
 from threading import Event
 
@@ -7,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rolltap.trainer import console
-from rolltap.trainer.console import SAY_SECONDS, Watch, watched
+from rolltap.trainer.console import SAY_SECONDS, Watch, nodes_started, watched
 
 URL = "http://e"
 
@@ -85,3 +88,34 @@ def test_without_a_bar_there_are_lines(monkeypatch, terminal, bar, lines):
         while lines and not written.getvalue().endswith(" s\n"):
             Event().wait(0.001)
     assert (f"the engine at {URL} has not answered for 0 s\n" in written.getvalue()) == lines
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes"), [({}, 1), ({"WORLD_SIZE": 8}, 1), ({"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4}, 2)]
+)
+def test_the_launcher_says_on_how_many_nodes_it_started(monkeypatch, variables, nodes):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    assert nodes_started() == nodes
+
+
+WAITING = """
+import signal
+from rolltap.trainer.console import end_with_launcher
+signal.signal(signal.SIGALRM, lambda *_: print("left", flush=True))
+signal.alarm(60)
+end_with_launcher()
+print("ready", flush=True)
+signal.pause()
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_ends_with_a_launcher_that_is_killed(rank):
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": str(rank)}
+    command = [sys.executable, "-c", LAUNCHER, WAITING]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "ready\n"
+        launcher.kill()
+        assert launcher.stdout.read() == ""

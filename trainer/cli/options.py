@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 import rolltap
+from rolltap.trainer.console import runs_first
 from rolltap.types import Budget, RolloutConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -31,8 +32,9 @@ class OutFolder(click.Path):
 _KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
 FOLDER = click.Path(path_type=Path, file_okay=False)
 OUT = OutFolder(path_type=Path, file_okay=False, writable=True)
-RUN = click.Path(path_type=Path, file_okay=False, exists=True)
-FILE = click.Path(path_type=Path, dir_okay=False, exists=True)
+_READS = runs_first()  # the other processes of a launcher, on whatever machines, get what the first one has read
+RUN = click.Path(path_type=Path, file_okay=False, exists=_READS)
+FILE = click.Path(path_type=Path, dir_okay=False, exists=_READS)
 
 new_folder_option = click.option("--out", type=OUT, required=True, help="The folder to write. It must be new or empty.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")

@@ -148,7 +148,7 @@ def train_command(
     """Record, train, publish and repeat, as a RECIPE says.
 
     The new weights are published to the running engines, which sample the next sessions. torchrun and accelerate
-    launch start several training processes: torchrun --standalone --nproc-per-node 4 -m rolltap train ...
+    launch start several training processes, on one node or several: --dry-run prints the lines of each node.
 
     With --from, nothing is recorded and published: the groups of the recorded runs are trained on.
 

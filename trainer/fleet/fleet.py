@@ -66,7 +66,7 @@ class Fleet:
         self.setup = setup
         self.tasks: Sequence[Task] = ()
         self.found: Examined
-        """What the nodes found of the tasks."""
+        """Findings of the nodes on the tasks, by which a newcomer is compared."""
         self._address, self._run = address, run
         self._rest: dict[str, float] = {}
         """Node that failed -> the time at which it is tried again."""
@@ -171,7 +171,8 @@ class Fleet:
         """Wait for a node's next report, and write its rows."""
         report: Report = await self.ask(member, "poll", member.number, self.policy())
         if report.package is not None:
-            await self.write("append", report.package, member.again)
+            again, member.again = member.again, True  # a write that is cancelled may have been done
+            await self.write("append", report.package, again)
         member.number, member.again, member.report, member.seen = report.number, False, report, time.monotonic()
         return report
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """What went wrong on a node. `kind` is the name of an error of rolltap's, or `OSError`; `session` may be empty."""
+    """An error on a node. `kind` is the name of an error of rolltap's, or `OSError`; `session` may be empty."""
 
     kind: str
     node: str
@@ -95,7 +95,7 @@ class Package:
 
 
 class Report(NamedTuple):
-    """What is new on a node since the report before it. It is given again until its number is acknowledged.
+    """News of a node since its report before. It is given again until its number is acknowledged.
 
     `package` is a reference to a `Package`, or None. `ended` are sessions that have rows in it or an earlier one, with
     the seconds for which they were judged; `closed` are groups of which nothing is left.

@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     """Sessions of a group that one node runs; after a loss, or a restart, a group may have several."""
 
     order: tuple[bool, int, int]
-    """Those that evaluate come first, then those of a higher priority, then the older ones."""
+    """Pieces that evaluate come first, then those of a higher priority, then the older ones."""
     group_id: str
     session_ids: tuple[str, ...]
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -56,6 +56,8 @@ class FleetSchedule:
         self._tally = Tally()
         self._groups: dict[str, _Given] = {}
         self._tasks = asyncio.TaskGroup()
+        self._early: defaultdict[str, list[tuple[Session, float]]] = defaultdict(list)
+        """Group that was not submitted yet -> its sessions that ended, of an earlier driver."""
         self._watching: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -106,6 +108,10 @@ class FleetSchedule:
         self._groups[group.group_id] = given
         self._tally.expect(group.task.id, len(group.session_ids))
         held = [name for piece in self._placement.pieces(group.group_id) for name in piece.session_ids]
+        for session, judged in self._early.pop(group.group_id, []):
+            if not not_held([session.session_id], group.session_ids):  # others ended before the caller looked
+                held.append(session.session_id)
+                self._end(session, judged)
         if missing := not_held(group.session_ids, held):
             self._placement.submit(group.group_id, missing, evaluates=evaluates, priority=priority)
         self._end_if_over(given)
@@ -235,9 +241,12 @@ class FleetSchedule:
 
     def _end(self, session: Session, judged: float) -> None:
         """Note a session of a group of this schedule, which has its row."""
-        if (given := self._groups.get(session.group_id or "")) is not None:
-            given.ended.append(session)
+        group_id = session.group_id or ""
+        if group_id in self._groups:
+            self._groups[group_id].ended.append(session)
             self._note(session, judged)
+        else:
+            self._early[group_id].append((session, judged))
 
     def _end_if_over(self, given: _Given) -> None:
         """End a group of which nothing waits or runs."""

@@ -19,7 +19,7 @@ from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, check_type
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import Machine, Recipe
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""
@@ -83,20 +83,18 @@ SAVE_TOTAL_LIMIT = 2
 """Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
 
 
-def check_arguments(recipe: Recipe, processes: int = 1, urls: int | None = None) -> None:
+def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = None, nodes: int | None = None) -> None:
     """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with, and for
-    other numbers of training `processes` and engine `urls` (None without engines) than the table [machine] gives."""
-    given = {} if recipe.machine is None else recipe.machine.model_dump(exclude_unset=True)
-    if (declared := given.get("processes", processes)) != processes:
-        raise InputError(
-            f"machine.processes is {declared}, but the number of training processes is {processes}: start them with "
-            f"`torchrun --nproc-per-node {declared} -m rolltap train ...`, or change the recipe"
-        )
-    if urls is not None and (engines := given.get("engines", urls)) != urls:
-        raise InputError(
-            f"machine.engines is {engines}, but the number of engine URLs is {urls}: give --engine as many, separated "
-            "by commas, or change the recipe"
-        )
+    other numbers than the table [machine] gives. A number is None where there are no engines, or no start."""
+    machine = recipe.machine or Machine()
+    each, uneven = divmod(machine.processes, machine.nodes)
+    if uneven:
+        raise InputError(f"processes = {machine.processes} is no multiple of nodes = {machine.nodes}: change [machine]")
+    run = f"start with `torchrun --nnodes {machine.nodes} --nproc-per-node {each} -m rolltap train ...`"
+    urls = "give --engine as many URLs, separated by commas"
+    for key, number, fix in (("nodes", nodes, run), ("processes", processes, run), ("engines", engines, urls)):
+        if number is not None and key in machine.model_fields_set and number != (given := getattr(machine, key)):
+            raise InputError(f"machine.{key} is {given}, but there are {number}: {fix}, or change the recipe")
     args = training_arguments(recipe, Path("run"), 0)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     add_adapter(recipe, model)

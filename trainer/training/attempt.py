@@ -138,6 +138,12 @@ def claimed_attempt(run: Path, begun: Mapping[str, Any]) -> Iterator[Attempt]:
         yield attempt
 
 
+def require_shared(run: Path, attempt: Attempt) -> None:
+    """Raise `InputError` unless this process, on whatever machine, sees the folder `run` of the attempt."""
+    if not (run / TRAINING_FILE).exists() or f'"{attempt.run}"' not in (run / TRAINING_FILE).read_text():
+        raise InputError(f"{run.absolute()} is not that of the first process: all nodes must share it, under one path")
+
+
 def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
     try:
         with locked(path) as free:

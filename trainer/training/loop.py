@@ -29,14 +29,14 @@ from transformers.utils import logging as transformers_logging
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.console import processes_started
+from rolltap.trainer.console import end_with_launcher, processes_started
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import write_step
 from rolltap.trainer.training import arguments
-from rolltap.trainer.training.attempt import Attempt
-from rolltap.trainer.training.grpo.ranks import initialise, is_main, object_group, on_main, together
+from rolltap.trainer.training.attempt import Attempt, require_shared
+from rolltap.trainer.training.grpo.ranks import is_main, lost, object_group, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.report import Reports
@@ -85,9 +85,9 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
     """
     columns = on_main(source.check)
     args = together(partial(arguments.training_arguments, recipe, run, seed))
-    initialise(args)
     with ExitStack() as stack:
         attempt = on_main(partial(source.claim, stack))
+        together(partial(require_shared, run, attempt))
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
@@ -108,6 +108,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
         trainer.record = partial(write_step, stack.enter_context(RunWriter(run)), attempt.version)
         on_main(partial(source.begin, trainer))
         steps = train_to_end(trainer, console)
+        on_main(reports.draw)
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
         on_main(partial(source.finish, steps))
         if recipe.evaluation is not None:  # the last one comes after the trainer's last log
@@ -120,8 +121,12 @@ def join_processes(recipe: Recipe | None) -> Recipe:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
-        object_group()
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
+            object_group()
+        except RuntimeError as error:
+            raise lost(error) from error
+        end_with_launcher()
         atexit.register(_leave, dist.distributed_c10d._get_default_store(), is_main())
     return on_main(lambda: cast(Recipe, recipe))
 
@@ -153,10 +158,11 @@ def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:
 
 
 def _leave(store: Any, main: bool) -> None:
-    """Wait until the main process has left: a launcher stops it as soon as another one has ended."""
+    """Wait until the main process has left, which a launcher stops as soon as another one has ended; unless this one
+    has left the groups after an error, whose end the main process waits for."""
     with suppress(RuntimeError, KeyboardInterrupt):  # the store has ended with the main process, or the launcher stops
         if main:
             store.set(_LEFT, "")
         until = time.monotonic() + LEAVE_SECONDS
-        while not store.check([_LEFT]) and time.monotonic() < until:
+        while dist.is_initialized() and not store.check([_LEFT]) and time.monotonic() < until:
             time.sleep(0.05)

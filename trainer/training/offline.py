@@ -18,7 +18,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
-from rolltap.trainer.console import processes_started
+from rolltap.trainer.console import nodes_started, processes_started
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
@@ -61,7 +61,7 @@ class RecordedTraces(Source):
         Raises `InputError` for runs that the recipe's model cannot be trained on, and `RunError`.
         """
         recipe = self._recipe
-        check_arguments(recipe, processes_started())
+        check_arguments(recipe, processes_started(), nodes=nodes_started())
         for run in self._runs:
             _require_tokenizer(run, recipe.model)
         self.groups = recorded_groups(self._runs, self._options.rewards)

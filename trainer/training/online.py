@@ -23,15 +23,15 @@ from rolltap.addons.errors import EngineError, InputError, RecorderError, Rollta
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
-from rolltap.trainer.console import Advance, processes_started, watched
+from rolltap.trainer.console import nodes_started, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule
+from rolltap.trainer.rollouts.schedule import Evaluation
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.service.remote import RemoteSchedule, RemoteWorker
+from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
@@ -86,12 +86,10 @@ class OnlineTraces(Source):
         """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and `EngineError`."""
         recipe = self._recipe
         self._engines = Engines(self._engine, keep=recipe.ahead > 0)
-        check_arguments(recipe, processes_started(), len(self._engines.admins))
+        check_arguments(recipe, processes_started(), len(self._engines.admins), nodes=nodes_started())
         if recipe.tasks is None or recipe.harness is None:
             missing = "tasks" if recipe.tasks is None else "harness"
-            raise InputError(
-                f"the recipe has no key {missing!r}: rollouts need it; add it, or train from recorded runs"
-            )
+            raise InputError(f"the recipe has no key {missing!r}: add it for rollouts, or train on recorded runs")
         recorder = recipe.recorder | {"rolltap_sampling": json.dumps(sampling(recipe))}
         recorder |= {"rolltap_routing": "true"} if recipe.replays_routing else {}
         engine = ",".join(engine.url for engine in self._engines.admins)
@@ -245,13 +243,10 @@ class OnlineTraces(Source):
         places = (f"{self._attempt.run}.{n // size * recipe.iterations}.{n % size}" for n in count())
         numbers = (number for number, place in enumerate(places) if place not in over)
         flow = Flow(recipe.ahead, size, recipe.steps, numbers, begun=step * size)
+        schedule = partial(self._worker.schedule, share=recipe.evaluation.share if recipe.evaluation else 0.0)
         show = self._beside.enter_context(watched(self._serving.engines.silent, self._console))
-        ahead = Ahead(flow, self._open_schedule, group_of=self._group, finished=self._finished.of, show=show)
+        ahead = Ahead(flow, schedule, group_of=self._group, finished=self._finished.of, show=show)
         return self._beside.enter_context(ahead)
-
-    def _open_schedule(self, advance: Advance) -> GroupSchedule | RemoteSchedule:
-        share = 0.0 if self._recipe.evaluation is None else self._recipe.evaluation.share
-        return self._worker.schedule(advance, share=share)
 
     def _end_evaluation(self, version: Version) -> None:
         """Wait for the evaluation that runs ahead, and append the metrics of the weights a step before `version`."""

@@ -27,7 +27,9 @@ class Machine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     processes: int = Field(default=1, ge=1)
-    """Training processes, one for each GPU that trains."""
+    """Training processes of all nodes, one for each GPU that trains."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines that train, each with as many of the processes."""
     engines: int = Field(default=1, ge=1)
     """Engines that serve: the number of URLs of `--engine`."""
     gpu_gib: float | None = Field(default=None, gt=0)

@@ -129,7 +129,7 @@ def plot_run(run: Path, title: str) -> None:
 class Reports(TrainerCallback):
     """Reports a training into the folder `run` and on `console` whenever metrics are logged.
 
-    Plots are not drawn if that would take more than `PLOT_SHARE` of the time, but always at the end. One that cannot be
+    Plots are not drawn if that would take more than `PLOT_SHARE` of the time. One that cannot be
     drawn is a warning: the training goes on.
     """
 
@@ -150,11 +150,6 @@ class Reports(TrainerCallback):
         if time.monotonic() >= self._next_plot:
             self.draw()
         self._console.print(step_line(state.global_step, state.max_steps, logs), markup=True)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw the last state."""
-        if state.is_world_process_zero:
-            self.draw()
 
     def draw(self) -> None:
         """Draw what was logged."""

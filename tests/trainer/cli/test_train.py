@@ -109,8 +109,10 @@ class TestStart:
 
     def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
         for table, message in [
-            ("processes = 2", r"machine\.processes is 2, but the number of training processes is 1"),
-            ("engines = 3", r"machine\.engines is 3, but the number of engine URLs is 2"),
+            ("processes = 2", r"machine\.processes is 2, but there are 1: .*--nnodes 1 --nproc-per-node 2 "),
+            ("processes = 4\nnodes = 2", r"machine\.nodes is 2, but there are 1: .*--nnodes 2 --nproc-per-node 2 "),
+            ("processes = 3\nnodes = 2", r"processes = 3 is no multiple of nodes = 2: change \[machine\]"),
+            ("engines = 3", r"machine\.engines is 3, but there are 2: give --engine as many URLs"),
         ]:
             training.recipe(f"{SMALL}[machine]\n{table}\n")
             refused = training.here(monkeypatch)

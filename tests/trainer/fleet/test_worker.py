@@ -70,7 +70,8 @@ def assert_whole(run, groups=GROUPS, sessions=SESSIONS):
     rows = run.sessions()
     assert len({row.session_id for row in rows}) == len(rows)
     rewarded = Counter(row.group_id for row in rows if row.reward is not None)
-    told = [(row.session_id, row.status, row.error) for row in rows]
+    logs = [(run.path / "logs" / f"{row.session_id}.log") for row in rows]
+    told = [log.read_text() for log in logs if log.exists()]
     assert list(rewarded.values()) == [sessions] * groups, told
     assert len({place_of(row.session_id) for row in rows}) == groups * sessions
     lost = {row.session_id for row in rows if row.status == "infrastructure"}

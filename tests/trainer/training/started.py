@@ -19,6 +19,7 @@ from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.training import report
+from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
 
@@ -38,6 +39,22 @@ class RecorderWithChild(FakeRecorder):
 def second_dies(folder: Path) -> None:
     """Let the second process be killed while the first one rolls out."""
     _in_second_rollout(lambda: os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL))
+
+
+def second_launcher_is_killed(folder: Path) -> None:
+    """Let the second process's launcher be killed before the second step. The process waits to be killed too, and after
+    a minute goes on."""
+    step = TraceGRPOTrainer.training_step
+
+    def waiting(trainer: Any, *args: Any) -> Any:
+        if trainer.state.global_step == 1 and os.environ["RANK"] == "1":
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.alarm(60)
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+        return step(trainer, *args)
+
+    TraceGRPOTrainer.training_step = waiting
 
 
 def first_is_stopped(folder: Path) -> None:
@@ -63,7 +80,8 @@ def _in_second_rollout(act: Callable[[], None]) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
-    function.__name__: function for function in (second_dies, first_is_stopped, publish_is_refused)
+    function.__name__: function
+    for function in (second_dies, second_launcher_is_killed, first_is_stopped, publish_is_refused)
 }
 
 

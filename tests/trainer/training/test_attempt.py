@@ -20,6 +20,7 @@ from rolltap.trainer.training.attempt import (
     begun_online,
     claimed_attempt,
     require_same,
+    require_shared,
 )
 from rolltap.trainer.training.recipe import HeldOut, Machine, Recipe
 
@@ -40,6 +41,15 @@ def test_the_run_keeps_its_name_and_every_start_has_a_number_of_its_own(tmp_path
     assert str(second.version(7)) == f"{first.run}.7.1"
     file = json.loads((tmp_path / "run" / TRAINING_FILE).read_text())
     assert file == {"run": first.run, "starts": 3, "begun": BEGUN}
+
+
+def test_a_machine_that_does_not_see_the_folder_of_an_attempt_is_told_its_path(tmp_path):
+    attempt = start(tmp_path / "run")
+    require_shared(tmp_path / "run", attempt)
+    start(tmp_path / "another")
+    for name in ("another", "nothing"):
+        with pytest.raises(InputError, match=rf"{name} is not that of the first process: all nodes must share it"):
+            require_shared(tmp_path / name, attempt)
 
 
 @pytest.mark.parametrize(("killed_before", "next_number"), [("rename", 1), ("block", 2)])

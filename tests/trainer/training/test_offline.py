@@ -292,7 +292,7 @@ def test_from_and_an_engine_exclude_each_other(tmp_path, run, write_recipe):
 
 
 def test_a_recipe_without_tasks_cannot_roll_out(tmp_path, write_recipe):
-    with pytest.raises(InputError, match="the recipe has no key 'tasks': rollouts need it"):
+    with pytest.raises(InputError, match="the recipe has no key 'tasks': add it for rollouts"):
         rolltap.train(write_recipe(), engine="http://127.0.0.1:9", out=tmp_path / "out")
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}')
     with pytest.raises(InputError, match="the recipe has no key 'harness'"):

@@ -113,7 +113,7 @@ class Loop:
     def source(self, number, attempt=0):
         """Return a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source._roll_out, source._open_schedule = self.run_sessions, self.open_schedule
+        source._roll_out, source._worker = self.run_sessions, SimpleNamespace(schedule=self.open_schedule)
         source._tasks = {task.id: task for task in TASKS}
         source.take(Attempt("1a2b3c4d", attempt), self)
         if self.recipe.evaluation is not None:
@@ -136,7 +136,7 @@ class Loop:
         groups = self.recipe.groups_per_step
         return [{"task_id": TASKS[number % 5].id} for number in range(step * groups, (step + 1) * groups)]
 
-    def open_schedule(self, advance):
+    def open_schedule(self, advance, *, share):
         return AtOnce(self, advance)
 
     def step(self, number, tasks, attempt=0):

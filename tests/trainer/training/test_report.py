@@ -166,7 +166,7 @@ def test_drawing_takes_at_most_its_share_of_the_time(tmp_path, monkeypatch):
     for _ in range(100):
         reports.on_log(None, state, None, logs={"loss": 1.0})
         clock.now += 1
-    reports.on_train_end(None, state, None)
+    reports.draw()
     assert drawn == [100, 142, 184, clock.now - 2]
 
 
@@ -176,7 +176,6 @@ def test_other_processes_report_nothing(tmp_path):
     reports = Reports(tmp_path, "title", Console(file=printed))
     reports.on_train_begin(None, state, None)
     reports.on_log(None, state, None, logs={"loss": 1.0})
-    reports.on_train_end(None, state, None)
     assert (printed.getvalue(), list(tmp_path.iterdir())) == ("", [])
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from rolltap.trainer.cli import main
 from rolltap.trainer.training.recipe import FINISHED
+from tests.conftest import free_port
 from tests.trainer.training.stand_ins import write_inputs
 from tests.trainer.training.started import stand_in
 
@@ -32,7 +33,6 @@ gradient_accumulation_steps = 2
 LORA = '[lora]\nr = 2\ntarget_modules = "all-linear"\n'
 URLS = ("http://127.0.0.1:9", "http://127.0.0.1:10")
 ENGINES = ("--engine", ",".join(URLS))
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 
 class Training:
@@ -52,14 +52,36 @@ class Training:
 
         Returns the exit status in the first line, and then what was printed.
         """
-        mark = secrets.token_hex(8)
-        command = [sys.executable, *TORCHRUN, "-m", "tests.trainer.training.started", str(self.folder), fault]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ROLLTAP_MARK": mark}
-        process = subprocess.run(
-            [*command, *self._arguments(out, more)], cwd=ROOT, env=environment, capture_output=True, text=True
+        arguments = self._arguments(out, more)
+        return self._launched(fault, {("--nproc-per-node", "2", "--standalone"): arguments})[0]
+
+    def on_two_nodes(
+        self, *, fault: str = "none", more: tuple[str, ...] = ENGINES, second: Path | None = None
+    ) -> list[str]:
+        """Train as `in_two`, in a process of each of two launchers. `second` is the second one's folder, if another."""
+        where = ("--nproc-per-node", "1", "--nnodes", "2", "--master-port", str(free_port()), "--node-rank")
+        folders = (self.folder, second or self.folder)
+        return self._launched(
+            fault, {(*where, str(node)): self._arguments("run", more, folders[node]) for node in range(2)}
         )
-        assert _running(mark) == []
-        return f"{process.returncode}\n{process.stderr}"
+
+    def _launched(self, fault: str, arguments: dict[tuple[str, ...], list[str]]) -> list[str]:
+        mark = secrets.token_hex(8)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ROLLTAP_MARK": mark}
+        program = ("-m", "tests.trainer.training.started", str(self.folder), fault)
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *launcher, *program, *own],
+                cwd=ROOT,
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for launcher, own in arguments.items()
+        ]
+        printed = [process.communicate()[1] for process in started]
+        assert running(mark) == []
+        return [f"{process.returncode}\n{text}" for process, text in zip(started, printed, strict=True)]
 
     def here(self, monkeypatch: pytest.MonkeyPatch, out: str = "run", *, more: tuple[str, ...] = ENGINES) -> Result:
         stand_in(self.folder, partial(monkeypatch.setattr, raising=False))
@@ -71,11 +93,12 @@ class Training:
     def owners(self) -> list[str]:
         return [file.read_text() for file in self.folder.glob("engine/*/owner")]
 
-    def _arguments(self, out: str, more: tuple[str, ...]) -> list[str]:
-        return ["train", str(self.folder / "recipe.toml"), "--out", str(self.folder / out), *more]
+    def _arguments(self, out: str, more: tuple[str, ...], folder: Path | None = None) -> list[str]:
+        place = folder or self.folder
+        return ["train", str(place / "recipe.toml"), "--out", str(place / out), *more]
 
 
-def _running(mark: str) -> list[str]:
+def running(mark: str) -> list[str]:
     """Return the commands of the processes that have a mark in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -39,8 +39,8 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
         text = f"{machine.processes} processes have only {sessions} sessions a step to train on"
         yield Finding("error", text, f"at most {sessions} processes, or more groups or sessions")
     another = recipe.machine is not None and recipe.machine.gpu_gib is not None
-    if machine.gpu and not another and 0 < (gpus := torch.cuda.device_count()) < machine.processes:
-        text = f"{machine.processes} processes on a machine with {gpus} GPUs"
+    if machine.gpu and not another and 0 < (gpus := torch.cuda.device_count()) < machine.processes // machine.nodes:
+        text = f"{machine.processes // machine.nodes} processes on a machine with {gpus} GPUs"
         yield Finding("error", text, "one process for each GPU that trains")
     if not machine.engines:
         return

@@ -37,6 +37,7 @@ class Machine:
     """Processes, engines and GPUs of a plan."""
 
     processes: int
+    nodes: int
     engines: tuple[str, ...]
     """URLs. None to train on recorded runs."""
     gpu: float | None
@@ -55,6 +56,7 @@ def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, onl
     here_by_default = (f"http://127.0.0.1:{8000 + i}" for i in range(declared.engines if online else 0))
     return Machine(
         processes=processes or declared.processes,
+        nodes=declared.nodes,
         engines=tuple(map(str.strip, engine.split(","))) if engine else tuple(here_by_default),
         gpu=gpu,
         shared_gpu=online and declared.shared_gpu,

@@ -35,6 +35,7 @@ from rolltap.trainer.training.dry_run.model import ModelNumbers, model_numbers
 from rolltap.trainer.training.recipe import Recipe
 
 KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"  # in every terminal; the file is made if it does not exist
+NODE = "HEAD=$(hostname) NODE=0  # and on the others: the name of this node, and their own numbers, 1 and so on"
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -113,7 +114,7 @@ def plan(
     traces = rows(recipe, numbers, machine.processes)
     memory = memory_of(recipe, machine, numbers, traces)
     findings += found.of_numbers(recipe, machine, numbers, traces, memory)
-    train = _training(recipe, machine, file, runs, out or Path("runs", file.stem))
+    train = [*_training(machine, file, runs, out or Path("runs", file.stem))]
     sessions = recipe.groups_per_step * recipe.sessions
     return TrainingPlan(
         recipe,
@@ -130,7 +131,7 @@ def plan(
         },
         traces_per_pass=traces,
         memory=memory,
-        lines=[train] if runs else [KEY, *_serving(recipe, machine, memory.engine), train],
+        lines=train if runs else [KEY, *_serving(recipe, machine, memory.engine), *train],
     )
 
 
@@ -162,14 +163,18 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
     return [*own, "--", *extra] if extra else own
 
 
-def _training(recipe: Recipe, machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> str:
-    started = ["torchrun", "--standalone", "--nproc-per-node", str(machine.processes), "-m"]
-    command = [*(started if machine.processes > 1 else []), "rolltap", "train", str(file)]
-    command += [word for run in runs for word in ("--from", str(run))]
+def _training(machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> Iterator[str]:
+    """Yield the line that starts the training, on each node. Engines of this machine have the first GPUs."""
+    each, where = machine.processes // machine.nodes, "--standalone"
+    command = ["rolltap", "train", str(file), *(word for run in runs for word in ("--from", str(run)))]
     if machine.engines:
         command += ["--engine", ",".join(machine.engines)]
     first = 0 if machine.shared_gpu else sum(not _host(urlsplit(url)) for url in machine.engines)
-    return _on_gpus(machine, first, machine.processes) + shlex.join([*command, "--out", str(out)])
+    if machine.nodes > 1:
+        where = f"--nnodes {machine.nodes} --node-rank $NODE --master-addr $HEAD"
+        yield NODE
+    launched = f"torchrun {where} --nproc-per-node {each} -m " if machine.processes > 1 else ""
+    yield _on_gpus(machine, first, each) + launched + shlex.join([*command, "--out", str(out)])
 
 
 def _host(url: SplitResult) -> str:
@@ -194,7 +199,8 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     engines = f", engines: {len(machine.engines)}" if machine.engines else ""
     shared = ", one GPU for both" if machine.shared_gpu else ""
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""
-    yield "machine", f"training processes: {machine.processes}" + engines + shared + memory
+    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
+    yield "machine", f"training processes: {machine.processes}" + nodes + engines + shared + memory
     sessions = f"{work['steps']:,} steps of {work['sessions_per_step']:,} sessions = {work['sessions']:,} sessions"
     yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
     size = gib(work["checkpoint_bytes"], 2)

@@ -134,7 +134,7 @@ _TYPES = get_type_hints(TraceGRPOConfig, include_extras=True)
 _FOR_THE_REST = """
     output_dir max_steps num_train_epochs seed full_determinism use_cpu shuffle_dataset trust_remote_code tf32
     lr_scheduler_type lr_scheduler_kwargs optim optim_args adam_beta1 adam_beta2 adam_epsilon disable_dropout
-    torch_empty_cache_steps save_strategy save_steps save_on_each_node save_total_limit logging_strategy logging_steps
+    torch_empty_cache_steps save_strategy save_steps save_total_limit logging_strategy logging_steps
     logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id push_to_hub hub_token hub_private_repo
     hub_model_id hub_strategy hub_always_push hub_revision ddp_backend ddp_timeout local_rank debug skip_memory_metrics
@@ -174,6 +174,7 @@ _REASONS = {
         "neftune_ label_smoothing torch_compile use_liger liger_ cast_lm_head"
     ),
     "use activation_checkpointing": "gradient_checkpointing",
+    "all nodes save into one folder": "save_on_each_node",
 }
 """Reason -> beginnings of the names of the fields of `GRPOConfig` that must keep their defaults for it."""
 

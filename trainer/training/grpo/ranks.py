@@ -10,13 +10,13 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from itertools import compress, zip_longest
+from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from transformers import TrainingArguments
 
 from rolltap.addons.errors import InputError, RankError
 
@@ -25,13 +25,6 @@ T = TypeVar("T")
 _FAILED = "rolltap: failed"
 _PATIENCE = timedelta(days=365)
 """Time that a process waits for the others' objects: longer than the rollouts of any batch."""
-
-
-def initialise(args: TrainingArguments) -> None:
-    """Let the processes find each other, as `args` says, if they have not. Collective."""
-    _ = args.device  # reading it makes the default group
-    if several():
-        object_group()
 
 
 def several() -> bool:
@@ -68,14 +61,14 @@ def on_main(function: Callable[[], T]) -> T:
         try:
             dist.broadcast_object_list(outcome, group=object_group())
         except RuntimeError as error:
-            raise failure or _lost(error) from error
+            raise failure or lost(error) from error
         if is_main() or outcome[2] is None:
             break
         everywhere(*outcome[2])
     if failure is not None:
         raise failure
     if outcome[1] is not None:
-        raise RankError(f"process 0 failed: {outcome[1]}")
+        raise RankError(outcome[1])
     result: T = outcome[0]
     return result
 
@@ -115,9 +108,8 @@ def together(function: Callable[[], T]) -> T:
     finally:
         if failure is not None:
             raise failure
-    for rank, message in enumerate(messages):
-        if message:
-            raise RankError(f"process {rank} failed: {message}")
+    for message in filter(None, messages):
+        raise RankError(message)
     return result
 
 
@@ -137,12 +129,12 @@ def as_one(function: Callable[[], T]) -> T:
             raise
         failure: Exception = error
         if isinstance(error, RuntimeError) and "gloo" in str(error):
-            failure = _lost(error)
+            failure = lost(error)
         with suppress(RuntimeError):  # the store ends with its process
             if store.check([_FAILED]):
                 failure = RankError(store.get(_FAILED).decode())
             elif failure is error:
-                store.set(_FAILED, f"process {dist.get_rank()} failed: {_message(error)}")
+                store.set(_FAILED, _message(error))
         _disconnect()
         raise failure from (None if failure is error else error)
 
@@ -155,7 +147,7 @@ def gathered(value: T) -> list[T]:
     try:
         dist.all_gather_object(values, value, group=object_group())
     except RuntimeError as error:
-        raise _lost(error) from error
+        raise lost(error) from error
     return values
 
 
@@ -219,8 +211,10 @@ def _disconnect() -> None:
 
 
 def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    rank = dist.get_rank() if several() else 0
+    return f"process {rank} on {gethostname()} failed: {type(error).__name__}: {error}"
 
 
-def _lost(error: Exception) -> RankError:
+def lost(error: Exception) -> RankError:
+    """Return the error of a process that cannot reach another one."""
     return RankError(f"another training process ended: its own output says why ({error})")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rolltap.trainer.cli.train import train_command
 from rolltap.trainer.training.dry_run import findings
 from rolltap.trainer.training.dry_run.memory import GIB, machine_of
-from rolltap.trainer.training.dry_run.plan import plan
+from rolltap.trainer.training.dry_run.plan import NODE, plan
 from rolltap.trainer.training.recipe import Machine, Recipe
 from tests.trainer.training.grpo.tiny_models import FAMILIES
 
@@ -66,6 +66,7 @@ def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missin
         ({"publish": "nccl", "machine": {**GPU, "shared_gpu": True}}, "one GPU"),
         ({"sessions": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
         ({"processes": 2, "machine": {**GPU, "processes": 4}}, "machine.processes is 4, but"),
+        ({"machine": {**GPU, "processes": 3, "nodes": 2}}, "processes = 3 is no multiple of nodes = 2"),
         ({"engine": "http://a:1,http://b:2", "machine": {**GPU, "engines": 3}}, "machine.engines is 3, but"),
         ({"max_tokens": 5000}, "more than the model's context"),
         ({"machine": None}, "tied embeddings"),
@@ -89,12 +90,12 @@ def test_what_cannot_work_is_an_error_with_a_fix(model, keys, text):
     assert all(finding.fix for finding in named)
 
 
-@pytest.mark.parametrize(("use_cpu", "refused"), [(False, True), (True, False)])
-def test_each_process_that_trains_on_this_machines_gpus_has_one(monkeypatch, tmp_path, use_cpu, refused):
+@pytest.mark.parametrize(("use_cpu", "nodes", "refused"), [(False, 1, True), (True, 1, False), (False, 2, False)])
+def test_each_process_that_trains_on_this_machines_gpus_has_one(monkeypatch, tmp_path, use_cpu, nodes, refused):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
-    recipe = Recipe(model=tmp_path, steps=1, machine=Machine(processes=2), grpo={"use_cpu": use_cpu})
+    recipe = Recipe(model=tmp_path, steps=1, machine=Machine(processes=2, nodes=nodes), grpo={"use_cpu": use_cpu})
     found = findings.of_recipe(recipe, machine_of(recipe, None, None, online=False))
     assert any("2 processes on a machine with 1 GPUs" in finding.text for finding in found) == refused
 
@@ -153,6 +154,17 @@ def test_lines_start_as_many_engines_and_processes_as_there_are(model):
     found = planned(model, lora=LORA, publish="lora", ahead=3)
     assert " --lora-rank 8 --ahead 3 -- " in found.lines[1]
     assert "published as lora, 5 adapters loaded" in text_of(found)
+
+
+def test_one_line_starts_the_training_on_each_node(model):
+    machine = {"processes": 4, "nodes": 2, "engines": 1, "gpu_gib": 80}
+    found = planned(model, lora=LORA, machine=machine, out=Path("o"))
+    where = "--nnodes 2 --node-rank $NODE --master-addr $HEAD --nproc-per-node 2"
+    train = "rolltap train recipe.toml --engine http://127.0.0.1:8000 --out o"
+    assert found.lines[2:] == [NODE, f"CUDA_VISIBLE_DEVICES=1,2 torchrun {where} -m {train}"]
+    assert "training processes: 4 on 2 nodes, engines: 1" in text_of(found)
+    alone = planned(model, lora=LORA, machine={**machine, "nodes": 1}, out=Path("o"))
+    assert (alone.memory, alone.work) == (found.memory, found.work)
 
 
 def test_engines_of_other_machines_have_lines_and_gpus_of_their_own(model):

@@ -12,15 +12,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.grpo.ranks import initialise, on_main
+from rolltap.trainer.training.grpo.ranks import on_main
+from rolltap.trainer.training.loop import join_processes
 from tests.trainer.training.grpo.tiny import make_trainer, record, tiny_model
 
 torch.set_num_threads(1)
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-args = TraceGRPOConfig(output_dir=str(folder / "out"), use_cpu=True)
-initialise(args)
-initialise(args)
+join_processes(None)
+join_processes(None)
 said = {"meeting": on_main(lambda: f"rank {dist.get_rank()} of {dist.get_world_size()}")}
 for place in ("model", "forward", "rollout", "sharded"):  # after the last one the processes have left each other
     model = tiny_model()

@@ -41,6 +41,7 @@ def test_a_field_of_trl_that_is_not_accepted_says_its_name_its_value_and_why(tmp
         ("bf16", "the type of the loaded weights decides"),
         ("entropy_coef", "the gradient would depend on how"),
         ("gradient_checkpointing", "use activation_checkpointing"),
+        ("save_on_each_node", "all nodes save into one folder"),
         ("dataloader_num_workers", "has no use for it"),
     ],
 )

@@ -2,15 +2,14 @@
 
 import json
 import os
+from socket import gethostname
 
 import pytest
 import torch
 
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.grpo.ranks import (
     average_gradients,
     gathered,
-    initialise,
     is_main,
     on_main,
     require_same,
@@ -30,13 +29,14 @@ def fail_on(rank, bad):
 def test_the_result_or_the_error_of_the_main_process_is_everybodys():
     assert run_ranks(lambda rank: on_main(lambda: {"from": rank})) == [{"from": 0}, {"from": 0}]
     outcomes = run_ranks(lambda rank: on_main(lambda: fail_on(rank, 0)))
-    assert outcomes == ["ValueError: no memory on 0", "RankError: process 0 failed: ValueError: no memory on 0"]
+    why = f"process 0 on {gethostname()} failed: ValueError: no memory on 0"
+    assert outcomes == ["ValueError: no memory on 0", f"RankError: {why}"]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_error_of_any_process_ends_all(bad):
     outcomes = run_ranks(lambda rank: together(lambda: fail_on(rank, bad)))
-    expected = [f"RankError: process {bad} failed: ValueError: no memory on {bad}"] * 2
+    expected = [f"RankError: process {bad} on {gethostname()} failed: ValueError: no memory on {bad}"] * 2
     expected[bad] = f"ValueError: no memory on {bad}"
     assert outcomes == expected
 
@@ -141,8 +141,7 @@ def said(tmp_path_factory):
     return [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
 
 
-def test_processes_find_each_other_before_there_is_a_trainer(said, tmp_path):
-    initialise(TraceGRPOConfig(output_dir=str(tmp_path), use_cpu=True))  # alone it does nothing
+def test_processes_find_each_other_before_there_is_a_trainer(said):
     assert [each["meeting"] for each in said] == ["rank 0 of 2"] * 2
 
 
@@ -156,7 +155,7 @@ def test_processes_find_each_other_before_there_is_a_trainer(said, tmp_path):
 )
 def test_a_training_ends_on_all_processes_with_the_error_of_one(said, place, own, first):
     assert said[first][place] == own
-    assert said[1 - first][place] == f"RankError: process {first} failed: {own}"
+    assert said[1 - first][place] == f"RankError: process {first} on {gethostname()} failed: {own}"
 
 
 def test_a_training_of_different_models_ends_before_they_wait_for_each_other(said):

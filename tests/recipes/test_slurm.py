@@ -1,0 +1,145 @@
+"""The batch files for Slurm, run on one machine that stands for several nodes."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from tests.conftest import ROOT, free_port
+from tests.recipes import slurm
+from tests.trainer.training.grpo.tiny import largest_difference
+from tests.trainer.training.test_nodes import recorded_training
+from tests.trainer.training.trainings import running
+
+SLURM = ROOT / "recipes" / "slurm"
+NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+ENGINES = "http://127.0.0.3:8000,http://127.0.0.4:8000"
+
+
+class Job:
+    """A folder from which jobs are submitted, and the programs that they call."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        shutil.copytree(SLURM, folder / "recipes" / "slurm")
+        (folder / "bin").mkdir()
+        (folder / "log").touch()
+        for name in slurm.PROGRAMS:
+            self.program(name, f'exec "{sys.executable}" "{slurm.__file__}" {name} "$@"')
+
+    def program(self, name, line):
+        """Write a program on the job's PATH."""
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/sh\n{line}\n")
+        file.chmod(0o755)
+
+    def run(self, batch, *arguments, nodes=NODES, **variables):
+        """Run a batch file, and make sure that all that it has started ends. Returns its status and what it said."""
+        mark = secrets.token_hex(8)
+        environment = (
+            os.environ
+            | variables
+            | {
+                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+                "SIMULATED": " ".join(nodes),
+                "LOG": str(self.folder / "log"),
+                "ROLLTAP_MARK": mark,
+                "SLURM_JOB_ID": str(free_port() - 20_000),
+                "SLURM_JOB_NODELIST": "nodes[1-4]",
+                "SLURM_SUBMIT_DIR": str(self.folder),
+            }
+        )
+        script = self.folder / "recipes" / "slurm" / batch
+        command = ["bash", script, *arguments]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, env=environment, start_new_session=True, **output) as process:
+            try:
+                said, _ = process.communicate(timeout=300)  # until all have closed it
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        assert running(mark) == []
+        return process.returncode, said
+
+    def calls(self):
+        """Return the node, the program and the arguments of each call, by program and node."""
+        calls = [json.loads(line) for line in (self.folder / "log").read_text().splitlines()]
+        return sorted(calls, key=lambda call: (call[1], call[0]))
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in SLURM.iterdir() if path.suffix != ".md"))
+def test_each_file_is_bash(file):
+    assert subprocess.run(["bash", "-n", SLURM / file], capture_output=True, text=True).stderr == ""
+
+
+def serving(node, *arguments):
+    return [node, "rolltap", "serve", "--host", node, "--port", "8000", "models/Qwen3-8B", *arguments]
+
+
+FLEET = [
+    ["127.0.0.1", "ray", "start", "--head", "--port=6379", "--num-gpus=0", "--disable-usage-stats", "--block"],
+    *(
+        [node, "ray", "start", "--address=127.0.0.1:6379", "--num-gpus=0", "--disable-usage-stats", "--block"]
+        for node in NODES[1:]
+    ),
+]
+
+
+def test_a_training_has_its_nodes_engines_on_the_others_and_a_fleet_on_all(job):
+    status, said = job.run("train.sbatch", "recipe.toml", "--out", "runs/grpo")
+    assert status == 0, said
+    fleet, engines, trainers = job.calls()[:4], job.calls()[4:6], job.calls()[6:]
+    assert fleet == FLEET
+    assert engines == [serving(node, "--lora-rank", "16", "--", "--tensor-parallel-size", "8") for node in NODES[2:]]
+    port = trainers[0][trainers[0].index("--master-port") + 1]
+    launched = ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "8", "-m", "rolltap", "train"]
+    trained = ["recipe.toml", "--out", "runs/grpo", "--engine", ENGINES, "--ray", "127.0.0.1:6379"]
+    assert trainers == [
+        [node, "torchrun", "--nnodes", "2", "--node-rank", str(rank), *launched, *trained]
+        for rank, node in enumerate(NODES[:2])
+    ]
+    key = job.folder / "engine.key"
+    assert (len(key.read_text()), key.stat().st_mode & 0o777) == (45, 0o600)
+
+
+def test_rollouts_run_on_the_first_node_with_an_engine_and_a_fleet_on_all(job):
+    status, said = job.run("rollout.sbatch", "rollout", "tasks.jsonl", "--out", "runs/first")
+    assert status == 0, said
+    (rolled_out,) = (call for call in job.calls() if call[2] == "rollout")
+    engines = ",".join(f"http://{node}:8000" for node in NODES)
+    given = ["--model", "models/Qwen3-8B", "--engine", engines, "--ray", "127.0.0.1:6379"]
+    assert rolled_out == ["batch", "rolltap", "rollout", "tasks.jsonl", "--out", "runs/first", *given]
+    others = [call for call in job.calls() if call != rolled_out]
+    assert others == FLEET + [serving(node, "--", "--tensor-parallel-size", "8") for node in NODES]
+
+
+def test_a_job_ends_when_an_engine_has_ended_or_the_training_of_a_node_fails(job):
+    status, said = job.run("train.sbatch", "recipe.toml", MODEL="broken")
+    assert (status, "a part of the job has ended" in said) == (1, True)
+    assert not any("torchrun" in call for call in job.calls())
+    assert job.run("train.sbatch", "recipe.toml", "--fails")[0] == 1
+    assert sum("torchrun" in call for call in job.calls()) == 2
+
+
+@pytest.mark.deep  # short, the lines are those that test_nodes.py runs
+def test_recorded_runs_are_trained_on_by_two_nodes_as_by_one_process(job, monkeypatch):
+    training, recorded = recorded_training(job.folder)
+    (job.folder / "bin" / "torchrun").unlink()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = {"nodes": NODES[:2], "TRAINERS": "2", "PROCESSES": "1"}
+    status, said = job.run("train.sbatch", "recipe.toml", "--out", "run", *recorded, **options)
+    assert status == 0, said
+    assert job.calls() == []
+    assert training.here(monkeypatch, "alone", more=recorded).exit_code == 0
+    assert largest_difference(training.weights("alone"), training.weights()) < 1e-5

@@ -1,0 +1,80 @@
+"""A training on two nodes, one of which is killed: `python -m tests.trainer.training.nodes FOLDER`.
+
+FOLDER has what `Training` writes, and the run `recorded`. One process imports everything and has no threads. It forks
+torch's launchers, which fork their training processes: `torchrun` would import everything again in each. The report is
+JSON on stdout, see `report`.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from rolltap.trainer.cli.main import main
+from rolltap.trainer.training import offline
+from tests.conftest import free_port
+from tests.trainer.training.started import second_launcher_is_killed
+
+assert offline  # imported once, for all
+
+
+def forked(function: Callable[[], Any], printed: Path) -> int:
+    """Call a function in a process of its own, which prints into a file. Returns its id."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        function()
+        status = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def status_of(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def train(folder: Path, out: str, fault: Callable[[Path], None] | None = None) -> None:
+    """Train on the recorded run, as the command does."""
+    if fault is not None:
+        fault(folder)
+    sys.argv = ["rolltap", "train", str(folder / "recipe.toml"), "--from", str(folder / "recorded")]
+    sys.argv += ["--out", str(folder / out)]
+    main()
+
+
+def on_two_nodes(folder: Path, fault: Callable[[Path], None] | None = None) -> list[tuple[int, str]]:
+    """Train into `run` by two launchers. Returns the exit status of each, and what it and its process printed."""
+    place = {"min_nodes": 2, "max_nodes": 2, "nproc_per_node": 1, "rdzv_endpoint": f"127.0.0.1:{free_port()}"}
+    place |= {"rdzv_backend": "static", "run_id": "none"}  # as `torchrun --node-rank`
+    place |= {"max_restarts": 0, "start_method": "fork", "monitor_interval": 0.1}
+    files = [folder / f"printed-{node}" for node in range(2)]
+    launchers = [LaunchConfig(**place, rdzv_configs={"rank": node}) for node in range(2)]
+    started = [
+        forked(lambda launcher=launcher: elastic_launch(launcher, train)(folder, "run", fault), file)
+        for launcher, file in zip(launchers, files, strict=True)
+    ]
+    return [(status_of(process), file.read_text()) for process, file in zip(started, files, strict=True)]
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """Return the outcomes of the nodes: of a start in which the second one is killed, and of one more. `alone` is the
+    status of one process that trains the same."""
+    killed, resumed = on_two_nodes(folder, second_launcher_is_killed), on_two_nodes(folder)
+    alone = forked(lambda: train(folder, "alone"), folder / "printed")
+    return {"killed": killed, "resumed": resumed, "alone": status_of(alone)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ |= {"HF_DEACTIVATE_ASYNC_LOAD": "1", "OMP_NUM_THREADS": "1"}  # no threads before the forks
+    gc.freeze()
+    print(json.dumps(report(Path(sys.argv[1]))))
