@@ -9,8 +9,9 @@ import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 from urllib.parse import urlsplit
 
 from rolltap.addons.errors import InputError
@@ -126,6 +127,23 @@ def _sampling(text: str) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"has {key} = {value!r}: give a number")
     return {**NEUTRAL_SAMPLING, **sampling}
+
+
+class RecordedFrom(NamedTuple):
+    """The recorded session whose calls answer the requests; those that began at `until` or later are sampled."""
+
+    run: Path
+    session: str
+    until: datetime | None = None
+
+
+def _recorded_from(text: str) -> RecordedFrom | None:
+    try:
+        given = json.loads(text or "null")
+        until = given and given.get("until")
+        return given and RecordedFrom(Path(given["run"]), given["session"], until and datetime.fromisoformat(until))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'is {text!r}: give a JSON object such as {{"run": "runs/a", "session": "s1"}}') from error
 
 
 def _prefixes(prefixes: Sequence[str]) -> tuple[str, ...]:
@@ -254,6 +272,13 @@ class RecorderOptions:
         "Accept WebSocket connections of the Responses API. When false they get 426, and Codex falls back to HTTP "
         "immediately.",
         live=True,
+    )
+    rerun: RecordedFrom | None = _option(
+        "",
+        "Recorded session whose calls answer the requests, as `rolltap rerun` sets it: a JSON object such as "
+        '`{"run": "runs/a", "session": "s1"}`. `rolltap_engine` is then that of the session, and is not asked. With '
+        "the key `until`, a time, the calls that began then or later are sampled, as `rolltap fork` sets it.",
+        parse=_recorded_from,
     )
     ready: str = _option(
         "",

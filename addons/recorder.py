@@ -53,8 +53,10 @@ def open_run(settings: OptManager) -> Endpoint:
         logger.warning("%s", text)
     own = OwnModel.of(rendering.model, rendering.encode)
     # mitmdump serves nobody yet: its event loop may wait
+    warnings: list[str] = []
     with ThreadPoolExecutor(1) as pool, _naming("rolltap_model"):
-        warnings = pool.submit(asyncio.run, require_model(options.engine, key, own)).result()
+        if options.rerun is None or options.rerun.until:
+            warnings = pool.submit(asyncio.run, require_model(options.engine, key, own)).result()
     metadata = {
         "model": rendering.model,
         "renderer": rendering.name,
@@ -75,7 +77,9 @@ def open_run(settings: OptManager) -> Endpoint:
         write_metadata(options.out, metadata)
         add_recorder(options.out, recorder)
     warnings = [*rendering.lacks, *warnings]
-    return Endpoint(rendering, RunWriter(options.out, options.fsync), options, engine_key=key, warnings=warnings)
+    writer = RunWriter(options.out, options.fsync)
+    with _naming("rolltap_rerun"):
+        return Endpoint(rendering, writer, options, engine_key=key, warnings=warnings)
 
 
 @contextmanager

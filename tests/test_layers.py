@@ -18,7 +18,7 @@ LAYERS = [
     ["trainer.training.grpo", "trainer.rollouts.runtimes"],
     ["trainer.rollouts.judges", "trainer.viewer"],
     ["trainer.rollouts"],
-    ["trainer.fleet", "trainer.service"],
+    ["trainer.fleet", "trainer.reruns", "trainer.service"],
     ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],
     ["trainer.training.dry_run"],
     ["trainer.public"],

@@ -220,6 +220,8 @@ class ModelCall:
     """The path of an object of the session, and the entry that is added to it once the call is completed."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
+    again: bool = False
+    """True in a rerun: what differs between two starts of one program does not matter (`canonical.steady`)."""
 
     @property
     def grammar(self) -> dict[str, Any] | None:

@@ -16,9 +16,9 @@ from rolltap.addons.store.records import Call, Event
 
 WAITED = ", while it waited for an engine: "
 """Part of the error of a call that was aborted while no engine answered it. The engine's error follows."""
-_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
-"""HTTP status of the error for a used-up budget, by API: harnesses end within a second after it. All retry 429 and 5xx;
-Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
+FINAL_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
+"""HTTP status of an error after which no call is answered, by API: harnesses end within a second after it. All retry
+429 and 5xx; Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
 
 
 class BudgetUsedUp(DialectError):
@@ -27,7 +27,7 @@ class BudgetUsedUp(DialectError):
     def __init__(self, what: str, dialect: Dialect) -> None:
         super().__init__(
             f"The budget of this session is used up: {what}. Further requests will fail: end the work here.",
-            status=_STATUS[dialect.NAME],
+            status=FINAL_STATUS[dialect.NAME],
             code="insufficient_quota",
         )
 

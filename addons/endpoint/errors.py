@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE = "unreadable_tool_calls"
 """Code of the error for a call with tools when the model's tool calls cannot be read: it would wait for them."""
+DIVERGED = "diverged"
+"""Code of the error for a request of a rerun that no recorded call answers. Its session takes no more calls."""
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
 LISTED = 64
@@ -37,13 +39,13 @@ _TRANSIENT = frozenset({errno.ENOSPC, errno.EDQUOT})
 _OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
 """Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines are `EngineError`s,
 and a disk has none."""
-_DECISIVE = frozenset({"fault", "budget", "unreadable"})
+_DECISIVE = frozenset({"fault", "budget", "unreadable", DIVERGED})
 """Kinds of events on which the outcome of a session depends."""
 
 
 def event_kind(error: Exception) -> EventKind:
-    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget`, `unreadable` or
-    `rejected`.
+    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget`, `unreadable`, `diverged`
+    or `rejected`.
 
     An invalid request is a `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
     an engine's refusal with a status below 500, because the recorder made the request that it refuses. An unexpected
@@ -52,8 +54,8 @@ def event_kind(error: Exception) -> EventKind:
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
-    if isinstance(error, DialectError) and error.code == UNREADABLE:
-        return "unreadable"
+    if isinstance(error, DialectError) and error.code in (UNREADABLE, DIVERGED):
+        return "unreadable" if error.code == UNREADABLE else "diverged"
     if isinstance(error, DialectError):
         return "rejected" if error.status < _OUR_STATUS else "fault"
     return "fault" if isinstance(error, _OURS) and not isinstance(error, ConnectionError) else "rejected"

@@ -22,7 +22,7 @@ from rolltap.addons.endpoint.retries import FinishedCall, newest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.engine.policy import read_sampling
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.continuity import Conversations, Turn
+from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import cut_at_stop
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
@@ -46,10 +46,12 @@ class RecordedCall:
     reply: Message | None
     """None for a call that did not complete."""
     sampling: dict[str, Any]
+    again: bool
+    """The `ModelCall.again` of the request."""
 
     def model_call(self, rule: EchoRule | None) -> ModelCall:
         """Return the request with only the new messages, of a harness with this echo rule."""
-        return ModelCall(self.row["model"], self.messages, self.tools, echo_rule=rule)
+        return ModelCall(self.row["model"], self.messages, self.tools, echo_rule=rule, again=self.again)
 
 
 def parents_first(rows: dict[str, Row]) -> list[Row]:
@@ -67,7 +69,7 @@ def parents_first(rows: dict[str, Row]) -> list[Row]:
     return ordered
 
 
-def readable_calls(rows: Iterable[Row]) -> Iterator[RecordedCall]:
+def readable_calls(rows: Iterable[Row], again: bool = False) -> Iterator[RecordedCall]:
     """Yield the calls of a session's rows whose prompts can be rebuilt. The others are left out with a warning."""
     found: dict[str | None, RecordedCall] = {}
     for row in rows:
@@ -86,7 +88,7 @@ def readable_calls(rows: Iterable[Row]) -> Iterator[RecordedCall]:
         except (ValueError, TypeError, RecursionError) as error:
             leave_out(row, str(error))
         else:
-            recorded = found[row["call_id"]] = RecordedCall(row, messages, tools, reply, sampling)
+            recorded = found[row["call_id"]] = RecordedCall(row, messages, tools, reply, sampling, again)
             yield recorded
 
 
@@ -146,20 +148,9 @@ class Recovery:
         """
         with self._lock:
             assert self._calls is not None, "`recover` comes first"
-            if session_id not in self._calls:
-                return [], False
             batches = list(self._calls.batches(session_id))
             self._calls.close()
-        rows: dict[str, Row] = {}
-        damaged = False
-        for batch in batches:
-            for number in range(batch.num_rows):
-                if (row := undamaged(batch.slice(number, 1), CALL_SCHEMA)) is not None:
-                    rows.setdefault(row["call_id"], row)
-                else:
-                    damaged = True
-                    logger.warning("session %s: the row of a call is damaged and not continued", session_id)
-        return parents_first(rows), damaged
+        return undamaged_calls(session_id, batches)
 
     def _refresh(self, *, own: bool) -> None:
         """Read what was committed since; with `own`, by this process too."""
@@ -173,6 +164,9 @@ class Recovery:
 
 class RecoveredSession:
     """A session's state. Not thread-safe: one worker at a time. It can be dropped whenever no generation runs."""
+
+    again = False
+    """True for one of a rerun, which cannot be dropped: which calls have answered is in no row."""
 
     def __init__(self, recovery: Recovery, session_id: str, ended: bool, sampling: dict[str, Any]) -> None:
         self.ended = ended
@@ -209,14 +203,14 @@ class RecoveredSession:
         asked = dialect, model_call.echo_rule
         if self._recovered == set() or asked in self._indexed:
             return
-        rows, damaged = self._recovery.rows(self._session_id)
+        rows, damaged = self._rows()
         first = self._recovered is None
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
         rows = [row for row in rows if row["call_id"] in self._recovered]
         restored: list[tuple[RecordedCall, Turn]] = []
         past: list[PastCall] = []
-        calls = list(readable_calls(rows))
+        calls = list(readable_calls(rows, self.again))
         damaged |= sum(call.reply is not None for call in calls) < sum(row["status"] == "completed" for row in rows)
         self.conversations.history.incomplete |= damaged
         for recorded in calls:
@@ -237,12 +231,24 @@ class RecoveredSession:
             self.roles.restore(past)
             self.last_version = _last_version(rows)
             self.used = Used.of(rows)
-            last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
-            for recorded, turn in newest(restored):
-                finished_at = recorded.row["finished_at"] or self._recovery.started
-                lost = last_start <= finished_at < self._recovery.started
-                if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
-                    self.finished.append(call)
+            self._remember(restored, rows)
+
+    def own(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of a new call as the session's run can have it."""
+        return prompt
+
+    def _remember(self, restored: list[tuple[RecordedCall, Turn]], rows: list[Row]) -> None:
+        """Let retries get the newest completed calls."""
+        last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
+        for recorded, turn in newest(restored):
+            finished_at = recorded.row["finished_at"] or self._recovery.started
+            lost = last_start <= finished_at < self._recovery.started
+            if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
+                self.finished.append(call)
+
+    def _rows(self) -> tuple[list[Row], bool]:
+        """Return the session's rows as `Recovery.rows`."""
+        return self._recovery.rows(self._session_id)
 
     def _past(self, recorded: RecordedCall, rule: EchoRule | None) -> PastCall:
         row, model_call = recorded.row, recorded.model_call(rule)
@@ -292,6 +298,20 @@ def usage_of(row: Row, completion_ids: list[int], reasoning: str, rendering: Ren
     """Return the counts of a completed call, from columns of its row."""
     counted = rendering.reasoning_tokens(completion_ids, reasoning)
     return Usage(row["prompt_length"], len(completion_ids), row["cached_tokens"] or 0, counted, row["finished_at"])
+
+
+def undamaged_calls(session_id: str, batches: Iterable[pa.RecordBatch]) -> tuple[list[Row], bool]:
+    """Return the undamaged rows of a session, each call once, parents first, and True when there are damaged ones."""
+    rows: dict[str, Row] = {}
+    damaged = False
+    for batch in batches:
+        for number in range(batch.num_rows):
+            if (row := undamaged(batch.slice(number, 1), CALL_SCHEMA)) is not None:
+                rows.setdefault(row["call_id"], row)
+            else:
+                damaged = True
+                logger.warning("session %s: the row of a call is damaged and not continued", session_id)
+    return parents_first(rows), damaged
 
 
 def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:

@@ -34,6 +34,7 @@ from rolltap.addons.endpoint.request import (
     SESSION_HEADER,
     ClientRequest,
 )
+from rolltap.addons.endpoint.rerun import RerunArchive, served_model
 from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
@@ -98,7 +99,10 @@ class Gate(asyncio.Protocol):
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `warnings` are texts for the user about model and engines."""
+    """An aiohttp application that answers model calls. `warnings` are texts for the user about model and engines.
+
+    Raises `RunError` and `OSError` when the recorded session of a rerun cannot be read.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,12 @@ class Endpoint:
         self.engines: EnginePool
         self._engine_key = engine_key
         self._secret = secrets.token_urlsafe(32)
+        self._archive = Archive(writer.run)
+        self._recorded: ServedModel | None = None
+        """The model of a rerun, which asks no engine."""
+        if options.rerun is not None:
+            self._recorded = served_model(options.rerun, options.engine[0], rendering.digests)
+            self._archive = RerunArchive(writer.run, options.rerun)
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -146,7 +156,7 @@ class Endpoint:
             rendering=self.rendering,
             writer=self.writer,
             recovery=recovery,
-            archive=Archive(self.writer.run),
+            archive=self._archive,
             workers=self._workers,
             refusals=self.refusals,
         )
@@ -241,8 +251,8 @@ class Endpoint:
         try:
             match route.service:
                 case "models":
-                    engine, window = await self._engine(asked)
-                    models = [ServedModel(engine.lookup.model, self.budgets.window(window))]
+                    served = await self._engine(asked)
+                    models = [ServedModel(served.name, self.budgets.window(served.context_window))]
                     return _json(route.dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     async with self._bodies.read(request, asked.session_id) as body:
@@ -317,22 +327,24 @@ class Endpoint:
             clock = asyncio.get_running_loop().time
             started = clock()
             try:
-                _, window = await self._engine(request)
+                served = await self._engine(request)
             except asyncio.CancelledError:
                 if (waited := clock() - started) > UNANSWERED_SECONDS:
                     why = f"the harness gave up: no engine was ready for its call after {waited:.0f} s"
                     self._reject(request, EngineError(why))
                 raise
-            return window
+            return served.context_window
 
         return await self._session(request).begin(dialect, body, request, context_window)
 
-    async def _engine(self, request: ClientRequest) -> tuple[Engine, int]:
-        """Return a session's engine and its window in tokens, and describe it in `run.json`. Raises `EngineError`."""
+    async def _engine(self, request: ClientRequest) -> ServedModel:
+        """Return the model of a session's engine, and describe it in `run.json`. Raises `EngineError`."""
+        if self._recorded is not None:
+            return self._recorded
         engine, window = await self.engines.ready(request.session_id)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
-        return engine, window
+        return ServedModel(engine.lookup.model, window)
 
     async def _describe(self, engine: Engine) -> None:
         try:

@@ -16,17 +16,18 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
 from rolltap.addons.dialects.stored import NamesStored
-from rolltap.addons.endpoint.budget import Budgets, Grant, SessionBudget
-from rolltap.addons.endpoint.errors import UNREADABLE, Refusals
+from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
+from rolltap.addons.endpoint.errors import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
+from rolltap.addons.endpoint.rerun import RerunSession
 from rolltap.addons.endpoint.retries import AnyCall, FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.stored import Archive, SessionStore
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.options import RecorderOptions
+from rolltap.addons.options import RecordedFrom, RecorderOptions
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
@@ -76,7 +77,8 @@ class Session:
     @property
     def idle(self) -> bool:
         """True when nothing runs: the state can be dropped."""
-        return not self.generations and not self._order.locked()
+        kept = self._recovered is not None and self._recovered.again
+        return not self.generations and not self._order.locked() and not kept
 
     async def begin(
         self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: Callable[[], Awaitable[int]]
@@ -95,6 +97,12 @@ class Session:
                 recovered = await self._open()
                 for model_call in await self._decode(dialect, body, request):
                     window = await context_window()
+                    if isinstance(recovered, RerunSession):
+                        asked = dialect, model_call, request.headers
+                        found = await self._work(recovered, len(body), recovered.answer, *asked)
+                        if found is not None:
+                            await self._give(*found, recovered.source, model_call, request)
+                            return found[0], model_call
                     prepared = await self._work(
                         recovered, len(body), self._prepare, recovered, dialect, model_call, request, window
                     )
@@ -106,6 +114,11 @@ class Session:
                         return retried, model_call
                 budget = self._budget = self._budget or SessionBudget(self.budgets, recovered.used)
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
+                if grant is not None and isinstance(recovered, RerunSession) and not recovered.live:
+                    budget.free(grant)
+                    self._ended = True
+                    why = await self.workers.run(LARGE_BYTES, recovered.difference, prepared.model_call)
+                    raise DialectError(f"diverged at {why}", status=FINAL_STATUS[dialect.NAME], code=DIVERGED)
                 if grant is not None:
                     return await self._start(recovered, prepared, request, grant, len(body)), model_call
             await budget.settled()
@@ -173,6 +186,15 @@ class Session:
                 add = self._recovered.conversations.add
                 await self.workers.run(len(call.messages), add, call.call_id, prompt, call.completion_ids, message)
 
+    async def _give(
+        self, recorded: FinishedCall, kind: EventKind, source: RecordedFrom, asked: ModelCall, request: ClientRequest
+    ) -> None:
+        """Record that a recorded call answers a request, and store what the request stores."""
+        if asked.stores is not None and kind == "rerun":
+            await asyncio.to_thread(self._store.add, request, *asked.stores, recorded.call_id)
+        where = json_text({"run": str(source.run), "session": source.session})
+        self.writer.add_event(request.event(kind, where, recorded.call_id))
+
     async def _start(
         self, recovered: RecoveredSession, prepared: PreparedCall, request: ClientRequest, grant: Grant, num_bytes: int
     ) -> Generation:
@@ -235,7 +257,7 @@ class Session:
 
     def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
         recovered.index(dialect.NAME, model_call)
-        return recovered.conversations.prompt(model_call)
+        return recovered.own(recovered.conversations.prompt(model_call))
 
     async def _open(self) -> RecoveredSession:
         """Return what the session's earlier calls were."""
@@ -245,6 +267,8 @@ class Session:
             self._end_recorded = recovered.ended
             self._ended = self._ended or recovered.ended
             self._check_open()
+            if (source := self.options.rerun) is not None:
+                recovered = RerunSession(self.recovery, source, recovered.ended, recovered.sampling)
             self._recovered = recovered
         return self._recovered
 
@@ -256,6 +280,8 @@ class Session:
             num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
             stored = await self.workers.run(num_bytes, self._store.read)
             model_calls = await self.workers.run(num_bytes, named.decoded, stored)
+        for model_call in model_calls:
+            model_call.again = self.options.rerun is not None
         if self.rendering.refuses_tools and model_calls[-1].tools and model_calls[-1].may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":

@@ -65,6 +65,10 @@ class Archive:
         with self._lock:
             return self._indices[table].row(session_id, place)
 
+    def issue(self, session_id: str, answer: Callable[[str], StoredAnswer]) -> StoredAnswer:
+        """Return what `answer` makes of an id for what a request of the session adds."""
+        return answer(uuid.uuid4().hex)
+
 
 class _Rows(UserDict[str, Any]):
     """Values that `read` returns for their keys, when they are first asked for; None for no value."""
@@ -121,9 +125,11 @@ class SessionStore:
 
         Raises as `read`, and `DialectError` for an invalid request and for what is not stored.
         """
-        stored = self.read()
-        asked = StoredRequest(request.method, request.target, body, uuid.uuid4().hex, int(time.time()))
-        answered = _SERVE[api](asked, stored)
+        stored, now = self.read(), int(time.time())
+        answered = self._archive.issue(
+            self._session_id,
+            lambda new_id: _SERVE[api](StoredRequest(request.method, request.target, body, new_id, now), stored),
+        )
         if self._images == "refuse":
             refuse_hidden(answered.hidden)
         if answered.entry is not None:

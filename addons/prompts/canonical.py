@@ -6,7 +6,8 @@ ids compare as different. The form ignores:
 - the order of keys, and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
 - how many times arguments were encoded as JSON text;
 - empty fields, and blank text of the assistant, which APIs refuse and harnesses drop;
-- what the request's `echo_rule` says that its harness does to arguments.
+- what the request's `echo_rule` says that its harness does to arguments;
+- in a rerun, dates, times and ids that a program writes new at each start (`steady`).
 
 Only digests of messages are kept. The digest of a prefix of a conversation covers the tools, the echo rule and the
 canonical form of each message.
@@ -40,6 +41,8 @@ def canonical(message: Message, model_call: ModelCall) -> str:
     kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
     if message["role"] == "assistant" and not message["content"].strip():
         kept.pop("content", None)
+    elif model_call.again and message["role"] != "assistant":
+        kept["content"] = steady(message["content"])
     if "tool_calls" in kept:
         kept["tool_calls"] = [_canonical_tool_call(tool_call, model_call) for tool_call in kept["tool_calls"]]
     return _SORTED.encode(kept)
@@ -74,6 +77,25 @@ def _canonical_numbers(value: Any) -> Any:
     return value
 
 
+_UNSTEADY = re.compile(
+    r"\d{4}[-/]\d\d[-/]\d\d(?:[T ,]+\d\d:\d\d(?::\d\d)?[.\d]*)?(?:Z|[+-]\d\d:?\d\d)?"  # 2026-11-26T10:58:03.1Z
+    r"|\b\d{1,2}/\d{1,2}/\d{4}\b|\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?(?: [AP]M\b)?| [AP]M\b)"
+    r"|\b(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? +)?"  # Thursday, November 26, 2026
+    r"(?:\d{1,2} +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +(?:\d{1,2},? +)?(?:\d{4}|\d\d:\d\d)\b"
+    r"|\b\d+(?:\.\d+)? ?(?:ms|s|secs?|seconds?)\b|(?i:duration_?ms)\W+[\d.]+"
+    r"|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|\b(?=[a-f]*\d)[0-9a-f]{7,64}\b"
+    r"|(?<=ID: )\w+"  # of a process, of a piece of output
+    r"|rolltap[-_]work[-_][\w-]{8}[-_/]\w{8}",  # the folder of a rollout's session, in a path or a name made of it
+    re.ASCII,
+)
+
+
+def steady(text: str) -> str:
+    """Return a text without what differs between two starts of one program: dates, times, durations, ids of processes
+    and commits, UUIDs, folders that rolltap makes."""
+    return _UNSTEADY.sub("~", text)
+
+
 _BEFORE, _AFTER = 30, 50
 """Characters shown before and after the start of a difference."""
 
@@ -90,6 +112,12 @@ def fingerprint(message: Message) -> bytes:
 def first_digest(model_call: ModelCall) -> bytes:
     """Return the digest of a conversation without messages."""
     return _tools_digest(model_call, model_call.echo_rule and model_call.echo_rule.__name__)
+
+
+def canonical_tools(model_call: ModelCall) -> str:
+    """Return the canonical form of the tools."""
+    text = _SORTED.encode(model_call.tools)
+    return steady(text) if model_call.again else text
 
 
 def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> bytes:
@@ -124,7 +152,7 @@ def describe_difference(ours: str, theirs: str) -> str:
 
 
 def _tools_digest(model_call: ModelCall, rule: str | None) -> bytes:
-    first = [model_call.tools, rule]
+    first = [canonical_tools(model_call) if model_call.again else model_call.tools, rule]
     try:
         text = orjson.dumps(first, option=orjson.OPT_SORT_KEYS)  # ten times faster: there are 40 KB of tools
     except TypeError:  # integers of more than 64 bits

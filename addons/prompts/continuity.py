@@ -60,6 +60,8 @@ class Turn:
     reasoning: str = ""
     digest: bytes = b""
     """Digest of the call's conversation and reply."""
+    asked: bytes = b""
+    """Digest of the call's conversation."""
     speaks: bool = False
     """True when the reply has text beside tool calls."""
 
@@ -234,7 +236,7 @@ class History:
         if turn.base is None and (base := self._nearest(digests)) is not None:
             turn.store_after(base)
         turn.reasoning = reply.get("reasoning_content") or ""
-        turn.digest = extend_digest(digests[-1], reply, model_call)
+        turn.asked, turn.digest = digests[-1], extend_digest(digests[-1], reply, model_call)
         turn.speaks = bool(reply["content"].strip() and reply.get("tool_calls"))
         if turn.speaks:
             bare = extend_digest(digests[-1], {**reply, "content": ""}, model_call)

@@ -54,10 +54,19 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
         if not (run / RUN_FILE).exists():
             _write_metadata(run, {"schema_version": SCHEMA_VERSION, **metadata})
             return
+    require_tokenizer(run, metadata, "choose a new folder")
+
+
+def require_tokenizer(run: Path, metadata: Mapping[str, Any], advice: str) -> dict[str, Any]:
+    """Return the contents of `run.json`, if it has the same tokenizer and chat template as `metadata`.
+
+    Raises `RunError`, with advice, when it has not.
+    """
     known = read_metadata(run)
     for key in ("tokenizer_sha256", "chat_template_sha256"):
         if known.get(key) != metadata.get(key):
-            raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: choose a new folder")
+            raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: {advice}")
+    return known
 
 
 def add_recorder(run: Path, recorder: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
 commit message) that is not part of solving the task."""
 CallStatus = Literal["completed", "aborted", "failed"]
 SessionStatus = Literal[
-    "completed", "failed", "timeout", "budget", "infrastructure", "unjudged", "cancelled", "unknown"
+    "completed", "failed", "timeout", "budget", "infrastructure", "unjudged", "diverged", "cancelled", "unknown"
 ]
 """Outcome of a session.
 
@@ -40,12 +40,13 @@ SessionStatus = Literal[
 | `budget` | a budget of the session was used up, and no later call was completed | the judge's |
 | `infrastructure` | it failed because of the engine, the recorder or the machine | none |
 | `unjudged` | the judge could not judge | none |
+| `diverged` | a fork that differs from its record before the call at which it forks | none |
 | `cancelled` | the rollout was stopped while it ran | none |
 | `unknown` | only calls were recorded | none |
 """
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
-UNREWARDED: frozenset[SessionStatus] = frozenset({"infrastructure", "unjudged", "cancelled", "unknown"})
+UNREWARDED: frozenset[SessionStatus] = frozenset({"infrastructure", "unjudged", "diverged", "cancelled", "unknown"})
 """Outcomes without a reward, whoever gave one."""
 EventKind = Literal[
     "session_started",
@@ -61,6 +62,8 @@ EventKind = Literal[
     "fault",
     "joined",
     "replayed",
+    "rerun",
+    "diverged",
     "continued",
     "switched",
     "stored",
@@ -113,7 +116,8 @@ class Call:
         kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`:
             rendered, as the conversation has no earlier reply. `rendered`: rendered, although it has one.
         kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request leaves out the text of
-            the parent's reply, which is in the prompt as it was sampled; else None.
+            the parent's reply, which is in the prompt as it was sampled; else None. Of the first call of a fork, a
+            `root`: the recorded call whose tokens its prompt continues.
         violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
             traces.
         role_evidence: Header, field or structure of the request that determined `role`; empty for the default.
@@ -287,6 +291,9 @@ number |
 failed before it began |
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
+    | `rerun` | request that a recorded call of another session answered: `call_id` is that call, `detail` a JSON \
+object of its run and session |
+    | `diverged` | request of a rerun that no recorded call answers; `detail` has the first difference |
     | `continued` | engine failure during a call, which went on from the last sampled token |
     | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
     | `stored` | a conversation or a cached content of the session has a new entry: `path` names it, `detail` is the \

@@ -18,7 +18,7 @@ _NAME = 200
 """Maximum number of characters of the names of tasks, groups and parts."""
 _ENDED: tuple[SessionStatus, ...] = ("completed", "failed", "timeout", "budget")
 """Outcomes that a session has by itself, whatever its judge says."""
-_CLOSED: frozenset[SessionStatus] = frozenset({"infrastructure", "cancelled"})
+_CLOSED: frozenset[SessionStatus] = frozenset({"infrastructure", "diverged", "cancelled"})
 """Outcomes that a reward does not change: the agent did not do the task."""
 
 

@@ -64,7 +64,7 @@ async def recording(rendering, run, *urls, killed=False, patience=0, **options):
 
     A killed recorder leaves its files as they are.
     """
-    write_metadata(run, {})
+    write_metadata(run, rendering.digests)
     writer = RunWriter(run)
     endpoint = Endpoint(rendering, writer, RecorderOptions(out=run, engine=urls, patience=patience, **options))
     await endpoint.start()

@@ -88,6 +88,7 @@ def test_right_options_are_accepted_and_those_of_mitmproxy_left_to_it():
     require_options({"rolltap_allow": ["pypi.org", "a.b"], "rolltap_max_calls": "3", "http2": "x", "listen_prt": "1"})
     texts = {bool: "true", int: "1", str: "http://a:1", list: "/a"}
     special = {"rolltap_sampling": "{}", "rolltap_fsync": "call", "rolltap_images": "hide"}
+    special["rolltap_rerun"] = '{"run": "runs/a", "session": "s1"}'
     require_options({name: texts[type(option.default)] for name, option in OPTIONS.items()} | special)
 
 

@@ -1,5 +1,6 @@
 """The engine that leads the programs, whose context window fits the longest first prompt, and what records them."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
+from rolltap.trainer.traces.reader import load_sessions
 from tests.harness.play import Played, play_session, tool_call
 from tests.scripted_engine import Say, ScriptedEngine
 
@@ -57,8 +59,8 @@ def write_twice(lead):
 def play(scripted_engine, tokenizer_folder, tmp_path):
     """Record one session of a program on a task, with a budget and further options of the recorder."""
 
-    async def play(harness, task, **options):
-        return await play_session(harness, task, scripted_engine, tokenizer_folder, tmp_path, **options)
+    async def play(harness, task, folder=tmp_path, **options):
+        return await play_session(harness, task, scripted_engine, tokenizer_folder, folder, **options)
 
     return play
 
@@ -98,6 +100,38 @@ def record(scripted_engine, tokenizer_folder, tmp_path, workspace, home):
         return Played(tmp_path / "run", ended.stdout)
 
     return record
+
+
+@pytest.fixture
+def run_rerun(scripted_engine, tmp_path, workspace, home):
+    """Return a function that runs a harness again against its record, and returns the process that has ended.
+
+    The workspace is emptied, and the home folder has only `files`. The engine is asked for nothing.
+    """
+
+    def run_rerun(harness, instruction, files, keys=KEYS):
+        for folder in (workspace, home):
+            shutil.rmtree(folder)
+            folder.mkdir()
+        for path, data in files.items():
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_bytes(data)
+        (session_id,) = load_sessions(tmp_path / "run")
+        asked = len(scripted_engine.asked)
+        arguments = harness.command_for(instruction)[1 + len(harness.arguments) :]
+        options = [tmp_path / "run", session_id, "--harness", harness.name, "--", *arguments]
+        ended = subprocess.run(
+            [Path(sys.executable).with_name("rolltap"), "rerun", *options],
+            cwd=workspace,
+            env={**clean_environment(home), **keys},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert len(scripted_engine.asked) == asked
+        return ended
+
+    return run_rerun
 
 
 class Pong(BaseHTTPRequestHandler):

@@ -70,8 +70,8 @@ def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_configuration(
-    program, lead, record, home, workspace, scripted_engine
+def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configuration_and_reruns(
+    program, lead, record, run_rerun, home, workspace, scripted_engine
 ):
     lead(greeting(program.name))
     name, text = PROGRAMS[program.name].config
@@ -99,3 +99,8 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_and_changes_no_confi
     assert ledger.trained == sum(len(call.completion_ids) for call in main)
     assert played.kinds <= {"call_started", "refused", "ended"}
     assert played.summary.uncaptured_calls == 0
+
+    again = run_rerun(program, INSTRUCTION, before, keys={})
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"{len(calls)} of {len(calls)} recorded calls answered; exit status 0" in again.stderr
+    assert "héllo" in (workspace / "greeting.txt").read_text()

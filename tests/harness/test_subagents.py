@@ -1,5 +1,7 @@
 """Sub-agents that the program starts: their calls form a separate line within the session."""
 
+import json
+
 import pytest
 
 from rolltap.trainer.tasks.task import Task
@@ -18,7 +20,9 @@ START = {
 
 
 @pytest.mark.parametrize("name", START)
-async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, lead, play, scripted_engine):
+async def test_the_calls_of_a_subagent_are_a_line_of_their_own_and_answer_a_fork(
+    name, lead, play, scripted_engine, tmp_path
+):
     harness = installed(name)
     tool, arguments, evidence = START[name]
 
@@ -30,6 +34,7 @@ async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, lead, play,
 
     lead(reply)
     played = await play(harness, TASK)
+    asked = len(scripted_engine.requests)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     helper = [call for call in played.calls if call.role == "subagent"]
     assert len(helper) == 2
@@ -42,3 +47,16 @@ async def test_the_calls_of_a_subagent_are_a_line_of_their_own(name, lead, play,
     assert {(call.status, call.violation) for call in played.calls} == {("completed", None)}
     assert played.summary.uncaptured_calls == 0
     assert played.summary.ledger.trained == sum(len(call.completion_ids) for call in [*played.main, *helper])
+
+    # a fork at the last call: the record answers the sub-agent, in another folder and at another time
+    last = played.main[-1]
+    source = {"run": str(played.run), "session": last.session_id, "until": last.started_at.isoformat()}
+    fork = await play(harness, TASK, folder=tmp_path / "fork", rolltap_rerun=json.dumps(source))
+    assert (fork.session.status, fork.session.reward) == ("completed", 1.0), fork.session.error or fork.log
+    given = {call.call_id for call in played.calls} - {last.call_id}
+    assert {event["call_id"] for event in fork.of("rerun")} == given
+    assert len(scripted_engine.requests) == asked + 1
+    (own,) = fork.calls
+    known = len(played.main[-2].prompt_ids) + len(played.main[-2].completion_ids)
+    assert (own.kind, own.prompt_ids[:known]) == ("root", last.prompt_ids[:known])
+    assert fork.summary.ledger.sampled == fork.summary.ledger.trained == len(own.completion_ids)

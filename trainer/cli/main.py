@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, fleet, rollout, runs, service, tasks, train, view
+from rolltap.trainer.cli import doctor, edit, fleet, rerun, rollout, runs, service, tasks, train, view
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -25,6 +25,8 @@ class InOrder(click.Group):
     commands=[
         train.serve_command,
         rollout.record_command,
+        rerun.rerun_command,
+        rerun.fork_command,
         rollout.env_command,
         doctor.doctor_command,
         tasks.tasks_group,

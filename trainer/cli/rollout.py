@@ -142,18 +142,10 @@ def record_command(
     With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others are no verdict. Give
     another reward with `rolltap reward`.
     """
-    if preset is not None:
-        harness = rolltap.Harness.load(preset)
-        command = (harness.program, *harness.arguments, *command)
-    elif any(command[:1]):
-        harness = rolltap.Harness(name=name_of(command), program=command[0], headless=[])
-    else:
-        raise click.UsageError("give a COMMAND after --, or --harness")
-    harness.require_program()
+    harness, command = program_of(preset, command)
     if evaluate is not None:
         require_evaluator(evaluate)
     environment = harness.environment(engine)
-    own = {name: value for name, value in os.environ.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     session_id = f"record-{secrets.token_hex(4)}"
     session = rolltap.Session(
         session_id=session_id,
@@ -171,7 +163,9 @@ def record_command(
         listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
         console.print("; ".join([listens, *served]))
         try:
-            session.exit_status = _run(command, {**environment, **own, **recorder.environment(session_id)})
+            session.exit_status = run_program(
+                command, {**environment, **os.environ, **recorder.environment(session_id)}
+            )
             session.status = "completed" if session.exit_status == 0 else "failed"
             session.finished_at = datetime.now(UTC)
             facts = end_recorded(session, recorder, evaluate)
@@ -194,6 +188,19 @@ def record_command(
     sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
 
 
+def program_of(preset: str | None, command: tuple[str, ...]) -> tuple[rolltap.Harness, tuple[str, ...]]:
+    """Return the harness of a command line and its whole command. With a preset, `command` is only its arguments."""
+    if preset is not None:
+        harness = rolltap.Harness.load(preset)
+        command = (harness.program, *harness.arguments, *command)
+    elif any(command[:1]):
+        harness = rolltap.Harness(name=name_of(command), program=command[0], headless=[])
+    else:
+        raise click.UsageError("give a COMMAND after --, or --harness")
+    harness.require_program()
+    return harness, command
+
+
 def name_of(command: Sequence[str]) -> str:
     """Return the name of a command: of its first argument that is a file or a module here, else of its program."""
     for argument in command[1:]:
@@ -203,8 +210,12 @@ def name_of(command: Sequence[str]) -> str:
     return Path(command[0]).name or command[0]
 
 
-def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run a program on this terminal, and return its status. A signal that ends this process ends it, too."""
+def run_program(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run a program on this terminal, and return its status. A signal that ends this process ends it, too.
+
+    It does not see the variable of the engine's key.
+    """
+    env = {name: value for name, value in env.items() if name != "ROLLTAP_ENGINE_KEY_FILE"}
     # the terminal sends Ctrl-C to the command as well, which decides what to do; this process waits for its status
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
@@ -290,6 +301,11 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
     print_result(run.summary(), as_json)
+    report_rollout(run)
+
+
+def report_rollout(run: rolltap.Run) -> None:
+    """Say on stderr what was refused and what failed. Exits with 1 when no session has a reward."""
     _report_refused(run)
     _report_faults(run)
 

@@ -15,6 +15,7 @@ from rolltap.trainer.engine.serve import ending
 from rolltap.trainer.engine.status import engine_status, reset_engine
 from rolltap.trainer.fleet.fleet import nodes_status
 from rolltap.trainer.fleet.worker import make_worker
+from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
 __all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
-__all__ += ["fleet_status", "reset_engine", "serve_rollouts", "set_provenance"]
+__all__ += ["Record", "fleet_status", "reset_engine", "serve_rollouts", "set_provenance"]
 
 
 async def rollout_async(

@@ -122,6 +122,13 @@ def find_budget(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str |
     return None if continued else f"budget: {last.detail}"
 
 
+def find_divergence(calls: Sequence[CallFact], events: Sequence[EventFact]) -> str | None:
+    """Return why a fork did not come to the call at which it samples, in words; None when it did, and after a fault."""
+    kinds = {event.kind for event in events}
+    ended = "diverged: it ended before the call at which it forks" if "rerun" in kinds and not calls else None
+    return None if "fault" in kinds else next((event.detail for event in events if event.kind == "diverged"), ended)
+
+
 class Facts(NamedTuple):
     """Facts of a session whose calls have ended.
 
@@ -133,6 +140,7 @@ class Facts(NamedTuple):
         uncaptured: Number of requests that look like model calls and were not answered, as far as they are told.
         refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
         unreadable: Why a call with tools was refused, when the model's tool calls cannot be read; None when none was.
+        diverged: Why a fork did not come to the call at which it forks, in words; None when it did.
         permanent: True when the session could not be run, and no retry can be before its task is fixed.
     """
 
@@ -144,6 +152,7 @@ class Facts(NamedTuple):
     refusals: int = 0
     unreadable: str | None = None
     permanent: bool = False
+    diverged: str | None = None
 
 
 def session_facts(rows: SessionRows, session_id: str) -> Facts:
@@ -156,6 +165,7 @@ def session_facts(rows: SessionRows, session_id: str) -> Facts:
     ]
     events = [EventFact(*row) for row in rows.of("events", session_id, EventFact._fields)]
     return Facts(
+        diverged=find_divergence(calls, events),
         fault=find_fault(calls, events),
         budget=find_budget(calls, events),
         completed_calls=sum(call.status == "completed" for call in calls),

@@ -76,12 +76,13 @@ class Harness(BaseModel):
         headless = [argument.replace("{instruction}", instruction) for argument in self.headless]
         return [self.program, *self.arguments, *headless]
 
-    def environment(self, engine_url: str) -> dict[str, str]:
+    def environment(self, engine_url: str, context_window: int | None = None) -> dict[str, str]:
         """Return `env` with the engine's context window filled in.
 
-        The engine is asked only if a variable needs it, of several URLs with commas the first. Raises `EngineError`.
+        Unless that is given, the engine is asked, of several URLs with commas the first, if a variable needs it. Raises
+        `EngineError`.
         """
         if not any(_WINDOW in value for value in self.env.values()):
             return self.env
-        window = str(EngineAdmin(engine_url.split(",")[0]).models().max_model_len)
+        window = str(context_window or EngineAdmin(engine_url.split(",")[0]).models().max_model_len)
         return {name: value.replace(_WINDOW, window) for name, value in self.env.items()}

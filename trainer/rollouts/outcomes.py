@@ -6,6 +6,7 @@ The first line that holds is the status of a session's row:
 | --- | --- | --- | --- | --- |
 | `cancelled` | the rollout was stopped or killed while it ran | no | none | by the next start |
 | `infrastructure` | engine, recorder or machine failed (a fault) | no | none | at once, then by the next start |
+| `diverged` | a fork that differed before its call, or ended (`Facts.diverged`) | no | none | no |
 | `unjudged` | the judge was asked, and could not judge | asked | none | by the next start |
 | `budget` | a budget was used up, and no later call was completed | yes | the judge's | no |
 | `timeout` | stopped at the session's time limit | yes | the judge's | no |
@@ -148,7 +149,8 @@ class Tally:
         """Add a session that has ended. It is retried if `again`, and was stopped by somebody if `facts` is None."""
         if facts is not None:
             self.refusals += facts.refusals
-            if session.status in ("infrastructure", "unjudged") or not facts.completed_calls:
+            nothing = not facts.completed_calls and session.status != "diverged"
+            if session.status in ("infrastructure", "unjudged") or nothing:
                 self._failures[place_of(session.session_id)] = session.task_id
             else:
                 self._failures.clear()

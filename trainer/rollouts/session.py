@@ -217,6 +217,9 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         if facts.unreadable is not None:
             session.error = facts.unreadable  # no session of the rollout can have a result
             return facts
+        if facts.diverged is not None:
+            session.status, session.error = "diverged", facts.diverged
+            return facts
         judged = None
         if is_judged(facts):
             await enter("judging")

@@ -10,7 +10,7 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_fault
+from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_divergence, find_fault
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
@@ -48,6 +48,21 @@ TLS = r"^no model call came: api.host: .*TLS failed: unknown ca\. The program do
 
 def begun(second):
     return fault(second, f"c{second}", "call_started")
+
+
+@pytest.mark.parametrize(
+    ("calls", "events", "why"),
+    [
+        ([], [], None),
+        ([], [told("rerun", 1)], "diverged: it ended before the call at which it forks"),
+        ([], [told("rerun", 1), told("diverged", 2, "diverged at call 2: ...")], "diverged at call 2: ..."),
+        ([call(2)], [told("rerun", 1), begun(2)], None),
+        ([], [told("rerun", 1), fault(2)], None),
+    ],
+    ids=str,
+)
+def test_a_fork_that_does_not_come_to_its_call_has_diverged_unless_we_are_to_blame(calls, events, why):
+    assert find_divergence(calls, events) == why
 
 
 @pytest.mark.parametrize(

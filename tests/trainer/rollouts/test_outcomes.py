@@ -105,3 +105,11 @@ def test_places_in_a_row_that_say_nothing_of_the_policy_are_counted_each_once():
     assert tally.failures_in_a_row == 0
     add(tally, "infrastructure", name="g", task="other")
     assert tally.failures_in_a_row == 7
+
+
+def test_forks_that_diverge_do_not_end_a_rollout_as_failures_of_ours_do():
+    tally = Tally()
+    for number in range(9):
+        add(tally, "diverged", facts=Facts(diverged="diverged at call 1"), name=str(number))
+    assert tally.failures_in_a_row == 0
+    assert tally.unrewarded == 9

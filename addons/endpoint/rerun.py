@@ -1,0 +1,239 @@
+"""Rerun: the calls of a recorded session answer the requests of a program that runs again, without an engine.
+
+**A recorded call answers the request whose canonical conversation it is**: equal tools and equal messages, in the form
+of `canonical.py`. It does not matter in which order requests come, so that sub-agents may run at the same time, nor
+what the program asks for besides: a model's name, a temperature, a stream. Of recorded calls with equal conversations
+each answers once, in the order in which they were asked. A retry gets the reply of the request that it repeats.
+
+**Ids are those that were issued then.** All ids of a reply follow from its call's id. A conversation or a cached
+content that the program makes again gets the id of the one with the same content.
+
+**Refusals are those of the recorder.** A request without a recorded call goes the way of every request: one that is too
+long, wrong or over a budget gets its error, as it did then. What would reach the engine **diverges**: it is refused
+with the first difference to the recorded call that is most like it, and the session takes no more calls.
+
+Nothing is sampled, so a rerun has no calls of its own: an event `rerun` for each answer, and one `diverged`.
+
+**A fork** is a rerun up to a call, and goes on with an engine. Calls that began before that call answer. The request
+with its conversation, or that of a later call, begins the live part, in which nothing diverges. A call of the live part
+continues the tokens of the recorded calls. They are no rows of its run, where nothing sampled them: its row has them in
+its prompt, and names the call in `kind_reason`.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, ServedModel
+from rolltap.addons.dialects.stored import Entry, StoredAnswer
+from rolltap.addons.endpoint.budget import Used
+from rolltap.addons.endpoint.recovery import (
+    RecordedCall,
+    RecoveredSession,
+    Recovery,
+    Row,
+    parents_first,
+    undamaged_calls,
+)
+from rolltap.addons.endpoint.retries import FinishedCall, find_retried
+from rolltap.addons.endpoint.stored import Archive
+from rolltap.addons.errors import RunError
+from rolltap.addons.options import RecordedFrom
+from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
+from rolltap.addons.prompts.continuity import Prompt, Turn
+from rolltap.addons.store.metadata import require_tokenizer
+from rolltap.addons.store.records import EventKind
+from rolltap.addons.store.sessions import Place, SessionIndex
+from rolltap.addons.store.tables import batch_rows
+
+_ROLES = {"system": "the system prompt", "assistant": "the assistant's message", "tool": "the tool's result"}
+
+
+def served_model(source: RecordedFrom, engine: str, digests: Mapping[str, str]) -> ServedModel | None:
+    """Return what the engine at a URL served when the run was recorded; None for a fork, which asks its own engine.
+
+    Raises `RunError` when the run does not say, and for a run of another tokenizer or chat template than `digests`.
+    """
+    metadata = require_tokenizer(source.run, digests, "give the model of that run")
+    if source.until is not None:
+        return None
+    try:
+        served = metadata["engines"][engine]
+        return ServedModel(served["model"], served["max_model_len"])
+    except (KeyError, TypeError):
+        raise RunError(f"{source.run} does not say what the engine at {engine} served") from None
+
+
+class RerunSession(RecoveredSession):
+    """The recorded session, as the requests of one program find it."""
+
+    again = True
+
+    def __init__(self, recovery: Recovery, source: RecordedFrom, ended: bool, sampling: dict[str, Any]) -> None:
+        super().__init__(recovery, source.session, ended, sampling)
+        self.source = source
+        self.live = False
+        """True once a fork samples."""
+        self._calls: dict[str, RecordedCall] = {}
+        """Completed calls in the order of their starts, with all their messages."""
+        self._asked: dict[bytes, list[str]] = {}
+        """Digest of a conversation -> the calls that have it."""
+        self._given: dict[str, FinishedCall] = {}
+        """The calls that have answered."""
+
+    def _rows(self) -> tuple[list[Row], bool]:
+        """Return the rows of the recorded session; of what a fork samples only those that it can come to."""
+        with SessionIndex(self.source.run, "calls") as calls:
+            rows, damaged = undamaged_calls(self.source.session, calls.batches(self.source.session))
+        sampled = {row["call_id"] for row in rows if not self._answers(row)}
+        rows = sorted((row for row in rows if row["parent_id"] not in sampled), key=itemgetter("started_at"))
+        return parents_first({row["call_id"]: row for row in rows}), damaged
+
+    def _answers(self, row: Row) -> bool:
+        """Return False for a call of the part that a fork samples."""
+        return self.source.until is None or row["started_at"] < self.source.until
+
+    def _restore(self, recorded: RecordedCall, reply: Message, rule: EchoRule | None) -> Turn:
+        row, history = recorded.row, self.conversations.history
+        if self._answers(row):
+            turn = super()._restore(recorded, reply, rule)
+        else:  # a request is known by its conversation, and no call continues it
+            turn = Turn(row["call_id"], None, 0, array("i"), array("i"))
+            new = history.read_after(history.turns.get(row["parent_id"]), recorded.model_call(rule))
+            turn.asked = new.digests[-1]
+        parent = self._calls.get(row["parent_id"])
+        before = [] if parent is None else [*parent.messages, parent.reply or {}]
+        self._calls[turn.call_id] = replace(recorded, messages=[*before, *recorded.messages])
+        self._asked.setdefault(turn.asked, []).append(turn.call_id)
+        return turn
+
+    def _remember(self, *_: Any) -> None:
+        """Leave it to `answer` to give a call again. A fork has budgets and weights of its own."""
+        if self.source.until is not None:
+            self.used, self.last_version = Used(), None
+
+    def own(self, prompt: Prompt) -> Prompt:
+        """Return the prompt of a call of the live part: one that continues a recorded call has no parent in its run."""
+        if prompt.parent is None or prompt.parent.call_id not in self._calls:
+            return prompt
+        reason = f"it continues call {prompt.parent.call_id} of session {self.source.session} of {self.source.run}"
+        root = replace(prompt, kind="root", reason=reason, parent=None, prefix_length=0)
+        return replace(root, new_messages=prompt.model_call.messages)
+
+    def answer(
+        self, dialect: Dialect, model_call: ModelCall, headers: Mapping[str, str]
+    ) -> tuple[FinishedCall, EventKind] | None:
+        """Return the recorded call that answers a request, and whether it is `rerun` or `replayed`; None without any.
+
+        Raises `OSError` and `RunError`.
+        """
+        self.index(dialect.NAME, model_call)
+        history = self.conversations.history
+        digest = history.read(model_call).digests[-1]
+        known = self._asked.get(digest, [])
+        given = [self._given[call_id] for call_id in known if call_id in self._given]
+        if (retried := find_retried(given, digest, headers)) is not None:
+            assert isinstance(retried, FinishedCall)
+            return retried, "replayed"
+        for call_id in known:
+            if call_id in self._given:
+                continue
+            if not self._answers(self._calls[call_id].row):
+                self.live = True
+                return None
+            finished = self._finished_call(self._calls[call_id], history.turns[call_id], delivered=False)
+            if finished is not None:
+                finished.digest = digest
+                self._given[call_id] = finished
+                return finished, "rerun"
+        return None
+
+    def difference(self, model_call: ModelCall) -> str:
+        """Say where a request that no recorded call answers differs from the most similar one that has not answered."""
+        if self._asked.get(self.conversations.history.read(model_call).digests[-1]):
+            return "a call that is asked once more than in the record"
+        ours = _texts(model_call)
+        nearest, found = "a call more than the record has", (-1, 0)
+        for number, (call_id, recorded) in enumerate(self._calls.items(), 1):
+            asked = recorded.model_call(model_call.echo_rule)
+            theirs = _texts(asked)
+            alike = sum(a == b for a, b in zip(ours, theirs, strict=False)), -abs(len(ours) - len(theirs))
+            if call_id not in self._given and alike > found:
+                nearest, found = f"call {number}: {_difference(model_call, ours, asked, theirs)}", alike
+        return nearest
+
+
+_THEIRS = "recorded:"
+"""Begins the name of a segment of the recorded run."""
+_TIMES = ("created_at", "createTime", "expireTime", "updateTime")
+
+
+class RerunArchive(Archive):
+    """Archive of a rerun: what it stores itself, and the calls and the ids of the recorded session."""
+
+    def __init__(self, run: Path, source: RecordedFrom) -> None:
+        super().__init__(run)
+        self._source, self._recorded = source.session, Archive(source.run)
+        with SessionIndex(source.run, "events") as index:
+            rows = [row for batch in index.batches(source.session) for row in batch_rows(batch)]
+        entries = [(row["path"], json.loads(row["detail"])) for row in rows if row["kind"] == "stored"]
+        self._entries = [(path, entry) for path, entry in entries if {"key", "name"} & entry.keys()]
+        """(path, entry) of what was added under a new id."""
+        self._left: dict[str, list[tuple[str, Entry]]] = {}
+        """Session -> those of the entries that it has not added again."""
+
+    def new_places(self, session_id: str, table: str, known: dict[str, int]) -> list[Place]:
+        """Return as `Archive.new_places`, of calls those of the recorded session too."""
+        own = super().new_places(session_id, table, known)
+        if table != "calls":
+            return own
+        theirs = {name.removeprefix(_THEIRS): number for name, number in known.items()}
+        places = self._recorded.new_places(self._source, table, theirs)
+        return [*((_THEIRS + name, number) for name, number in places), *own]
+
+    def row(self, session_id: str, table: str, place: Place) -> pa.RecordBatch:
+        """Return one row. Raises `OSError`."""
+        if not place[0].startswith(_THEIRS):
+            return super().row(session_id, table, place)
+        return self._recorded.row(self._source, table, (place[0].removeprefix(_THEIRS), place[1]))
+
+    def issue(self, session_id: str, answer: Callable[[str], StoredAnswer]) -> StoredAnswer:
+        """Return what `answer` makes of the id of an equal recorded entry, or else of a new id."""
+        left = self._left.setdefault(session_id, [*self._entries])
+        for place, (path, entry) in enumerate(left):
+            answered = answer(entry.get("key") or entry["name"].rpartition("/")[2])
+            if answered.entry is None:
+                return answered
+            if answered.path == path and _untimed(answered.entry) == _untimed(entry):
+                del left[place]
+                return answered
+        return super().issue(session_id, answer)
+
+
+def _untimed(entry: Entry) -> Entry:
+    return {key: value for key, value in entry.items() if key not in _TIMES}
+
+
+def _texts(model_call: ModelCall) -> list[str]:
+    return [canonical_tools(model_call), *(canonical(message, model_call) for message in model_call.messages)]
+
+
+def _difference(ours: ModelCall, our_texts: list[str], theirs: ModelCall, their_texts: list[str]) -> str:
+    """Say where a request differs first from a recorded one: in its tools, in a message, or in how many there are."""
+    if our_texts[0] != their_texts[0]:
+        names = [{tool["function"]["name"]: tool for tool in call.tools} for call in (ours, theirs)]
+        more, fewer = sorted(names[0].keys() - names[1]), sorted(names[1].keys() - names[0])
+        which = [f"{word} {', '.join(tools)}" for word, tools in (("with", more), ("without", fewer)) if tools]
+        return f"it offers other tools: {' and '.join(which) or describe_difference(our_texts[0], their_texts[0])}"
+    for i, (own, other) in enumerate(zip(our_texts[1:], their_texts[1:], strict=False)):
+        if own != other:
+            what = _ROLES.get(ours.messages[i]["role"], "the message")
+            return f"{what} is another one (message {i}): {describe_difference(own, other)}"
+    return f"it has {len(our_texts) - 1} messages, and the recorded call {len(their_texts) - 1}"

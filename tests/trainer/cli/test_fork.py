@@ -1,0 +1,116 @@
+"""`rolltap fork`: a harness runs against recorded replies up to a call, and its model is sampled from there."""
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import rolltap
+from rolltap.addons.errors import RolltapError
+from rolltap.addons.store.tables import read_rows
+from rolltap.trainer.cli.main import rolltap as command
+from rolltap.trainer.rollouts.resume import RERUN
+from rolltap.trainer.runs.verify import verify_run
+from tests.scripted_engine import Say, ScriptedEngine
+from tests.trainer.cli.program import run_rolltap
+
+AGENT = """
+import os, sys
+import httpx
+
+messages = [{"role": "system", "content": f"Work in {os.getcwd()}."}, {"role": "user", "content": sys.argv[1]}]
+for turn in range(3):
+    ask = {"model": "m", "messages": messages}
+    reply = httpx.post("https://api.openai.com/v1/chat/completions", json=ask, timeout=60)
+    if reply.is_error:
+        sys.exit(reply.text)
+    content = reply.json()["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
+open("answer.txt", "w").write(content)
+"""
+JUDGE = {"kind": "command", "command": ["sh", "-c", "cat answer.txt >&$ROLLTAP_REWARD_FD"], "result": "number"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forks")
+    (folder / "agent.py").write_text(AGENT)
+    tasks = [{"id": name, "instruction": f"Task {name}.", "judge": JUDGE} for name in ("other", "t")]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks[1:])))
+    (folder / "all.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    for name, more in (("own", ""), ("newer", " Be quick.")):
+        arguments = json.dumps([str(folder / "agent.py"), "{instruction}" + more])
+        preset = f'name = "own"\nprogram = "{sys.executable}"\nheadless = {arguments}\nversion_arguments = ["-V"]\n'
+        (folder / f"{name}.toml").write_text(preset)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(folder, tokenizer, tokenizer_folder):
+    """Record a session of three calls, and yield the folder, the session's id and the options of a fork."""
+    said = iter(range(1000))
+    with ScriptedEngine(tokenizer) as engine:
+        engine.otherwise = lambda request: Say(f"0.{next(said)}")
+        options = ["--engine", engine.url, "--model", tokenizer_folder]
+        rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run"
+        ended = run_rolltap(*rollout, *options, cwd=folder)
+        assert ended.returncode == 0, ended.stderr
+        (session,) = rolltap.open_run(folder / "run").sessions()
+        yield folder, session.session_id, [*options, "--tasks", "all.jsonl"]
+
+
+def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_differs_is_not_tried_again(recorded):
+    folder, session, options = recorded
+    theirs = rolltap.open_run(folder / "run").calls[session]
+    options = ["fork", "run", session, "--at", 2, "-n", 2, "--out", "forks", *options]
+    ended = run_rolltap(*options, "--harness", "own.toml", "--json", cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    run = rolltap.open_run(folder / "forks")
+    forks = list(run.sessions())
+    assert [fork.status for fork in forks] == ["completed"] * 2
+    assert len({fork.group_id for fork in forks}) == 1
+    assert len({fork.reward for fork in forks} - {None}) == 2
+    for fork in forks:
+        first, second = run.calls[fork.session_id]
+        assert list(first.prompt_ids) == list(theirs[1].prompt_ids)
+        assert theirs[0].call_id in first.kind_reason
+        assert (first.kind, second.kind, second.parent_id) == ("root", "bridged", first.call_id)
+    ledger = run.ledger()
+    assert (
+        ledger.sampled
+        == ledger.trained
+        == sum(len(call.completion_ids) for fork in forks for call in run.calls[fork.session_id])
+    )
+    assert verify_run(folder / "forks", lambda *_: None).findings == []
+
+    ended = run_rolltap(*options, "--harness", "newer.toml", cwd=folder)
+    assert ended.returncode == 1
+    assert "have no reward (2 diverged)" in ended.stderr
+    diverged = [each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"]
+    assert len(diverged) == 2
+    assert all(each.error.startswith("diverged at call 1: the message is another one (message 1)") for each in diverged)
+    assert all("Task t. Be quick." in each.error for each in diverged)
+    assert "diverged" not in RERUN  # nor by the next start
+    kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
+    assert kinds.count("session_started") == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["--at", "4"], "has 3 completed calls, and no call 4"),
+        (["--at", "0"], "has 3 completed calls, and no call 0"),
+        (["--at", "xyz"], "has no completed call 'xyz'"),
+        (["--tasks", "other.jsonl"], "other.jsonl has no task 't', which is that of session"),
+    ],
+)
+def test_a_call_or_a_task_that_is_not_there_is_refused(recorded, changes, why, monkeypatch):
+    folder, session, options = recorded
+    monkeypatch.chdir(folder)
+    (folder / "other.jsonl").write_text((folder / "all.jsonl").read_text().partition("\n")[0])
+    line = ["fork", "run", session, "--at", "1", "--out", "new", "--harness", "own.toml", *map(str, options), *changes]
+    result = CliRunner().invoke(command, line)
+    assert isinstance(result.exception, RolltapError)
+    assert why in str(result.exception)
+    assert not (folder / "new").exists()

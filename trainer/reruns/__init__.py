@@ -1,0 +1,1 @@
+"""Recorded sessions used again: a rerun of their programs without an engine."""

@@ -1,0 +1,116 @@
+"""Record of a session for a rerun or a fork: what they need of the run, and what came of a rerun.
+
+The recorder answers from the record (`addons/endpoint/rerun.py`). In a rerun it has the limits with which the session
+was recorded, and a folder of its own, which is removed: nothing is sampled.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import Call, Session
+from rolltap.addons.store.sessions import SessionIndex
+from rolltap.trainer.rollouts.recorder import Recorder
+from rolltap.trainer.runs.views.inspect import find_id, find_session_id
+from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.reader import load_sessions, rebuild_calls
+
+_SHORTEST_ID = 5
+"""Least digits of a text that may be the beginning of a call's id, and no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A recorded session whose calls can answer requests.
+
+    Attributes:
+        calls: Its completed calls, in the order of their starts.
+        session: Its row; None when it has none.
+        engine: URL of the engine that sampled it.
+        context_window: That engine's context window in tokens.
+    """
+
+    run: Path
+    session_id: str
+    calls: Sequence[Call]
+    session: Session | None
+    metadata: Mapping[str, Any]
+    engine: str
+    context_window: int
+
+    @classmethod
+    def of(cls, run: Path, session: str) -> Self:
+        """Return the session with this id or unique prefix.
+
+        Raises `InputError` for an unknown session, and one without a completed call; `RunError` for damaged rows, and a
+        run that does not say what its engine served.
+        """
+        metadata, session_id = read_metadata(run), find_session_id(run, session)
+        with SessionIndex(run, "calls") as index:
+            calls = rebuild_calls(run, session_id, index.batches(session_id))
+            lost = [name for name, damage in index.scan.damage.items() if damage]
+        if damaged := [f"call {call.call_id}: {call.violation}" for call in calls if call.violation] or lost:
+            why = f"session {session_id} of {run} cannot run again: {damaged[0]}"
+            raise RunError(f"{why}. All its calls are needed: see `rolltap verify`")
+        completed = [call for call in calls if call.status == "completed"]
+        if not completed:
+            raise InputError(f"session {session_id} of {run} has no completed call, so that nothing can be given again")
+        engine = completed[-1].engine or ""
+        try:
+            window = int(metadata["engines"][engine]["max_model_len"])
+        except (KeyError, TypeError, ValueError):
+            raise RunError(f"{run} does not say what the engine at {engine or '(none)'} served") from None
+        return cls(run.absolute(), session_id, completed, load_sessions(run).get(session_id), metadata, engine, window)
+
+    def rerun(self, folder: Path, model: str | None, options: Mapping[str, Sequence[str]]) -> Recorder:
+        """Return a recorder that answers from the record, in a new folder. `model` is None for that of the run."""
+        own: dict[str, str | Sequence[str]] = {}
+        for each in self.metadata.get("recorders", []):
+            if self.engine in [url.rstrip("/") for url in each.get("engines", ())]:
+                own = {f"rolltap_{name}": str(value) for name, value in each["limits"].items()}
+                own["rolltap_images"] = each["images"]
+        model = model or str(self.metadata.get("model"))
+        return Recorder(folder, engine=self.engine, model=model, options={**own, **self._option(), **options})
+
+    def result(self, recorder: Recorder, session_id: str) -> tuple[int, str | None]:
+        """End a session of a rerun. Return how many recorded calls answered, and where it differs first, in words.
+
+        A recorded call that nothing asked for is a difference too, a side question aside. Raises as
+        `Recorder.stop_calls`.
+        """
+        recorder.stop_calls(session_id)
+        events = list(recorder.rows.of("events", session_id, ("kind", "call_id", "detail")))
+        given = {call_id for kind, call_id, _ in events if kind == "rerun"}
+        missing = (n for n, call in enumerate(self.calls, 1) if call.role != "auxiliary" and call.call_id not in given)
+        ended = next((f"diverged at call {n}: nothing asked for it" for n in missing), None)
+        return len(given), next((detail for kind, _, detail in events if kind == "diverged"), ended)
+
+    def fork(self, call: str) -> dict[str, str]:
+        """Return the recorder's option of forks at a call: its number in `calls` from 1, its id or a unique prefix.
+
+        Raises `InputError` for a call that is not among them.
+        """
+        ids = [each.call_id for each in self.calls]
+        where = f"session {self.session_id} of {self.run}"
+        if call.isdecimal() and len(call) < _SHORTEST_ID:
+            if not 0 < int(call) <= len(ids):
+                raise InputError(f"{where} has {len(ids)} completed calls, and no call {call}")
+            call = ids[int(call) - 1]
+        at = self.calls[ids.index(find_id(call, ids, "completed call", where))]
+        return self._option(until=at.started_at.isoformat())
+
+    def task(self, tasks: Path, repositories: Path | None) -> Task:
+        """Return the session's task from a source of tasks. Raises `InputError` when it is not there."""
+        task_id = "" if self.session is None else self.session.task_id
+        found = [task for task in load_tasks(tasks, repositories=repositories) if task.id == task_id]
+        if not found:
+            raise InputError(f"{tasks} has no task {task_id!r}, which is that of session {self.session_id}")
+        return found[0]
+
+    def _option(self, **more: str) -> dict[str, str]:
+        return {"rolltap_rerun": json.dumps({"run": str(self.run), "session": self.session_id, **more})}
