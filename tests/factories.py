@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import UNREWARDED, Call, Event, Session, VersionSpan
 from rolltap.addons.store.routing import Routing
+from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.scores import SCORE_SCHEMA, Score
 from rolltap.addons.store.tables import RunWriter
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -54,13 +57,13 @@ def make_session(session_id: str = "s", status: str = "completed", **fields) -> 
     return Session(session_id=session_id, status=status, **{**defaults, **fields})
 
 
-def write_run(run: Path, *rows: Call | Session | Event | Routing, sync: str = "session", **metadata) -> Path:
+def write_run(run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session", **metadata) -> Path:
     """Write metadata and rows to a run folder and return the folder."""
     write_metadata(run, {"model": "tiny", **metadata})
     return add_rows(run, *rows, sync=sync)
 
 
-def add_rows(run: Path, *rows: Call | Session | Event | Routing, sync: str = "session") -> Path:
+def add_rows(run: Path, *rows: Call | Session | Event | Routing | Score, sync: str = "session") -> Path:
     """Add rows, in this order, to a run that has metadata. Returns its folder."""
     with RunWriter(run, sync=sync) as writer:
         add = {
@@ -68,6 +71,7 @@ def add_rows(run: Path, *rows: Call | Session | Event | Routing, sync: str = "se
             Session: writer.add_session,
             Event: writer.add_event,
             Routing: writer.note_routing,
+            Score: lambda score: writer.add_batch("scores", to_batch(asdict(score), SCORE_SCHEMA)),
         }
         for row in rows:
             add[type(row)](row)

@@ -24,6 +24,7 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.scores import SCORE_SCHEMA
 from rolltap.addons.store.segment import Segment, SegmentReader, compact
 from rolltap.addons.store.trained import TRAINED_SCHEMA
 
@@ -35,8 +36,9 @@ TABLES = {
     "events": EVENT_SCHEMA,
     "routing": ROUTING_SCHEMA,
     "trained": TRAINED_SCHEMA,
+    "scores": SCORE_SCHEMA,
 }
-_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs", "weights")
+_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs", "weights", "top_ids", "top_logprobs")
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment of at least this size is closed and compacted when a session ends."""

@@ -38,6 +38,7 @@ class InOrder(click.Group):
         runs.inspect_command,
         view.view_command,
         runs.check_command,
+        runs.score_command,
         runs.compare_command,
         train.engine_command,
         runs.traces_command,

@@ -4,6 +4,8 @@
 
 `rolltap inspect`: shows a run, a session or a call.
 
+`rolltap score`: stores the log-probabilities of another model in a run.
+
 `rolltap traces`: builds the traces of a run.
 
 `rolltap verify`: checks a run for damage.
@@ -16,7 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, TextIO, get_args
+from typing import Any, Literal, TextIO, get_args
 
 import click
 
@@ -243,6 +245,27 @@ def traces_command(
     where = "" if out is None else f" in {out}"
     console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}")
     console.print(totals.ledger)
+
+
+@command("score", "rolltap score runs/first --engine http://127.0.0.1:8001 --as teacher")
+@click.argument("run", type=FOLDER)
+@engine_option(help="URL of the vLLM server of the other model, or several with commas, which share the work.")
+@click.option("--as", "name", required=True, metavar="NAME", help="Name of the scores in the run.")
+@click.option("--adapter", metavar="NAME", help="An adapter that the engine serves; by default its base model.")
+@click.option("--top-k", default=0, type=click.IntRange(0), help="Store so many of the likeliest tokens too.")
+@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
+@json_option
+def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) -> None:
+    """Store the log-probabilities of another model, or of other weights, at every sampled token of a RUN.
+
+    They are for `teacher` of a recipe, or for a trainer of your own. The engine's tokenizer must be that of the run.
+    Calls that have scores are skipped, so a command that was stopped goes on where it was.
+
+    Exit status 3: calls are left without scores, because they are too long for the engine or damaged.
+    """
+    report = rolltap.open_run(run).score(engine, name, **how)
+    print_result(report, as_json)
+    sys.exit(3 if report.skipped else 0)
 
 
 MOST_FINDINGS = 100

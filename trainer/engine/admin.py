@@ -156,6 +156,11 @@ class EngineAdmin:
         found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
+    def takes_adapters(self) -> bool:
+        """Return True when the engine was started to serve LoRA adapters; False also when it does not tell."""
+        text = self._send("GET", "/server_info?config_format=json", expected=(404,)).text
+        return '"lora_config":{' in text.replace(" ", "")
+
     def require_adapters(self, ahead: int, adapters: int) -> None:
         """Raise `EngineError` when the engine has too few places for the adapters of a training: see a recipe's keys.
 
@@ -238,13 +243,29 @@ class EngineAdmin:
 
     def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Return the natural-log probability of each completion token under `model` at temperature 1, shape (C,)."""
-        body = {"model": model, "prompt": [*prompt_ids, *completion_ids], "max_tokens": 1, "prompt_logprobs": 0}
+        entries = self.score_tokens(model, prompt_ids, completion_ids, 0)
+        return [entry[token] for entry, token in zip(entries, completion_ids, strict=True)]
 
-        def read(answer: Any) -> list[float]:
-            entries = answer["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
-            return [entry[str(token)]["logprob"] for entry, token in zip(entries, completion_ids, strict=True)]
+    def score_tokens(
+        self, model: str, prompt: Sequence[int], sampled: Sequence[int], top: int
+    ) -> list[dict[int, float]]:
+        """Return for each sampled token a map of ids to log-probabilities: its own, and the `top` likeliest."""
+        body = {"model": model, "prompt": [*prompt, *sampled], "max_tokens": 1, "prompt_logprobs": top}
+
+        def read(answer: Any) -> list[dict[int, float]]:
+            entries = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
+            found = [{int(token): float(of["logprob"]) for token, of in entry.items()} for entry in entries]
+            if any(token not in entry or len(entry) < top for entry, token in zip(found, sampled, strict=True)):
+                raise ValueError("a token has no log-probability")
+            return found
 
         return self._ask("POST", "/v1/completions", read, body)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens around them."""
+        return self._ask(
+            "POST", "/tokenize", lambda a: list(a["tokens"]), {"prompt": text, "add_special_tokens": False}
+        )
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
         """Send a request, and return what `read` extracts from the JSON of the response."""

@@ -13,6 +13,7 @@ from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CallRole, Session
 from rolltap.addons.store.rewards import GivenReward, finite, give_reward
+from rolltap.addons.store.scores import Score
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
@@ -40,10 +41,12 @@ from rolltap.trainer.runs.views.inspect import (
     view_session,
 )
 from rolltap.trainer.runs.views.report import Sort, Summary, follow_sessions, summarize
+from rolltap.trainer.runs.views.score import ScoreReport, Teacher, score_run
 from rolltap.trainer.runs.views.training import read_training as read_training
 from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, recorded_ids, unknown_session
+from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
 from rolltap.trainer.viewer.file import WrittenFile, write_file
 
@@ -152,18 +155,45 @@ class Run:
         roles: Collection[CallRole] = TRAINED_ROLES,
         max_tokens: int | None = None,
         routing: bool = False,
+        scores: str | None = None,
     ) -> RunTraces:
         """Return the traces of all sessions, built when they are iterated over.
 
         `strategy` is `per_request` (one trace for each call), `prefix_merging` (one for each path from a root of the
         call tree to a leaf) or `tree` (the same, with the prefix that each trace shares with an earlier one). Every
         strategy trains the same sampled tokens. `roles` are the roles of the calls that are trained. `max_tokens` cuts
-        off the end of longer traces. With `routing` each trace has the experts of its tokens; tokens of calls without
-        them (`rolltap_routing`) are left out as `missing_routing`.
+        off the end of longer traces. With `routing` each trace has the experts of its tokens, with a name of `scores`
+        those; tokens of calls without them are left out as `missing_routing` and `missing_scores`.
 
         Raises `InputError` for an unknown strategy or role, and for `max_tokens` below 1.
         """
-        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens, routing=routing))
+        return RunTraces(self.path, TraceOptions(strategy, roles, max_tokens, routing=routing, scores=scores))
+
+    def score(
+        self,
+        engine: str,
+        name: str,
+        *,
+        adapter: str | None = None,
+        sessions: Collection[str] | None = None,
+        top_k: int = 0,
+        concurrency: int = 8,
+        progress: bool = True,
+    ) -> ScoreReport:
+        """Store under a `name` the log-probability of every sampled token by an engine's model, or by an `adapter`.
+
+        With `sessions` those of their calls; with `top_k` also the likeliest tokens. Calls that have them are skipped.
+
+        Raises `InputError` for another tokenizer, a `name` of another scorer, unknown ids and no calls; `EngineError`.
+        """
+        ids = None if sessions is None else {find_session_id(self.path, each) for each in sessions}
+        teacher = Teacher(engine, str(self.metadata.get("model", "")), adapter, run=self.path)
+        with progress_bar(show=progress) as advance:
+            return score_run(self.path, teacher, name, advance, sessions=ids, top_k=top_k, concurrency=concurrency)
+
+    def scores(self, name: str, session_id: str) -> dict[str, Score]:
+        """Return call id -> the scores of a session's calls that have the name. Raises `InputError` if none has it."""
+        return RecordedScores(self.path, name).of(find_session_id(self.path, session_id))
 
     def ledger(self) -> Ledger:
         """Return the account of all sampled tokens, as a trainer sees them: without a reward they are left out."""

@@ -9,6 +9,7 @@ from rolltap.addons.store.records import CallRole as CallRole
 from rolltap.addons.store.records import CallStatus as CallStatus
 from rolltap.addons.store.records import SessionStatus as SessionStatus
 from rolltap.addons.store.records import VersionSpan as VersionSpan
+from rolltap.addons.store.scores import Score as Score
 from rolltap.runs import RunTraces as RunTraces
 from rolltap.trainer.rollouts.config import Budget as Budget
 from rolltap.trainer.rollouts.config import RolloutConfig as RolloutConfig
@@ -46,6 +47,7 @@ from rolltap.trainer.runs.views.report import SessionRow as SessionRow
 from rolltap.trainer.runs.views.report import Sort as Sort
 from rolltap.trainer.runs.views.report import Summary as Summary
 from rolltap.trainer.runs.views.report import VersionRewards as VersionRewards
+from rolltap.trainer.runs.views.score import ScoreReport as ScoreReport
 from rolltap.trainer.runs.views.training import StepRow as StepRow
 from rolltap.trainer.runs.views.training import TrainingView as TrainingView
 from rolltap.trainer.service.client import Event as Event

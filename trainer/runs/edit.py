@@ -110,13 +110,13 @@ class _Run:
     def copy(self, session_id: str | None, writer: RunWriter, calls: Collection[str] | None = None) -> None:
         """Write the rows of a session; with `session_id` None, the events without a session.
 
-        With `calls`, a set of call ids, calls, their routings and their events are limited to these, and what was
+        With `calls`, a set of call ids, calls, their routings, scores and events are limited to these, and what was
         trained is left out: its rows are accounts of whole sessions.
         """
         kept = None if calls is None else pa.array(list(calls), pa.string())
         for name, table in self.tables.items():
             for batch in table.batches(session_id) if kept is None or name != "trained" else ():
-                if kept is not None and name in ("calls", "routing"):
+                if kept is not None and name in ("calls", "routing", "scores"):
                     batch = batch.filter(pc.is_in(batch.column("call_id"), kept))
                 elif kept is not None and name == "events":
                     # events without a call are kept

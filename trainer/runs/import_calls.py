@@ -180,7 +180,7 @@ def import_calls(
     if (run / RUN_FILE).exists():
         merge = f"`rolltap merge {run} NEW --out MERGED`"
         raise InputError(f"{run} is a run already: import into a new folder NEW, then {merge}")
-    named = {} if model is None else named_model(model)
+    named = {} if model is None else named_model(model)[0]
     with _seekable(source) as lines, new_folder(run) as staged:
         first: list[str] = []
 
@@ -282,10 +282,10 @@ def _session(session_id: str, noted: _Session, calls: Sequence[Call]) -> Session
     )
 
 
-def named_model(model: str) -> dict[str, Any]:
-    """Return the entries of `run.json` that a recorder writes for a model, given by its folder or name.
+def named_model(model: str) -> tuple[dict[str, Any], Any]:
+    """Return the entries of `run.json` that a recorder writes for a model, given by its folder or name; its tokenizer.
 
-    These are its name, and the digests of its tokenizer and chat template.
+    The entries are its name, and the digests of its tokenizer and chat template.
 
     Raises `MissingPackageError` without transformers, and `InputError` when there is no tokenizer.
     """
@@ -303,4 +303,4 @@ def named_model(model: str) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise InputError(f"model {model}: no tokenizer can be loaded: {error}; give its folder or name") from error
-    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}
+    return {"model": name, **tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)}, tokenizer

@@ -57,9 +57,7 @@ _DISK_FULL = f"[Errno {errno.ENOSPC}]"
 _FAILED_COMMIT = 8
 """Size in bytes of the uncommitted tail that a failed commit leaves: its prefix (`Segment.append`). A killed writer
 leaves a longer one."""
-_HIDDEN = re.compile(
-    r"\.(?:(?:calls|sessions|events|routing|trained)-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)"
-)
+_HIDDEN = re.compile(rf"\.(?:(?:{'|'.join(TABLES)})-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
 """See `rolltap.addons.store.staging.hidden_name`."""
 _COLUMNS = {
     "parts": TypeAdapter(dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]]),

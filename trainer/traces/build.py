@@ -22,7 +22,7 @@ has the account of a token in full.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 from urllib.parse import quote
 
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from rolltap.addons.errors import InputError, LedgerError
 from rolltap.addons.store.records import Call, CallKind, CallRole, SessionStatus, VersionSpan, find_violation
+from rolltap.addons.store.scores import Score
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, TokenSpan
 from rolltap.trainer.traces.routing import Experts, calls_with_experts, experts_of
@@ -83,6 +84,7 @@ class Trace:
         shared_tokens: Length of that prefix in tokens of `prompt_ids` + `completion_ids`.
         routing: The experts that the engine chose for each token but the last one, shape (P + C - 1, layers, top_k);
             None if they were not asked for.
+        scores: `logprobs` under another model; None if they were not asked for.
     """
 
     session_id: str
@@ -102,13 +104,14 @@ class Trace:
     harness: str = ""
     reward: float | None = None
     routing: NDArray[np.integer[Any]] | None = field(default=None, repr=False, compare=False)
+    scores: list[float] | None = field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trace as JSON values, without its routing.
+        """Return the trace as JSON values, without its routing and scores.
 
         A log-probability is the shortest decimal that rounds to its 32 bits.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "routing"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("routing", "scores")}
         values["logprobs"] = [float(str(logprob)) for logprob in np.array(self.logprobs, np.float32)]
         for name in ("weight_versions", "continuity"):
             values[name] = [asdict(span) for span in values[name]]
@@ -226,6 +229,7 @@ def trace_calls(
     weights: Version | None,
     ahead: int,
     routing: Mapping[str, Experts] | None,
+    scores: Mapping[str, Score] | None = None,
 ) -> tuple[list[Trace], SessionAccount]:
     """Return the traces of one session's calls and the account of their sampled tokens. See `build_traces`."""
     check_arguments(strategy, roles, max_tokens)
@@ -241,6 +245,11 @@ def trace_calls(
         for i, call in enumerate(calls):
             if left_out[i] not in _BEFORE_STALE and call.call_id not in whole:
                 left_out[i] = "missing_routing"
+    if scores is not None:
+        for i, call in enumerate(calls):
+            given = scores[call.call_id].logprobs if call.call_id in scores else []
+            if len(given) != len(call.completion_ids) and left_out[i] not in _BEFORE_STALE:
+                left_out[i] = "missing_scores"
     left = list[TokenSpan]()
     # call -> its sampled tokens that are trained
     num_trained: dict[int, range] = {}
@@ -264,6 +273,9 @@ def trace_calls(
         owned = [(calls[i], unowned.pop(i)) for i in path if i in unowned]
         spans += [TokenSpan(call.call_id, trained.start, trained.stop) for call, trained in owned]
         traces.append(trace := _trace([calls[i] for i in path], owned, num_trained[path[-1]].stop))
+        if scores is not None:
+            scored = [(replace(call, logprobs=scores[call.call_id].logprobs), trained) for call, trained in owned]
+            trace.scores = _trace([calls[i] for i in path], scored, num_trained[path[-1]].stop).logprobs
         if routing is not None:
             experts = experts_of(calls[path[-1]], calls, routing)
             trace.routing = experts[: len(trace.prompt_ids) + len(trace.completion_ids) - 1]
@@ -309,7 +321,7 @@ def _fault(call: Call, roles: Collection[CallRole]) -> LeftOut | None:
 
 
 _BEFORE_STALE: frozenset[LeftOut | None] = frozenset(
-    {"aborted", "failed", "missing_logprobs", "violation", "grammar", "missing_routing"}
+    {"aborted", "failed", "missing_logprobs", "violation", "grammar", "missing_routing", "missing_scores"}
 )
 """Reasons that count before `stale`."""
 

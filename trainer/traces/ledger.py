@@ -2,7 +2,8 @@
 
                         tokens that calls sampled
     build_traces          - of calls that nothing is learned from          aborted failed missing_logprobs violation
-                                                                           grammar missing_routing stale ROLE superseded
+                                                                           grammar missing_routing missing_scores stale
+                                                                           ROLE superseded
                           - beyond `max_tokens` of a trace                 over_length
                         = in traces: each token has mask 1 in exactly one
     label_session         - of sessions without a reward                   infrastructure cancelled unjudged excluded
@@ -43,6 +44,7 @@ LeftOut = Literal[
     "violation",
     "grammar",
     "missing_routing",
+    "missing_scores",
     "stale",
     CallRole,
     "superseded",
@@ -62,6 +64,7 @@ LeftOut = Literal[
 - `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot be rebuilt.
 - `grammar`: the call's `under_grammar`.
 - `missing_routing`: the experts of some of the call's tokens are asked for, and were not recorded.
+- `missing_scores`: the scores of its tokens are asked for (a teacher's), and the run does not have them.
 - `stale`: in an online training, the token was sampled by weights that are older than those of its step by more than
   `ahead`, or by others.
 - A role: the call's role was not selected.

@@ -24,6 +24,7 @@ from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version, row_
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
 from rolltap.trainer.traces.routing import Experts
+from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
@@ -69,26 +70,28 @@ class RecordedSession:
     calls: list[Call] = field(repr=False)
     """Calls in the order of `started_at`, each with its full prompt as `Tokens`, which share their prefixes."""
     routing: RecordedRouting | None = field(default=None, repr=False)
-    """The experts of its run's tokens; None if they are not asked for."""
+    scores: RecordedScores | None = field(default=None, repr=False)
+    """The experts, and the scores, of its run's tokens; None if they are not asked for."""
 
 
 def iter_sessions(
-    run: Path, sessions: Collection[str] | None = None, *, routing: bool = False
+    run: Path, sessions: Collection[str] | None = None, *, routing: bool = False, scores: str | None = None
 ) -> Iterator[RecordedSession]:
     """Yield every session of a run, in the order of the first commits; with `sessions`, only those of these ids;
-    with `routing`, with their experts.
+    with `routing`, with their experts; with the scores of the name `scores`.
 
     Holds the calls of one session in memory. Calls that are committed after the first session was yielded are left out.
-    Marks and raises as `rebuild_calls`.
+    Marks and raises as `rebuild_calls`, and raises as `RecordedScores`.
     """
     known = load_sessions(run)
     experts = RecordedRouting(run) if routing else None
+    scored = RecordedScores(run, scores) if scores else None
     with SessionIndex(run, "calls") as index:
         for session_id in dict.fromkeys([*index.session_ids, *known]):
             if session_id is not None and (sessions is None or session_id in sessions):
                 calls = rebuild_calls(run, session_id, index.batches(session_id))
                 yield RecordedSession(
-                    session_id=session_id, session=known.get(session_id), calls=calls, routing=experts
+                    session_id=session_id, session=known.get(session_id), calls=calls, routing=experts, scores=scored
                 )
 
 

@@ -29,7 +29,7 @@ from rolltap.trainer.traces.build import (
     trace_calls,
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, cached_prompts
-from rolltap.trainer.traces.reader import RecordedSession, iter_sessions
+from rolltap.trainer.traces.reader import CHANGED, RecordedSession, iter_sessions
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Choice = Literal["judge", "exclude"] | Number
@@ -66,6 +66,8 @@ class RewardRules:
 
     outcomes: Outcomes = field(default_factory=Outcomes)
     suspicious: Suspicious = "keep"
+    unrewarded: float | None = None
+    """The reward of sessions without one of their own, where rewards do not decide. By default they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ def label_session(session: Session | None, rules: RewardRules) -> Label:
         reward = choice  # without either the judge was not asked: the policy did nothing
     if suspected(session) and rules.suspicious == "exclude":
         return Label(None, "suspicious")
+    reward = rules.unrewarded if reward is None and session.error != CHANGED else reward
     if reward is None:
         return Label(None, "no_reward")
     penalty = rules.suspicious if suspected(session) and isinstance(rules.suspicious, float | int) else 0.0
@@ -127,6 +130,7 @@ class TraceOptions:
     ahead: int = 0
     rewards: RewardRules = field(default_factory=RewardRules)
     routing: bool = False
+    scores: str | None = None
 
     def __post_init__(self) -> None:
         check_arguments(self.strategy, self.roles, self.max_tokens)
@@ -246,6 +250,7 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
             weights=options.weights,
             ahead=options.ahead,
             routing=None if recorded.routing is None else recorded.routing.of(recorded.session_id),
+            scores=None if recorded.scores is None else recorded.scores.of(recorded.session_id),
         )
         if (counted := account.ledger.sampled) != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {counted}")
@@ -264,7 +269,8 @@ def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | No
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
-    return (trace_session(recorded, options) for recorded in iter_sessions(run, sessions, routing=options.routing))
+    found = iter_sessions(run, sessions, routing=options.routing, scores=options.scores)
+    return (trace_session(recorded, options) for recorded in found)
 
 
 def load_batch(
@@ -284,7 +290,7 @@ def load_batch(
     missing = set(sessions or ())
 
     def found() -> Iterator[TracedSession]:
-        for recorded in iter_sessions(run, sessions, routing=options.routing):
+        for recorded in iter_sessions(run, sessions, routing=options.routing, scores=options.scores):
             missing.discard(recorded.session_id)
             recorded.session = rows.get(recorded.session_id, recorded.session)
             yield trace_session(recorded, options)

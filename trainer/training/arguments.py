@@ -144,6 +144,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int) -> TraceGRPOConfig:
         "logging_steps": 1,
         "disable_tqdm": True,
         "save_total_limit": SAVE_TOTAL_LIMIT,
+        "teacher_share": float(recipe.teacher is not None),
     }
     try:
         args = TraceGRPOConfig(**defaults | recipe.grpo | set_here)

@@ -74,6 +74,7 @@ def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
         "dtype": dtype_of(recipe),
         **({} if same_rates else {"steps": recipe.steps}),
         **recipe.model_dump(include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"}),
+        **({"teacher": recipe.teacher} if recipe.teacher else {}),
         **_table("outcomes", recipe.outcomes.model_dump()),
         **_table("lora", recipe.lora),
         **_table("grpo", recipe.grpo, _FREE_FIELDS.split()),

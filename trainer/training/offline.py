@@ -24,6 +24,7 @@ from rolltap.trainer.names import counted
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
+from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import RewardRules, TracedSession, label_session, make_batch, trace_session
 from rolltap.trainer.training.arguments import check_arguments, require_rows
 from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
@@ -64,7 +65,11 @@ class RecordedTraces(Source):
         check_arguments(recipe, processes_started(), nodes=nodes_started())
         for run in self._runs:
             _require_tokenizer(run, recipe.model)
-        self.groups = recorded_groups(self._runs, self._options.rewards)
+        self.groups = recorded_groups(self._runs, self._options.rewards, every=recipe.teacher is not None)
+        if len(teachers := {scores.scorer for *_, scores in self._read if scores is not None}) > 1:
+            raise InputError(
+                f"the scores {recipe.teacher!r} of the runs are of {' and '.join(map(str, teachers))}: give one"
+            )
         for number, run in enumerate(self._runs):
             sessions = {name for group in self.groups if group.run == number for name in group.session_ids}
             _require_temperature(run, sessions, recipe.grpo.get("temperature", 1.0))
@@ -75,7 +80,7 @@ class RecordedTraces(Source):
         """Claim the folder, and say what is trained and what is not."""
         attempt = stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
         sessions = sum(len(group.session_ids) for group in self.groups)
-        self._console.print(f"{len(self.groups)} groups whose rewards differ, of {sessions} sessions")
+        self._console.print(f"{len(self.groups)} groups to train, of {sessions} sessions")
         if skipped := self.skipped()[1]:
             self._console.print(f"not trained: {skipped}")
         return attempt
@@ -100,7 +105,7 @@ class RecordedTraces(Source):
     def skipped(self) -> tuple[Ledger, str]:
         """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
         ledger, groups = Ledger(), defaultdict[tuple[int, str], list[float | None]](list)
-        for run, (sessions, calls, _) in enumerate(self._read):
+        for run, (sessions, calls, *_) in enumerate(self._read):
             rows = {name for group in self.groups if group.run == run for name in group.session_ids + group.unrewarded}
             for session_id in {*sessions, *calls} - rows:
                 traced = self._trace(run, session_id)
@@ -114,19 +119,20 @@ class RecordedTraces(Source):
         return ledger, f"{', '.join(parts)}; tokens {ledger}" if parts else ""
 
     @cached_property
-    def _read(self) -> list[tuple[dict[str, Session], RecordedCalls, RecordedRouting | None]]:
+    def _read(self) -> list[tuple[dict[str, Session], RecordedCalls, RecordedRouting | None, RecordedScores | None]]:
         routing = RecordedRouting if self._options.routing else lambda run: None
-        return [(load_sessions(run), RecordedCalls(run), routing(run)) for run in self._runs]
+        scores = (lambda run: RecordedScores(run, name)) if (name := self._options.scores) else lambda run: None
+        return [(load_sessions(run), RecordedCalls(run), routing(run), scores(run)) for run in self._runs]
 
     def _trace(self, run: int, session_id: str) -> TracedSession:
-        sessions, calls, routing = self._read[run]
+        sessions, calls, routing, scores = self._read[run]
         own, recorded = sessions.get(session_id), [*calls.get(session_id, [])]
-        found = RecordedSession(session_id=session_id, session=own, calls=recorded, routing=routing)
+        found = RecordedSession(session_id=session_id, session=own, calls=recorded, routing=routing, scores=scores)
         return trace_session(found, self._options)
 
 
-def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGroup]:
-    """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id.
+def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = False) -> list[RecordedGroup]:
+    """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id; `every` one with a reward.
 
     Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
     not a run.
@@ -146,7 +152,7 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules) -> list[RecordedGr
             labels = {name: label_session(sessions[name], rules).reward for name in names}
             rewards = {name: reward for name, reward in labels.items() if reward is not None}
             rewarded += bool(rewards)
-            if rewards_differ(rewards.values()):
+            if rewards_differ(rewards.values()) or (every and rewards):
                 without = tuple(name for name in names if name not in rewards)
                 task_id = sessions[next(iter(rewards))].task_id
                 found = RecordedGroup(number, group_id, tuple(rewards), without, task_id, tuple(rewards.values()))

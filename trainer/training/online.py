@@ -31,6 +31,7 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.schedule import Evaluation
 from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.runs.views.score import Teacher, score_run
 from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
@@ -87,6 +88,11 @@ class OnlineTraces(Source):
         recipe = self._recipe
         self._engines = Engines(self._engine, keep=recipe.ahead > 0)
         check_arguments(recipe, processes_started(), len(self._engines.admins), nodes=nodes_started())
+        if recipe.teacher is not None:
+            urls, own = recipe.teacher_engine, {engine.url for engine in self._engines.admins}
+            if urls is None or own & {engine.url for engine in Engines(urls).admins}:
+                raise InputError(f"teacher_engine is {urls}: give the URL of another engine than the training's")
+            self._teacher = Teacher(urls, str(recipe.model))
         if recipe.tasks is None or recipe.harness is None:
             missing = "tasks" if recipe.tasks is None else "harness"
             raise InputError(f"the recipe has no key {missing!r}: add it for rollouts, or train on recorded runs")
@@ -336,6 +342,8 @@ class OnlineTraces(Source):
         order = {session.session_id: place for place, session in enumerate(sessions)}
         rows = {session.session_id: session for session in sessions}
         options = self._options(version)
+        if (name := self._recipe.teacher) is not None:
+            score_run(self._run, self._teacher, name, sessions=order.keys())
         batch = load_batch(self._run, order.keys(), options, rows)
         if batch.ledger.left_out.get("stale") and (others := other_weights(self._run, order.keys(), options)):
             what = (

@@ -92,6 +92,10 @@ class Recipe(RolloutConfig):
     roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
     """Roles of the calls to train. Tokens of other calls are context, with mask 0, where a trained call continues
     them."""
+    teacher: str | None = None
+    """Name of the scores (`rolltap score`) that train tokens, as `grpo.teacher_share` says. By default none."""
+    teacher_engine: str | None = None
+    """URL of the vLLM server that scores the sessions of each step under that name, if the training rolls out."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
     dtype: Dtype | None = None
@@ -143,9 +147,11 @@ class Recipe(RolloutConfig):
 
     def trace_options(self) -> TraceOptions:
         """Return the way from its sessions to labelled traces."""
-        rules = RewardRules(self.outcomes, self.suspicious)
+        alone = self.teacher is not None and self.grpo.get("teacher_share", 1) == 1
+        rules = RewardRules(self.outcomes, self.suspicious, unrewarded=0.0 if alone else None)
         age, routing = self.ahead * self.iterations, self.replays_routing  # a version counts optimizer steps
-        return TraceOptions(self.strategy, self.roles, self.max_tokens, ahead=age, rewards=rules, routing=routing)
+        how: dict[str, Any] = {"ahead": age, "rewards": rules, "routing": routing, "scores": self.teacher}
+        return TraceOptions(self.strategy, self.roles, self.max_tokens, **how)
 
     @property
     def replays_routing(self) -> bool:
@@ -159,6 +165,10 @@ def load_recipe(path: Path, ray: str | None = None) -> Recipe:
     recipe = recipe if ray is None else recipe.model_copy(update={"ray": ray})
     if recipe.publish == "lora" and not recipe.lora:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
+    if (recipe.teacher is None) == bool(recipe.grpo.get("teacher_share", recipe.teacher)):
+        raise InputError(f"{path}: teacher and a grpo.teacher_share above 0 need each other: add or remove one")
+    if recipe.teacher and recipe.replace_zero_variance:
+        raise InputError(f"{path}: with a teacher all groups train: remove replace_zero_variance")
     require_options(recipe.recorder, f"{path}: recorder.")
     if recipe.service is not None and recipe.ray is not None:
         raise InputError(f"{path}: service and ray: the service has the sessions: give --ray to `rolltap service`")

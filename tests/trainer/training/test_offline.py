@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rolltap
 from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
+from rolltap.addons.store.scores import Score
 from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, RunError
 from rolltap.trainer.cli import main
@@ -28,6 +29,7 @@ from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, reco
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests import tiny_checkpoints
+from tests.factories import add_rows
 from tests.trainer.training.grpo.tiny import tiny_model
 
 GROUPS = {"a": [0.0, 1.0]}
@@ -229,7 +231,7 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
     arguments = ["train", str(write_recipe(steps=1)), "--from", str(run), "--out", str(tmp_path / "out")]
     ended = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
     printed = " ".join(ended.output.split())
-    assert "1 groups whose rewards differ, of 2 sessions" in printed
+    assert "1 groups to train, of 2 sessions" in printed
     assert "not trained: 1 group whose rewards are equal (2 sessions); tokens 8: 0 to train" in printed
     [line] = read_metrics(tmp_path / "out" / METRICS)
     assert (line["sessions"], line["sessions_infrastructure"], line["left_out/infrastructure"]) == (3, 1, 4)
@@ -307,3 +309,78 @@ def test_a_recorder_names_the_tokenizer_as_the_trainer_does(tmp_path, model, scr
     tokenizer = AutoTokenizer.from_pretrained(model)
     digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
     assert digests == {name: recorded[name] for name in digests}
+
+
+def scored(run, name="big", version="1", leave_out=()):
+    """Add scores of the name, by which all tokens are likely."""
+    for session_id, calls in rolltap.open_run(run).calls.items():
+        whose = {"session_id": session_id, "call_id": "c", "name": name, "scorer": f"/big {version}"}
+        if session_id not in leave_out:
+            add_rows(run, *(Score(**whose, logprobs=[-0.1] * len(call.completion_ids)) for call in calls))
+    return run
+
+
+class TestTeacher:
+    def test_groups_of_equal_rewards_and_sessions_without_one_are_trained_by_the_teacher(
+        self, tmp_path, model, write_recipe
+    ):
+        run = scored(write_run(tmp_path / "run", model, {"a": [0.0, 1.0], "same": [1.0, 1.0], "none": [None]}))
+        unjudged = Session(session_id="none-0", group_id="none", revision=1, status="completed", reward=None)
+        add_rows(run, unjudged)
+        recipe = write_recipe(GRPO, steps=1, groups_per_step=3, teacher="big")
+        out = rolltap.train_offline(recipe, [run], out=tmp_path / "out")
+        [line] = read_metrics(tmp_path / "out" / METRICS)
+        assert (line["tokens_trained"], line["tokens_computed"], line["left_out/no_signal"]) == (20, 20, 0)
+        assert line["teacher_kl"] == pytest.approx(-7.3, abs=0.1)  # of random weights, which find no token likely
+        before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, out))
+        ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+        likely = [m(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[2:].sum() for m in (before, after)]
+        assert likely[1] > likely[0] + 1
+
+    def test_a_share_of_the_rewards_keeps_those_without_one_out(self, tmp_path, model, write_recipe):
+        run = scored(write_run(tmp_path / "run", model, {"a": [0.0, 1.0, None], "same": [1.0, 1.0]}))
+        add_rows(run, Session(session_id="a-2", group_id="a", revision=1, status="completed", reward=None))
+        rolltap.train_offline(
+            write_recipe(f"{GRPO}teacher_share = 0.5\n", steps=1, groups_per_step=2, teacher="big"),
+            [run],
+            out=tmp_path / "out",
+        )
+        [line] = read_metrics(tmp_path / "out" / METRICS)
+        assert (line["tokens_trained"], line["left_out/no_reward"], line["left_out/no_signal"]) == (16, 4, 0)
+
+    def test_calls_without_scores_are_left_out_by_that_name(self, tmp_path, model, write_recipe):
+        run = scored(write_run(tmp_path / "run", model, GROUPS), leave_out=["a-1"])
+        rolltap.train_offline(write_recipe(steps=1, teacher="big"), [run], out=tmp_path / "out")
+        [line] = read_metrics(tmp_path / "out" / METRICS)
+        assert (line["tokens_trained"], line["left_out/missing_scores"]) == (4, 4)
+        rows = {row.session_id: row.ledger for row in read_trained(tmp_path / "out")}
+        assert rows["a-1"] == Ledger(sampled=4, left_out={"missing_scores": 4})
+
+    @pytest.mark.parametrize(
+        ("how", "text", "message"),
+        [
+            ({"teacher": "small"}, GRPO, r"has no scores 'small', but big, both: `rolltap score .* --as small`"),
+            ({"teacher": "both"}, GRPO, r"the scores 'both' of the runs are of /big .* and /big .*: give one"),
+            ({"teacher": "big"}, GRPO + "temperature = 0.7\n", "grpo.temperature = 0.7 with a teacher, whose scores"),
+            ({"teacher": "big"}, GRPO + "teacher_share = 0.0\n", "teacher and a grpo.teacher_share above 0 need each"),
+            ({}, GRPO + "teacher_share = 0.5\n", "teacher and a grpo.teacher_share above 0 need each other"),
+            ({"teacher": "big", "replace_zero_variance": 1}, GRPO, "with a teacher all groups train: remove replace"),
+        ],
+    )
+    def test_what_cannot_be_taught_is_refused_by_name(self, tmp_path, two_runs, write_recipe, how, text, message):
+        for version, run in enumerate(two_runs):
+            scored(scored(run), "both", version=str(version))
+        with pytest.raises(InputError, match=message):
+            rolltap.train_offline(write_recipe(text, **how), two_runs, out=tmp_path / "out")
+
+    def test_a_training_that_rolls_out_needs_another_engine_for_its_teacher(self, tmp_path, write_recipe):
+        for given in ({}, {"teacher_engine": "http://127.0.0.1:8,http://127.0.0.1:9"}):
+            with pytest.raises(InputError, match=r"teacher_engine is .*: give the URL of another engine than"):
+                rolltap.train(write_recipe(teacher="big", **given), engine="http://127.0.0.1:9", out=tmp_path / "out")
+
+    def test_a_resumed_training_keeps_its_teacher(self, tmp_path, model, write_recipe):
+        run = scored(write_run(tmp_path / "run", model, GROUPS))
+        rolltap.train_offline(write_recipe(steps=1, teacher="big"), [run], out=tmp_path / "out")
+        shutil.rmtree(tmp_path / "out" / "model")
+        with pytest.raises(InputError, match=r"begun with other values of teacher \(it was \"big\"\)"):
+            rolltap.train_offline(write_recipe(steps=1), [run], out=tmp_path / "out")

@@ -17,6 +17,7 @@ from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.weights import write_policy
+from rolltap.trainer.runs.views.score import Teacher
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
@@ -28,6 +29,8 @@ from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import BATCHES, TrainedBatches
 from tests.factories import make_call
+from tests.trainer.engine.acting import serving
+from tests.trainer.runs.views.test_score import Scoring, logprob
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
@@ -267,6 +270,23 @@ class TestOtherWeights:
 def test_a_step_whose_calls_have_no_experts_to_replay_ends_the_training(tmp_path):
     with pytest.raises(EngineError, match=r"step 4 has the experts of its tokens: .*`rolltap serve --routing`"):
         Loop(tmp_path, grpo={"routing": "recorded"}).step(3, "ba")
+
+
+def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_restart(
+    tmp_path, tokenizer, tokenizer_folder
+):
+    loop = Loop(tmp_path / "run", silent="a", teacher="big")
+    with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
+        teacher, batches = Teacher(engine.url, str(tokenizer_folder)), []
+        for attempt in range(2):
+            source = loop.source(3, attempt)
+            source._teacher = teacher
+            source.before_batch()
+            batches.append(source([{"task_id": "a"}]))
+        assert engine.scored == [[1, 2, 3]] * 2
+    scores = [logprob([1], 2), logprob([1, 2], 3)]
+    assert [trace.scores for batch in batches for trace in batch.traces] == [scores] * 4
+    assert loop.run == ["a-1a2b3c4d.3.0-0.0", "a-1a2b3c4d.3.0-1.0"]
 
 
 class TestAhead:

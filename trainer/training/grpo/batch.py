@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -46,15 +47,16 @@ def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shu
     return taken[end - rows_per_step : end]
 
 
-def with_signal(batch: TraceBatch) -> TraceBatch:
+def with_signal(batch: TraceBatch, *, teacher: bool = False) -> TraceBatch:
     """Return the batch without the traces of groups without signal (`rewards_differ`), left out as `no_signal`.
 
-    All rewards stay. Raises `InputError` for a trace whose session has no reward.
+    With a `teacher` every group has one. All rewards stay. Raises `InputError` for a trace whose session has no reward.
     """
     if unrewarded := {trace.session_id for trace in batch.traces} - batch.rewards.keys():
         raise InputError(f"sessions without a reward must be left out, but these have traces: {sorted(unrewarded)}")
     groups = rewards_by(GROUP, batch.rewards.values())
-    silent = {name for name, label in batch.rewards.items() if not rewards_differ(groups[label.group_id])}
+    equal = {group for group, rewards in groups.items() if not (teacher or rewards_differ(rewards))}
+    silent = {name for name, label in batch.rewards.items() if label.group_id in equal}
     kept = [trace for trace in batch.traces if trace.session_id not in silent]
     dropped = sum(tokens_by_session(batch.traces).values()) - sum(tokens_by_session(kept).values())
     ledger = batch.ledger.leave_out("no_signal", dropped) if batch.ledger.sampled else batch.ledger
@@ -134,20 +136,26 @@ def token_kinds(trace: Trace) -> NDArray[np.int8]:
     return trained
 
 
-def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[str, Tensor]:
+def flatten(
+    traces: Sequence[Trace], advantages: Mapping[str, float], weights: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Tensor]:
     """Return the N trained tokens of traces as one row (1, N), on the CPU: inputs of `GRPOTrainer._compute_loss`.
 
     Without a token N is 1, and the mask 0. The prompt has no meaning. `old_per_token_logps` are the engine's, at least
-    `LEAST_LOGPROB`; `kinds` is for metrics (`token_kinds`).
+    `LEAST_LOGPROB`, and so are those of the teacher, of traces with scores. `weights` are those of sessions, by default
+    1. `kinds` is for metrics (`token_kinds`).
     """
     masks = [np.array(trace.completion_mask, bool) for trace in traces]
     columns = [
-        (np.array(t.completion_ids)[m], np.array(t.logprobs)[m], np.full(n, advantages[t.session_id]), token_kinds(t))
+        (
+            *(np.array(each)[m] for each in (t.completion_ids, t.logprobs, t.scores or t.logprobs)),
+            *(np.full(n, advantages[t.session_id]), np.full(n, weights.get(t.session_id, 1.0)), token_kinds(t)),
+        )
         for t, m in zip(traces, masks, strict=True)
         if (n := m.sum())
     ]
-    none = [(np.zeros(1), np.zeros(1), np.zeros(1), np.full(1, -1))]
-    ids, logprobs, values, kinds = (
+    none = [(*[np.zeros(1)] * 5, np.full(1, -1))]
+    ids, logprobs, scores, values, weighed, kinds = (
         torch.from_numpy(np.concatenate(column))[None] for column in zip(*columns or none, strict=True)
     )
     return {
@@ -156,7 +164,9 @@ def flatten(traces: Sequence[Trace], advantages: Mapping[str, float]) -> dict[st
         "completion_ids": ids.long(),
         "completion_mask": torch.full(ids.shape, int(bool(columns))),
         "old_per_token_logps": logprobs.float().clamp(min=LEAST_LOGPROB),
+        "teacher_per_token_logps": scores.float().clamp(min=LEAST_LOGPROB),
         "advantages": values.float(),
+        "weights": weighed.float(),
         "kinds": kinds.to(torch.int8),
     }
 

@@ -65,6 +65,9 @@ class TraceGRPOConfig(GRPOConfig):
     routing: Literal["own", "recorded"] = "own"
     """Experts that tokens go to. own: those that the trainer's router chooses. recorded: those that the engine chose
     (traces with routing), so that trainer and engine compute the same."""
+    teacher_share: Annotated[float, Limit(ge=0, le=1)] = 0.0
+    """Share of a teacher in the advantage of a token, for traces with its scores: (1 - share) * the session's +
+    share * (log p_teacher - log p_trainer), by the trainer's weights as they are."""
 
     # TRL's, with limits. These losses are a sum over tokens, divided by the number of trained tokens of the batch. The
     # others average over rows or a micro-batch, or weigh rows: their gradient depends on how sessions are cut
@@ -119,6 +122,8 @@ class TraceGRPOConfig(GRPOConfig):
             yield "sharding", "with push_to_hub: its checkpoints are not models; push the finished one"
         if self.normalise == "constant" and self.max_completion_length is None:
             yield "max_completion_length", "with normalise = 'constant', which divides by it: give a number of tokens"
+        if self.teacher_share and self.temperature != 1:
+            yield "temperature", "with a teacher, whose scores are at temperature 1: leave one of them out"
         if any(part in str(self.optim) for part in ("lomo", "layerwise")):
             # it would change weights between segments
             yield "optim", "steps inside the backward pass: choose another optimizer"

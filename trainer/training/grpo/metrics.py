@@ -139,6 +139,8 @@ class StepMetrics:
             difference = inputs["ref_per_token_logps"] - logprobs
             kl = difference.exp() - difference - 1
             self._sum("kl", kl * ratio if self._args.use_bias_correction_kl else kl)
+        if self._args.teacher_share:
+            self._sum("teacher_kl", logprobs - inputs["teacher_per_token_logps"])
         difference = logprobs - inputs["sampler_per_token_logps"]
         self._maxima["difference"].append(difference.abs().max())
         for i, kind in enumerate(KINDS):
@@ -176,6 +178,8 @@ class StepMetrics:
             metrics |= {"ratio/min": -maxima["-ratio"], "ratio/max": maxima["ratio"]}
             if self._args.beta:
                 metrics["kl"] = means["kl"]
+            if self._args.teacher_share:
+                metrics["teacher_kl"] = means["teacher_kl"]
             if self._args.loss_type == "cispo":
                 metrics["cispo_clip_ratio"] = means["clipped_high"]
             else:

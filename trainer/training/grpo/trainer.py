@@ -181,7 +181,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             self._micro_batches = self._together(lambda: self._build(batch))
             self._generation = generation
             self._on_policy = batch.on_policy
-            weights = "completion_mask" if self.beta else "advantages"
+            weights = "completion_mask" if self.beta or self.args.teacher_share else "advantages"
             trains = any(bool(micro_batch[weights].any()) for micro_batch in self._micro_batches)
             self.has_gradient = any(gathered(trains))
             if not self.has_gradient and self.accelerator.is_main_process:
@@ -209,14 +209,17 @@ class TraceGRPOTrainer(ReplicatedTrainer):
                 f"{batch.ledger.trained}: choose sessions with Run.traces(...).batch(session_ids), or give a ledger "
                 "that says what was left out"
             )
+        share = self.args.teacher_share
+        if share and any(trace.scores is None for trace in batch.traces):
+            raise InputError(f"teacher_share = {share}, but a trace has no scores: read traces(scores=NAME)")
         advantages = session_advantages(batch.rewards, self.scale_rewards)
-        trained = with_signal(batch)
+        trained = with_signal(batch, teacher=share > 0)
         tokens = tokens_by_session(trained.traces)
         weights = session_weights(tokens, self.args.normalise, self.args.max_completion_length or 0)
-        # without a reference, a trace without advantage has no gradient; its tokens count in the mean
-        computed = [trace for trace in trained.traces if self.beta or advantages.get(trace.session_id)]
+        # without a reference or a teacher, a trace without advantage has no gradient; its tokens count in the mean
+        computed = [trace for trace in trained.traces if self.beta or share or advantages.get(trace.session_id)]
         self._account = StepAccount(trained, advantages, weights, computed)
-        advantages = {session: advantages[session] * weight for session, weight in weights.items()}
+        advantages = {session: (1 - share) * advantages[session] * weight for session, weight in weights.items()}
         self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
         number = torch.tensor(max(1, sum(tokens.values())), device=self.args.device)
         return [{**micro_batch, "num_items_in_batch": number} for micro_batch in self._spread(computed, advantages)]
@@ -229,7 +232,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         spread = spread_by_prefix if isinstance(self._forward.scorer, SegmentScorer) else spread_by_length
         parts = spread(rows, number)
         self._forward.fit([[rows[i] for i in part] for part in parts], self.optimizer)
-        flat = [flatten([traces[i] for i in part], advantages) for part in parts]
+        flat = [flatten([traces[i] for i in part], advantages, self._account.weights) for part in parts]
         in_loss = sum(int(micro_batch["completion_mask"].sum()) for micro_batch in flat)
         if in_loss != (expected := sum(trace.completion_mask.count(1) for trace in traces)):
             raise LedgerError(
@@ -265,11 +268,12 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             own = scored(self.model)
             values["mismatch"] = weight = torch.exp(own - old)
             limited = limited_weights(weight, self.args.mismatch, self.args.mismatch_min, self.args.mismatch_max)
-            values |= {"old_per_token_logps": own, "advantages": inputs["advantages"] * limited, "limited": limited}
+            values |= {"old_per_token_logps": own, "limited": limited, "weights": inputs["weights"] * limited}
+            values["advantages"] = inputs["advantages"] * limited
         return values
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        self._inputs = inputs
+        self._inputs = inputs = {**inputs}  # later iterations of the batch take them too
         self._step_metrics.start()
         own = self._metrics["train"]
         # TRL logs means of micro-batches, of which one of few tokens counts as much as one of many
@@ -288,8 +292,12 @@ class TraceGRPOTrainer(ReplicatedTrainer):
         return _one_row(scores.logprobs), _one_row(scores.entropies), None
 
     def _score_inputs(self) -> Scores:
-        scores = self._forward.scorer(self.model, self._inputs["rows"])
-        self._step_metrics.add(scores, self._inputs, forwarded=self._forward.scorer.forwarded)
+        scores, inputs = self._forward.scorer(self.model, self._inputs["rows"]), self._inputs
+        if share := self.args.teacher_share:
+            # reverse KL divergence, a reward of each token. Source: "On-Policy Distillation", Thinking Machines, 2025
+            above = inputs["teacher_per_token_logps"] - _one_row(scores.logprobs.detach())
+            inputs["advantages"] = inputs["advantages"] + share * inputs["weights"] * above
+        self._step_metrics.add(scores, inputs, forwarded=self._forward.scorer.forwarded)
         return scores
 
     def _together(self, function: Callable[[], T]) -> T:

@@ -106,9 +106,9 @@ def test_a_row_that_differs_is_marked_without_markup():
     assert "[red]" not in printed.getvalue()
 
 
-def sample(engine, call_id, prompt_ids, *, model=None, **fields):
-    """Return a call that the engine samples after `prompt_ids`."""
-    parameters = {name: value for name, value in SAMPLING.items() if name != "asked"}
+def sample(engine, call_id, prompt_ids, *, model=None, parameters=(), **fields):
+    """Return a call that the engine samples after `prompt_ids`, with `parameters` in place of those of `SAMPLING`."""
+    parameters = {name: value for name, value in (SAMPLING | dict(parameters)).items() if name != "asked"}
     body = {"token_ids": prompt_ids, "sampling_params": {**parameters, "logprobs": 0}}
     body |= {"model": model} if model else {}
     answer = engine.http.post("/inference/v1/generate", json=body, timeout=60).raise_for_status().json()

@@ -52,7 +52,7 @@ def test_every_way_gives_the_same_gradient(case_by_name, padded, name, option, w
 def test_every_field_that_changes_the_gradient_is_set():
     set_by_cases = {name for values in (*OPTIONS.values(), *WAYS.values()) for name in values}
     others = {"memory_gib", "offload_states", "model_init_kwargs", "warmup_steps", "sharding", "routing"}
-    others |= {"learning_rate", "weight_decay", "max_grad_norm"}
+    others |= {"learning_rate", "weight_decay", "max_grad_norm", "teacher_share"}
     assert set_by_cases >= TraceGRPOConfig.__annotations__.keys() - others
 
 

@@ -34,7 +34,7 @@ ROOT, BRIDGED, RENDERED = range(3)
 def arguments(**changed):
     """Return the fields of a `TraceGRPOConfig` that `StepMetrics` reads."""
     loss = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "beta": 0.0, "use_bias_correction_kl": False}
-    limits = {"mismatch": "clip", "mismatch_min": 0.5, "mismatch_max": 2.0}
+    limits = {"mismatch": "clip", "mismatch_min": 0.5, "mismatch_max": 2.0, "teacher_share": 0.0}
     return SimpleNamespace(**loss | limits | changed)
 
 
