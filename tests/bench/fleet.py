@@ -104,7 +104,7 @@ def measure_way(run: Path, out: Path) -> Rows:
     ray.get(writer.end_lost.remote([], ""))
     began = time.monotonic()
     for package in packages:
-        assert ray.get(writer.append.remote(ray.put(package), False)) is None
+        assert ray.get(writer.append.remote(ray.put(package), False, "")) is None
     through = (time.monotonic() - began) / len(packages)
     began = time.monotonic()
     with RunWriter(out.with_name("alone")) as alone:

@@ -153,6 +153,16 @@ def test_the_phases_of_a_rollout_are_measured_case_by_case(tokenizer_folder):
 
 
 @deep
+def test_a_fleet_is_measured_by_its_nodes_and_a_larger_one_in_virtual_time(tokenizer_folder):
+    arguments = "--ray", "--model", tokenizer_folder, "--median", 0.1, "--slots", 2
+    placed, nodes, way = measured("rollouts", *arguments).values()
+    assert [(row["sessions"], row["most held over slots"] < 8) for row in placed] == [(10_000, True)] * 2
+    assert placed[0]["groups on one node"] == 1 > placed[1]["groups on one node"] > 0.9
+    assert [(row["nodes"], row["sessions"]) for row in nodes] == [(1, 16), (2, 32), (4, 64)]
+    assert_above_zero([*nodes, *way])
+
+
+@deep
 def test_a_service_is_measured_with_its_recorder_and_no_session_fails(tokenizer_folder):
     ((row,),) = measured("service", "--model", tokenizer_folder, "--sessions", 8, "--rounds", 1, "--turns", 1).values()
     assert (row.pop("wrong"), row["sessions"], row["calls"]) == (0, 8, 8)

@@ -8,21 +8,23 @@ from rich.console import Console
 from rich.table import Table
 
 from rolltap.rollouts import fleet_status
-from rolltap.trainer.cli.options import json_option
+from rolltap.trainer.cli.options import examples, json_option
+
+_EXAMPLES = examples("rolltap fleet status --ray 10.0.0.1:6379")
 
 
-@click.group("fleet")
+@click.group("fleet", epilog=_EXAMPLES)
 def fleet_group() -> None:
     """See the nodes that run sessions on a Ray cluster."""
 
 
-@fleet_group.command("status")
+@fleet_group.command("status", epilog=_EXAMPLES)
 @click.option("--ray", "address", default="auto", show_default=True, help="Address of the cluster, as of `rollout`.")
 @json_option
 def status_command(address: str, as_json: bool) -> None:
     """Show the nodes of all runs on a cluster: slots, sessions by phase, the last error.
 
-    Exit status 1: a node has failed, or does not answer.
+    The line of a run's driver says why it lost a node, the last time. Exit status 1: a line has an error.
     """
     nodes = fleet_status(address)
     if as_json:

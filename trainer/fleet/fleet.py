@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.engine.policy import POLICY_FILE
-from rolltap.addons.errors import InputError, RecorderError
+from rolltap.addons.errors import InputError, RecorderError, RolltapError
 from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.fleet.facts import Examined
 from rolltap.trainer.fleet.messages import Failure, Report, Setup, require_ray
@@ -57,8 +57,8 @@ class Member:
 class Fleet:
     """The nodes of a cluster that run the sessions of one run. `setup` is theirs, with the engines of all.
 
-    `connect` raises `InputError` when no cluster answers. Other methods raise the errors that nodes record, and
-    `NodeLostError`.
+    `connect` raises `InputError` when no cluster answers. Other methods raise `RolltapError` for what failed on a node,
+    and `NodeLostError`; `OSError` is for the run folder alone.
     """
 
     def __init__(self, address: str, run: Path, setup: Setup) -> None:
@@ -111,7 +111,7 @@ class Fleet:
             write_atomically(path, json.dumps({"fleet": secrets.token_hex(4)}))
         self._name = json.loads(path.read_text())["fleet"]
         own = self._ray.get_runtime_context().get_node_id()
-        self._writer = self._actor(Writer, own, str(self._run))
+        self._writer = self._actor(Writer, own, str(self._run), name=f"{self._name}-writer-{secrets.token_hex(4)}")
         failures = [why for why in await asyncio.gather(*map(self.join, self.nodes())) if why is not None]
         if not self.members:
             raise failures[0] if failures else InputError(f"no node of the cluster {self._address} runs sessions")
@@ -123,7 +123,7 @@ class Fleet:
         """
         node, slots = self.nodes()[name]
         dealt = [member.engine.split(",") for member in self.members.values()]
-        engine = ",".join(deal(self.setup.engine.split(","), dealt, len(self.nodes())))
+        engine = ",".join(deal(self.setup.engine.split(","), dealt, len(self.nodes()), name.partition("/")[0]))
         config = self.setup.config.model_copy(update={"concurrency": slots})
         setup = replace(self.setup, engine=engine, config=config)
         member = Member(name, slots, engine, None)
@@ -139,7 +139,9 @@ class Fleet:
                     return None
                 await self.retire(member)
                 self.members[name] = member
-        except (RecorderError, InputError, OSError) as error:
+        except RolltapError as error:
+            with suppress(RolltapError):  # one that had failed for an earlier driver may have rows
+                await self.retire(member)
             self.forget(member)
             logger.warning("node %s is not used: %s", name, error)
             return error
@@ -164,26 +166,27 @@ class Fleet:
             except errors.RayError as error:
                 raise NodeLostError(f"node {member.name} is gone") from error
         if isinstance(result, Failure):
-            raise result.error()
+            failure = result.error()
+            raise failure if isinstance(failure, RolltapError) else RecorderError(str(failure))
         return result
 
     async def next_report(self, member: Member) -> Report:
-        """Wait for a node's next report, and write its rows."""
+        """Wait for a node's next report, and write its rows. Raises `OSError` when they cannot be written."""
         report: Report = await self.ask(member, "poll", member.number, self.policy())
         if report.package is not None:
             again, member.again = member.again, True  # a write that is cancelled may have been done
-            await self.write("append", report.package, again)
+            await self.write("append", report.package, again, member.name)
         member.number, member.again, member.report, member.seen = report.number, False, report, time.monotonic()
         return report
 
     async def write(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the writer. Raises `OSError` and `RunError`."""
+        """Call a method of the writer. Raises `OSError`."""
         try:
             result = await getattr(self._writer, method).remote(*arguments)
         except self._ray.exceptions.RayError as error:
             raise OSError(f"{self._run} cannot be written any more: {error}") from error
         if isinstance(result, Failure):
-            raise result.error()
+            raise OSError(result.message)
         return result
 
     async def retire(self, member: Member) -> None:
@@ -245,6 +248,8 @@ def connect(address: str) -> Any:
         raise InputError(
             f"--ray {address}: {error}: give the address of a cluster of which this machine is a node (`ray start`)"
         ) from error
+    # no option keeps the log of a dead node from stdout, where --json prints
+    ray._private.worker._worker_logs_enabled = False
     return ray
 
 

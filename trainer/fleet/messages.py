@@ -21,12 +21,11 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """An error on a node. `kind` is the name of an error of rolltap's, or `OSError`; `session` may be empty."""
+    """An error on a node; that of a session is in its row. `kind` is the name of one of rolltap's, or `OSError`."""
 
     kind: str
     node: str
     message: str
-    session: str = ""
 
     @classmethod
     def of(cls, error: Exception, node: str) -> "Failure":

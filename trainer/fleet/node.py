@@ -87,6 +87,7 @@ class Node:
         self._schedule: Schedule | None = None
         self._running: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        """Set when the worker takes groups, or has ended."""
         self._closing = asyncio.Event()
         self._news = asyncio.Event()
         self._failure: Failure | None = None
@@ -96,6 +97,8 @@ class Node:
         self._report: Report | None = None
         """The last one, until it is acknowledged."""
         self._number = 0
+        self._polling = asyncio.Lock()
+        """Held by one question at a time: that of a driver that is gone may still wait for its answer."""
         self._metadata: dict[str, Any] = {}
         self._asked = time.monotonic()
 
@@ -115,10 +118,9 @@ class Node:
             self._shard, self._setup = Shard(self._out), setup
             self._publish(policy)
             self._running = asyncio.create_task(self._run(tasks))
-            ready = asyncio.create_task(self._ready.wait())
-            await asyncio.wait([self._running, ready], return_when=asyncio.FIRST_COMPLETED)
-            if self._failure is not None:
-                raise self._failure.error()
+        await self._ready.wait()
+        if self._failure is not None:
+            raise self._failure.error()
         return replace(setup, engine=self._setup.engine) == self._setup
 
     @recorded
@@ -142,26 +144,32 @@ class Node:
         """Return what is new since the report of a number, the last that was written; after a while, if nothing is."""
         self._asked = time.monotonic()
         self._publish(policy)
-        if self._report is not None and self._report.number != number:
-            return self._report  # its driver died before it had written it, or said so
+        async with self._polling:
+            if self._report is None or self._report.number == number:
+                self._report = await self._next_report()
+            return self._report  # the same again if its driver died before it had written it, or said so
+
+    async def _next_report(self) -> Report:
         if not self._news.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), WAIT_SECONDS)
         self._news.clear()
+        # before the rows are read: they are at least as new as what is said of them
         (ended, self._ended), (closed, self._closed) = (self._ended, []), (self._closed, [])
+        held = {name: tuple(group.session_ids) for name, group in self._groups.items()}
+        failure = self._failure
         package = await asyncio.to_thread(self._package, [session for session, _ in ended])
         self._number += 1
-        self._report = Report(
+        return Report(
             self._number,
             None if package is None else require_ray().put(package),
             ended,
             closed,
-            {name: tuple(group.session_ids) for name, group in self._groups.items()},
+            held,
             self._schedule.running_versions() if self._schedule else {},
             dict(self._schedule.counts) if self._schedule else {},
-            self._failure,
+            failure,
         )
-        return self._report
 
     @recorded
     async def status(self) -> dict[str, Any]:
@@ -206,6 +214,7 @@ class Node:
             self._failure = Failure.of(error, self.name)
         finally:
             self._schedule = None
+            self._ready.set()
             self._news.set()
 
     def _is_alone(self) -> bool:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.resume import NOT_RUN, attempt_of, next_attempt, place_of
@@ -151,8 +152,11 @@ def run_again(session_ids: Iterable[str], ended: Iterable[Session], retries: int
     return again
 
 
-def deal(engines: Sequence[str], dealt: Iterable[Sequence[str]], nodes: int) -> list[str]:
-    """Return the engines of a further node of about so many `nodes`: those that the others, `dealt`, use least."""
+def deal(engines: Sequence[str], dealt: Iterable[Sequence[str]], nodes: int, host: str = "") -> list[str]:
+    """Return the engines of a further node of about so many `nodes`.
+
+    They are those on its own `host`, then those that the others, `dealt`, use least.
+    """
     used = [url for own in dealt for url in own]
-    least = sorted(engines, key=used.count)  # stable: in the order of the URLs
+    least = sorted(engines, key=lambda url: (urlsplit(url).hostname != host, used.count(url)))  # stable
     return least[: max(1, len(engines) // max(1, nodes))]

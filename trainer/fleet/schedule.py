@@ -59,12 +59,13 @@ class FleetSchedule:
         self._early: defaultdict[str, list[tuple[Session, float]]] = defaultdict(list)
         """Group that was not submitted yet -> its sessions that ended, of an earlier driver."""
         self._watching: set[asyncio.Task[None]] = set()
+        self._over = False
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         for member in list(self._fleet.members.values()):
             self._join(member)
-        await self._end_lost("the node that ran it is gone")
+        await self._end_lost("")
         self._watch(self._tick())
         return self
 
@@ -76,6 +77,7 @@ class FleetSchedule:
                 await asyncio.wait([given.result for given in self._groups.values()])
         except asyncio.CancelledError as error:
             kind, value, traceback = type(error), error, error.__traceback__
+        self._over = True
         if self._groups:
             stops = [("cancel", name, "the rollout was stopped while it ran") for name in self._groups]
             asks = [self._fleet.ask(member, *stop) for member in self._fleet.members.values() for stop in stops]
@@ -230,6 +232,8 @@ class FleetSchedule:
             self._fleet.kill(member)  # the task that follows it loses it, after the rows that it had sent
 
     def _go_on(self) -> None:
+        if self._over:
+            return
         now = time.monotonic()
         silent = [name for name, member in self._fleet.members.items() if now - member.seen > SILENT_SECONDS]
         for name, piece in self._placement.advance(silent):

@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
+from rolltap.addons.wire.listen import is_loopback
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
 from rolltap.trainer.fleet.facts import Machine, examine, machine_reader, require_alike, require_alike_machines
@@ -39,20 +41,31 @@ from rolltap.trainer.tasks.task import Task
 class FleetWorker(Worker):
     """Runs groups on the nodes of the cluster `config.ray`: the methods of `Worker`, which raise the same.
 
+    With `publishes`, an engine at a loopback address is refused if there are several nodes: weights would reach one.
+
     `fit` connects to the cluster and raises `InputError` for nodes that differ, with the node's name. Entering starts
     an actor on each node, or finds those that an earlier driver left, and takes up what they have.
     """
 
-    def __init__(self, config: RolloutConfig, *, runtime: Runtime | None = None, **how: Any) -> None:
+    def __init__(
+        self, config: RolloutConfig, *, runtime: Runtime | None = None, publishes: bool = False, **how: Any
+    ) -> None:
         if runtime is not None:
             raise InputError("a runtime that you made cannot be sent to the nodes of --ray: give its name")
         super().__init__(config, **how)
+        self._publishes = publishes
         setup = Setup(config, self.harness, self.recorder.engine, self.recorder.model)
         self._fleet = Fleet(config.ray or "", self.recorder.path, setup)
 
     def fit(self, tasks: Sequence[Task], private: Sequence[Path] = ()) -> list[Task]:
         """Return the tasks as the nodes run them, after a comparison of the nodes."""
         self._fleet.connect()
+        hosts = [urlsplit(url).hostname or "" for url in self.recorder.engine.split(",")]
+        if self._publishes and len(self._fleet.nodes()) > 1 and any(map(is_loopback, hosts)):
+            raise InputError(
+                f"--engine {self.recorder.engine}: with --ray each node has an engine of its own at that address, and "
+                "weights are published to this machine's alone: give an address that is the same on all nodes"
+            )
         own, asked = Machine(*machine_reader()()), time.time()
         machines = self._fleet.everywhere(machine_reader(), lambda _: ())
         require_alike_machines(own, asked, {name: Machine(*machine) for name, machine in machines.items()})
@@ -124,6 +137,6 @@ class FleetWorker(Worker):
             return [session for result in results for session in await result]
 
 
-def make_worker(config: RolloutConfig, **how: Any) -> Worker:
+def make_worker(config: RolloutConfig, *, publishes: bool = False, **how: Any) -> Worker:
     """Return the worker of a configuration, with its keywords: here, or with `ray` on the nodes of a cluster."""
-    return FleetWorker(config, **how) if config.ray else Worker(config, **how)
+    return FleetWorker(config, publishes=publishes, **how) if config.ray else Worker(config, **how)

@@ -2,9 +2,11 @@
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, write_metadata
 from rolltap.addons.store.records import DIGEST, Session, utc_now
 from rolltap.addons.store.tables import RunWriter, read_batches
@@ -19,13 +21,17 @@ class Writer:
         self.name = "of the driver"
         self._run = Path(run)
         self._writer = RunWriter(self._run)
+        self._lost = ""
 
     @recorded
-    async def append(self, package: Package, again: bool) -> None:
-        """Write a package. With `again`, rows that the run has already are left out."""
+    async def append(self, package: Package, again: bool, node: str) -> None:
+        """Write a package of a node. With `again`, rows that the run has already are left out."""
         metadata = dict(package.metadata)
         recorders, engines = metadata.pop("recorders", []), metadata.pop("engines", {})
-        write_metadata(self._run, metadata)
+        try:
+            write_metadata(self._run, metadata)
+        except RunError as error:
+            raise RunError(f"node {node}: {error}, or give all nodes the same model") from error
         for recorder in recorders:
             add_recorder(self._run, recorder)
         for url, engine in engines.items():
@@ -42,11 +48,18 @@ class Writer:
     @recorded
     async def end_lost(self, held: Collection[str], why: str) -> list[Session]:
         """Give a row `infrastructure` to sessions that began and whose places no node holds, and return them."""
+        self._lost = f"lost: {why}" if why else self._lost
         lost = [each for each in interrupted_sessions(self._run) if place_of(each.session_id) not in held]
         for session in lost:
-            session.status, session.error, session.finished_at = "infrastructure", why, utc_now()
+            session.status, session.error = "infrastructure", why or "the node that ran it is gone"
+            session.finished_at = utc_now()
             self._writer.add_session(session)
         return lost
+
+    @recorded
+    async def status(self) -> dict[str, Any]:
+        """Return what `rolltap fleet status` shows of the driver: why it lost a node the last time."""
+        return {"node": "driver", "error": self._lost}
 
     @recorded
     async def close(self) -> None:

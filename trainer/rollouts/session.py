@@ -229,7 +229,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         if result.ended is not None:  # for a reward that somebody gives later
             session.evidence = {**session.evidence, "ended": result.ended}
         if facts.fault is not None:
-            session.error = f"{result.error}; its output is in {log}{_last_line(log)}"
+            session.error = f"{result.error}; its output is in {log.name}{_last_line(log)}"
         return facts
     finally:
         try:

@@ -103,7 +103,9 @@ class OnlineTraces(Source):
         self._worker = (
             RemoteWorker(recipe.service, options=recorder, **shared)
             if recipe.service
-            else make_worker(recipe.model_copy(update={"recorder": recorder}), model=recipe.model, **shared)
+            else make_worker(
+                recipe.model_copy(update={"recorder": recorder}), model=recipe.model, publishes=True, **shared
+            )
         )
         # those that are refused were named when the recipe was read
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))

@@ -1,12 +1,17 @@
 """The rows of a node's run reach the run of the driver once each, whatever is killed in between."""
 
+import asyncio
+from types import SimpleNamespace
+
+import pyarrow as pa
 import pytest
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+from rolltap.trainer.fleet import node as module
 from rolltap.trainer.fleet.messages import Failure, Package
-from rolltap.trainer.fleet.node import Shard
+from rolltap.trainer.fleet.node import Node, Shard
 from rolltap.trainer.fleet.writer import Writer
 from rolltap.trainer.rollouts.resume import started_event
 from tests.factories import make_call, make_session, write_run
@@ -20,7 +25,7 @@ def node(tmp_path):
 async def sent(shard, node, writer, again=False):
     """Send what is new of a node's run, and return the names of the tables."""
     package = Package(shard.new(), read_metadata(node), {"s-0.log": b"out"})
-    assert await writer.append(package, again) is None
+    assert await writer.append(package, again, "a") is None
     return [table for table, _ in package.tables]
 
 
@@ -62,6 +67,24 @@ async def test_what_an_earlier_driver_had_written_before_it_was_killed_is_not_wr
     assert ids(run, "sessions") == ["s-0"]
 
 
+async def test_a_question_of_a_driver_that_is_gone_takes_no_report_away(node, monkeypatch):
+    monkeypatch.setattr(module, "require_ray", lambda: SimpleNamespace(put=lambda package: package))
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0.01)
+    actor = Node("a", None)
+    actor._out, actor._shard = node, Shard(node)
+    with RunWriter(node) as recorder:
+        recorder.add_session(make_session("s-0"))
+        gone, new = await asyncio.gather(actor.poll(0, ""), actor.poll(0, ""))
+        assert gone is new
+        assert [table for table, _ in new.package.tables] == ["sessions"]
+        assert await actor.poll(0, "") is new  # until it is acknowledged
+        recorder.add_session(make_session("s-1"))
+        further = await actor.poll(new.number, "")
+    assert further.number == new.number + 1
+    [(_, stream)] = further.package.tables
+    assert [row["session_id"] for row in pa.ipc.open_stream(stream).read_all().to_pylist()] == ["s-1"]
+
+
 async def test_sessions_that_no_node_holds_get_a_row_and_others_do_not(tmp_path):
     begun = [started_event(make_session(f"g-{number}")) for number in range(3)]
     run = write_run(tmp_path / "run", *begun, make_session("g-2"))
@@ -74,6 +97,6 @@ async def test_sessions_that_no_node_holds_get_a_row_and_others_do_not(tmp_path)
 
 async def test_another_tokenizer_is_a_failure_of_the_writer(node, tmp_path):
     run = write_run(tmp_path / "run", tokenizer_sha256="other")
-    failure = await Writer(run).append(Package([], read_metadata(node), {}), False)
+    failure = await Writer(run).append(Package([], read_metadata(node), {}), False, "a")
     assert isinstance(failure, Failure)
-    assert (failure.kind, "another tokenizer" in failure.message) == ("RunError", True)
+    assert failure.message.startswith(f"node a: {run} was recorded with another tokenizer")

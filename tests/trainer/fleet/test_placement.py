@@ -121,6 +121,7 @@ def test_engines_are_dealt_to_the_nodes_that_each_group_has_one_prefix_cache():
         dealt.append(deal(["a", "b"], dealt, 4))
     assert dealt == [["a"], ["b"], ["a"], ["b"]]
     assert deal(["a", "b", "c", "d"], [], 2) == ["a", "b"]
+    assert deal(["http://one:8000", "http://two:8000"], [], 2, host="two") == ["http://two:8000"]
     assert deal(["a", "b", "c", "d"], [["a", "b"]], 2) == ["c", "d"]
 
 

@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import rolltap
+import rolltap.types
 from rolltap.addons.errors import InputError
+from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.rollouts.resume import place_of
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
@@ -87,7 +89,7 @@ def assert_whole(run, groups=GROUPS, sessions=SESSIONS):
 
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.deep)])
 def test_a_node_dies_and_another_comes_and_every_group_is_complete(
-    cluster, engine, tokenizer_folder, tmp_path, temporary, number
+    cluster, engine, tokenizer_folder, tmp_path, temporary, number, capsys
 ):
     first, *_ = [cluster.add() for _ in range(number)]
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=SLOTS * number) as gate:
@@ -101,6 +103,7 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
     assert 1 <= len(lost) <= SLOTS
     assert all("is gone" in row.error for row in lost)
+    assert capsys.readouterr().out == ""  # where --json prints
     assert processes_below(temporary) == {}
 
 
@@ -117,7 +120,7 @@ def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
     assert gate.reached.wait(120)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    (node,) = status(cluster)
+    (node,) = (each for each in status(cluster) if each["node"] != "driver")
     assert (node["slots"], node["error"]) == (SLOTS, "")
     assert 5 <= node["phases"]["running"] <= 8
     gate.open()
@@ -168,6 +171,7 @@ def status(cluster):
     return json.loads(told.stdout)
 
 
+@pytest.mark.deep  # the short suite has a node that dies, above
 def test_a_recorder_that_dies_costs_its_node_and_the_others_run_its_sessions(
     cluster, engine, tokenizer_folder, tmp_path, temporary
 ):
@@ -211,3 +215,14 @@ def test_a_cluster_that_does_not_answer_is_refused(engine, tokenizer_folder, tmp
             out=tmp_path / "run",
             ray="127.0.0.1:9",
         )
+
+
+def test_a_training_is_refused_when_each_node_would_have_an_engine_of_its_own(
+    cluster, engine, tokenizer_folder, tmp_path
+):
+    for _ in range(2):
+        cluster.add()
+    config = rolltap.types.RolloutConfig.of({"ray": cluster.address})
+    how = {"harness": program(tmp_path), "engine": engine.url, "model": tokenizer_folder, "out": tmp_path / "run"}
+    with pytest.raises(InputError, match="give an address that is the same on all nodes"):
+        make_worker(config, publishes=True, **how).fit(TASKS)

@@ -195,7 +195,7 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_
 async def test_a_harness_that_makes_no_call_has_no_reward(play, recorder_with):
     session, _ = await play("print('give a key\\n'); sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
-    assert f"the harness ended with status 3); its output is in {recorder_with(0).path}" in session.error
+    assert f"the harness ended with status 3); its output is in {session.session_id}.log" in session.error
     assert session.error.endswith(", and ends with: give a key")
 
 
