@@ -5,6 +5,7 @@ is their help. The file imports the standard library alone: the trainer checks o
 """
 
 import difflib
+import ipaddress
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -359,3 +360,11 @@ def unknown(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name.removeprefix(PREFIX), own, 1, _ALIKE)
     hint = f"did you mean {own[near[0]]}?" if near else "see addons/README.md, and `mitmdump --options`"
     return f"{name} is no option of the recorder: {hint}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address or `localhost`. Names are not resolved."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

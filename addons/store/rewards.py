@@ -131,7 +131,7 @@ def rewarded(
     own_group = before.group_id in ("", session_id)
     return replace(
         before,
-        status=_judged_status(before),
+        status=judged_status(before),
         error=None if before.status == "unjudged" else before.error,
         reward=given.value,
         parts=dict(given.parts),
@@ -142,7 +142,7 @@ def rewarded(
     )
 
 
-def _judged_status(session: Session) -> SessionStatus:
+def judged_status(session: Session) -> SessionStatus:
     """Return the outcome of a session that has a reward now.
 
     That of an unjudged one is in its evidence (`ended`). A program that rolltap did not stop has only an exit status.

@@ -1,7 +1,6 @@
 """Addon: the address that the proxy listens on. Without `rolltap_secret_file` it must be loopback."""
 
 import asyncio
-import ipaddress
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from mitmproxy import ctx, exceptions
 from mitmproxy.proxy.mode_specs import ProxyMode
 
+from rolltap.addons.options import is_loopback
 from rolltap.addons.store.staging import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -78,11 +78,3 @@ class Listen:
             except OSError as error:
                 logger.error("rolltap_ready: %s: stopping", error)
                 ctx.master.shutdown()
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a loopback address or `localhost`. Names are not resolved."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

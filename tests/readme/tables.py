@@ -52,6 +52,7 @@ SERVERS = ('mitmdump -s "$(rolltap addon)"',)
 SUBSTITUTIONS = {
     # the engine and the proxy of the tests, and a model that the quickstart has taught
     r"http://127\.0\.0\.1:8000": "{engine}",
+    r"http://127\.0\.0\.1:8001 --as": "{engine} --as",
     r"http://127\.0\.0\.1:8080": "{proxy}",
     r"try-1:x@127\.0\.0\.1:8080": "try-1:x@{proxy_address}",
     r"Qwen/Qwen3-4B|/models/Qwen3-4B": "{model}",

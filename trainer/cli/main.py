@@ -32,6 +32,7 @@ class InOrder(click.Group):
         tasks.tasks_group,
         rollout.rollout_command,
         rollout.reward_command,
+        tasks.judge_command,
         service.service_command,
         fleet.fleet_group,
         train.train_command,

@@ -1,7 +1,11 @@
-"""`rolltap tasks check`: tries tasks before a rollout."""
+"""`rolltap tasks check`: tries tasks before a rollout.
+
+`rolltap judge`: judges recorded sessions again.
+"""
 
 import json
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 import rolltap
-from rolltap.trainer.cli.options import examples, json_option, rollout_options
+from rolltap.rollouts import judge_again
+from rolltap.trainer.cli.options import RUN, command, examples, json_option, rollout_options
+from rolltap.trainer.names import counted
 from rolltap.types import TaskCheck
 
 _DIFF_LINES = 30
@@ -44,6 +50,44 @@ def check_command(tasks: Path, as_json: bool, **given: Any) -> None:
     else:
         _print(checks)
     sys.exit(0 if all(check.passed for check in checks) else 1)
+
+
+@command(
+    "judge",
+    "rolltap judge runs/first --tasks tasks.jsonl --runtime sandbox",
+)
+@click.argument("run", type=RUN)
+@click.option("--tasks", type=click.Path(path_type=Path, exists=True), required=True, help="Tasks with other judges.")
+@click.option("--session", "only", multiple=True, metavar="ID", help="A session; all by default. Repeatable.")
+@partial(rollout_options, only=(*_OPTIONS, "build"))
+@click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Judgements at a time.")
+@json_option
+def judge_command(run: Path, as_json: bool, **given: Any) -> None:
+    """Judge recorded sessions of RUN again, without running them.
+
+    Each is judged by the task with the id of its own: what its agent changed was kept, and is applied to a fresh start.
+    The runtime must be the session's. The new reward counts, and the earlier ones stay in the run. The same command
+    goes on after it was stopped.
+
+    Exit status 1: a session could not be judged, or its judge gave no reward.
+    """
+    found = judge_again(run, **given)
+    console = Console(soft_wrap=True, highlight=False, markup=False, quiet=as_json)
+    table = Table("session", "task", "old reward", "new reward", "status")
+    for each in found:
+        if each["reward"] != each["before"]:
+            rewards = ("none" if reward is None else f"{reward:g}" for reward in (each["before"], each["reward"]))
+            table.add_row(each["session"], each["task"], *rewards, each["status"])
+    console.print(table)
+    failed = [each for each in found if each["result"] in ("refused", "unjudged")]
+    for each in failed:
+        console.print("{session}: {result}: {why}".format_map(each))
+    counts = Counter(each["result"] for each in found)
+    told = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
+    console.print(f"{counted(len(found), 'session')}: {told}; {counted(len(table.rows), 'reward')} changed")
+    if as_json:
+        click.echo(json.dumps(found))
+    sys.exit(1 if failed else 0)
 
 
 def _print(checks: list[TaskCheck]) -> None:

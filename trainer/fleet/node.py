@@ -28,6 +28,7 @@ from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import TABLES
 from rolltap.trainer.fleet.facts import Examined, examine, require_alike
 from rolltap.trainer.fleet.messages import Failure, Package, Report, Setup, recorded, require_ray
+from rolltap.trainer.rollouts.judges.archive import SUFFIX
 from rolltap.trainer.rollouts.mitmdump import workplace
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import Schedule
@@ -241,7 +242,7 @@ class Node:
         except RunError:
             return None  # the recorder is starting
         logs = {
-            path.name: path.read_bytes()[-LOG_BYTES:]
+            path.name: path.read_bytes()[0 if path.name.endswith(SUFFIX) else -LOG_BYTES :]
             for session in ended
             for path in (self._out / "logs").glob(f"{session.session_id}.*")
         }

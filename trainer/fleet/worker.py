@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import InputError
+from rolltap.addons.options import is_loopback
 from rolltap.addons.store.records import Session
-from rolltap.addons.wire.listen import is_loopback
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import Advance
 from rolltap.trainer.fleet.facts import Machine, examine, machine_reader, require_alike, require_alike_machines

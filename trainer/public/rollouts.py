@@ -24,6 +24,7 @@ from rolltap.trainer.rollouts.provenance import set_provenance
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.rollouts.runtimes.watch import end_program
 from rolltap.trainer.rollouts.session import end_recorded
+from rolltap.trainer.rollouts.trials.rejudge import rejudge
 from rolltap.trainer.rollouts.trials.trial import TaskCheck, try_tasks
 from rolltap.trainer.rollouts.worker import given_tasks, roll_out
 from rolltap.trainer.service.serve import serve
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
 __all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
-__all__ += ["Record", "fleet_status", "reset_engine", "serve_rollouts", "set_provenance"]
+__all__ += ["Record", "fleet_status", "judge_again", "reset_engine", "serve_rollouts", "set_provenance"]
 
 
 async def rollout_async(
@@ -154,6 +155,22 @@ def check_tasks(
     given = given_tasks(tasks, config.repositories, refused)
     trials = try_tasks(given, own or config.make_runtime(), concurrency=config.concurrency, progress=progress)
     return [*run_blocking(trials), *(TaskCheck("", wrong=(reason,)) for reason in refused)]
+
+
+def judge_again(
+    run: str | Path, tasks: str | Path, *, only: Sequence[str] = (), progress: bool = True, **settings: Any
+) -> list[dict[str, Any]]:
+    """Judge recorded sessions by the tasks with the ids of theirs, without running them.
+
+    `tasks` and `settings` are as of `check_tasks`; `only` are sessions, by ids or unique prefixes. Returns for each its
+    id, its task's, the reward `before` and the `reward` and `status` now. `result` is `judged` or `unjudged`; `left`,
+    when its reward is no judge's, or one of this task already; or `refused`, when it cannot be judged again. `why` says
+    why. Raises `InputError` for an unknown session, and a runtime or judge that does not work here; and `RunError`.
+    """
+    config = RolloutConfig.of({"concurrency": 4, **settings})
+    given, runtime = given_tasks(tasks, config.repositories), config.make_runtime()
+    again = rejudge(Path(run), given, runtime, only=only, concurrency=config.concurrency, progress=progress)
+    return run_blocking(again)
 
 
 def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":

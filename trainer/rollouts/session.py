@@ -50,6 +50,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Ended, Runti
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.reader import SessionRows
 
 logger = logging.getLogger(__name__)
 
@@ -142,19 +143,24 @@ async def run_session(stage: Stage, session: Session, group: Group, enter: Enter
 
 
 def end_session(recorder: Recorder, session: Session, task: Task | None) -> None:
-    """Count the suspicions of a session, and end it. Raises as `Recorder.end`.
+    """Count the suspicions of a session, and end it. Raises as `Recorder.end`."""
+    try:
+        count_suspicions(recorder.rows, session, task)
+    finally:
+        recorder.end(session)
+
+
+def count_suspicions(rows: SessionRows, session: Session, task: Task | None) -> None:
+    """Set the suspicions of a session, whose calls and events are in `rows`.
 
     What an agent did must not end the rollout: when a rule fails on it, the log says so.
     """
     try:
-        calls = recorder.rows.of("calls", session.session_id, CALL_COLUMNS)
-        events = recorder.rows.of("events", session.session_id, EVENT_COLUMNS)
-        found = suspicions(calls, events, task, session.evidence)
-        session.suspicions = found
+        calls = rows.of("calls", session.session_id, CALL_COLUMNS)
+        events = rows.of("events", session.session_id, EVENT_COLUMNS)
+        session.suspicions = suspicions(calls, events, task, session.evidence)
     except Exception:
         logger.warning("the suspicions of session %s could not be counted", session.session_id, exc_info=True)
-    finally:
-        recorder.end(session)
 
 
 def end_recorded(session: Session, recorder: Recorder, evaluate: str | None) -> Facts:

@@ -42,7 +42,7 @@ def answer(reader: RunReader, path: str) -> JSON:
             return {"sessions": session_rows(reader.overview())}
         case ["api", "sessions", session_id]:
             values = session_json(reader.run, reader.session(session_id), reader.overview())
-            return values | _logs(reader.run, session_id)
+            return values | _logs(reader.run, session_id, (values["session"] or {}).get("revision"))
         case ["api", "sessions", session_id, "calls", call_id]:
             found = reader.session(session_id)
             if all(call.call_id != call_id for call in found.recorded.calls):
@@ -82,9 +82,10 @@ def _run(reader: RunReader) -> JSON:
     return {**values, "training": {"metrics": metrics, "steps": steps} if metrics or steps else None}
 
 
-def _logs(run: Path, session_id: str) -> JSON:
-    judge, evaluation, log = (_part(run, f"{session_id}{end}") for end in (".judge.log", ".evaluate.log", ".log"))
-    return {"judge": judge or evaluation, "patch": _part(run, f"{session_id}.diff", end=False), "log": log}
+def _logs(run: Path, session_id: str, revision: object) -> JSON:
+    ends = (f".r{revision}.judge.log", ".judge.log", ".evaluate.log", ".log")
+    again, judge, evaluation, log = (_part(run, f"{session_id}{end}") for end in ends)
+    return {"judge": again or judge or evaluation, "patch": _part(run, f"{session_id}.diff", end=False), "log": log}
 
 
 def _part(run: Path, name: str, *, end: bool = True) -> str | None:

@@ -77,6 +77,14 @@ def test_a_session_has_its_conversations_its_events_and_its_group(reader):
     assert (found["judge"], found["patch"], found["log"]) == (None, None, None)
 
 
+def test_a_session_has_the_output_of_its_last_judge(reader):
+    logs = reader.run / "logs"
+    logs.mkdir(exist_ok=True)
+    for name in ("judge.log", "r0.judge.log"):
+        (logs / f"other.{name}").write_text(name)
+    assert sent(reader, "api/sessions/other")["judge"] == "r0.judge.log"
+
+
 def test_an_id_with_a_slash_is_one_name(reader):
     assert sent(reader, f"api/sessions/{quote('a/b c', safe='')}")["session"] is None
     assert sent(reader, f"api/sessions/{quote('a/b c', safe='')}/calls/5")["call"]["completion_ids"] == [3, 4]

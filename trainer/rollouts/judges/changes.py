@@ -245,8 +245,8 @@ def _lines(root: Path, path: str, entry: Entry | None) -> list[str] | None:
     return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 
 
-def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
-    """Make the same changes in another copy of the start.
+def apply_changes(changes: Changes, source: Path | Mapping[str, bytes], fresh: Path) -> None:
+    """Make the same changes in another copy of the start. `source` is the workspace, or path -> a file's content.
 
     Files have the modes 0755 or 0644 there and belong to this user. A folder stays if it is not empty. Raises
     `OSError`, also when a file is another one than `find_changes` found.
@@ -270,7 +270,11 @@ def apply_changes(changes: Changes, workspace: Path, fresh: Path) -> None:
                 folders.remove(folder, name)
                 os.symlink(entry.target, name, dir_fd=folder)
             continue
-        with opened(workspace, parent) as source:
-            digest = folders.write_file(fresh, path, folders.read_chunks(source, name), executable=entry.executable)
+        with contextlib.ExitStack() as stack:
+            if isinstance(source, Path):
+                chunks = folders.read_chunks(stack.enter_context(opened(source, parent)), name)
+            else:
+                chunks = iter([source[path]])
+            digest = folders.write_file(fresh, path, chunks, executable=entry.executable)
         if digest != entry.digest:
             raise OSError(f"{printable(path)} was changed while it was copied")

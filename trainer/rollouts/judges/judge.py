@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
+from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, open_checkout
 from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
@@ -65,7 +66,8 @@ _MAX_BASELINES = 10_000
 async def judge(job: JudgeJob) -> Judged:
     """Judge what a session left. No process of it may run any more.
 
-    Writes the agent's changes to `NAME.diff` in the folder of the job's logs, and the judge's output beside it.
+    Writes the agent's changes to `NAME.diff` in the folder of the job's logs, their archive and the judge's output
+    beside it.
 
     Raises `InputError` for a task that cannot be judged here, `MissingPackageError` for a package that its judge needs,
     and `OSError` for a fault of this machine, for instance a full disk.
@@ -77,8 +79,15 @@ async def judge(job: JudgeJob) -> Judged:
     except TooMuchError as error:
         return Judged(reward=0.0, evidence={"judge": spec.kind, "too_much": str(error)})
     (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")
-    judged = await _judge(spec, dataclasses.replace(job, changes=changes))
-    return dataclasses.replace(judged, evidence={**changes.evidence(), **judged.evidence})
+    archive = job.logs / f"{job.name}{SUFFIX}"
+    await in_folder_thread(keep_changes, changes, job.start, job.result.workspace, archive)
+    return await judge_changes(dataclasses.replace(job, changes=changes))
+
+
+async def judge_changes(job: JudgeJob) -> Judged:
+    """Judge the changes of a job. Raises as `judge`, and writes the judge's output alone."""
+    judged = await _judge(job.task.effective_judge, job)
+    return dataclasses.replace(judged, evidence={**job.changes.evidence(), **judged.evidence})
 
 
 async def _judge(spec: Judge, job: JudgeJob) -> Judged:

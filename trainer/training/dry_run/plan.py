@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from rolltap.addons.errors import RolltapError
-from rolltap.addons.wire.listen import is_loopback
+from rolltap.addons.options import is_loopback
 from rolltap.trainer.training.arguments import LORA_RANKS
 from rolltap.trainer.training.dry_run import findings as found
 from rolltap.trainer.training.dry_run.findings import Finding
