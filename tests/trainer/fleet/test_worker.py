@@ -94,11 +94,11 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     first, *_ = [cluster.add() for _ in range(number)]
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=SLOTS * number) as gate:
         running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path)
-        assert gate.reached.wait(120)
+        assert gate.reached.wait(600)
         cluster.kill(first)
         cluster.add()
         gate.open()
-        run = running.result(timeout=300)
+        run = running.result(timeout=900)
     assert_whole(run)
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
     assert 1 <= len(lost) <= SLOTS
@@ -117,7 +117,7 @@ def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
     command = [ROLLTAP, "rollout", tasks, "--harness", program(tmp_path), "--engine", engine.url, "--json"]
     command += ["--model", tokenizer_folder, "--out", tmp_path / "run", "--ray", cluster.address, "-n", "4"]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    assert gate.reached.wait(120)
+    assert gate.reached.wait(600)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     (node,) = (each for each in status(cluster) if each["node"] != "driver")
@@ -143,7 +143,7 @@ def test_a_service_that_is_killed_goes_on_with_the_sessions_that_run(
         arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--ray", cluster.address
         with serving(*arguments) as service:
             assert service.submit(id="a", sessions=6).status_code == 201
-            assert gate.reached.wait(120)
+            assert gate.reached.wait(600)
             told = ""
             for _ in range(1000):  # a node's counts come with its next report
                 if 'phase="running"} 6.0' in (told := service.client.get("/metrics").text):
@@ -179,10 +179,10 @@ def test_a_recorder_that_dies_costs_its_node_and_the_others_run_its_sessions(
     cluster.add()
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=4) as gate:
         running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path, TASKS[:2])
-        assert gate.reached.wait(120)
+        assert gate.reached.wait(600)
         os.kill(recorders(temporary)[0], signal.SIGKILL)
         gate.open()
-        run = running.result(timeout=300)
+        run = running.result(timeout=900)
     assert_whole(run, groups=2)
     assert any("died with status" in (row.error or "") or row.status != "completed" for row in run.sessions())
 

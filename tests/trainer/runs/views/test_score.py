@@ -140,7 +140,7 @@ def test_a_scoring_that_failed_goes_on_with_the_calls_that_have_no_scores(run, e
 
 
 def test_so_many_requests_run_at_a_time(run, engine):
-    engine.meet = Barrier(3, timeout=20)
+    engine.meet = Barrier(3, timeout=120)
     assert score(run, engine, "--concurrency", "3")[0] == 0
     assert len(engine.scored) == 3
 
