@@ -31,6 +31,7 @@ RESOURCE = "rolltap"
 FLEET_FILE = "fleet.json"
 """File in the run folder with the name by which a later driver finds the actors."""
 CONNECT_SECONDS = 10.0
+"""Longest wait for the cluster's address to accept a connection."""
 AGAIN_SECONDS = 30.0
 """Pause before a node that failed is tried again."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ class Node:
         logs = {
             path.name: path.read_bytes()[0 if path.name.endswith(SUFFIX) else -LOG_BYTES :]
             for session in ended
-            for path in (self._out / "logs").glob(f"{session.session_id}.*")
+            for path in (self._out / "logs").glob(f"{escape(session.session_id)}.*")
         }
         package = Package(self._shard.new(), metadata, logs)
         told, self._metadata = self._metadata == metadata, metadata

@@ -33,7 +33,7 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
-from rolltap.trainer.rollouts.schedule import Evaluation, OnEnd
+from rolltap.trainer.rollouts.schedule import OnEnd
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.task import Task
 
@@ -129,7 +129,7 @@ class FleetWorker(Worker):
         *,
         policy_version: str | None = None,
         advance: Advance = lambda *_: None,
-        evaluation: Evaluation | None = None,
+        **_: Any,
     ) -> list[Session]:
         """Run the sessions of groups, and return them, all attempts."""
         async with self.schedule(advance) as schedule:

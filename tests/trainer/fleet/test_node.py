@@ -73,10 +73,14 @@ async def test_a_question_of_a_driver_that_is_gone_takes_no_report_away(node, mo
     actor = Node("a", None)
     actor._out, actor._shard = node, Shard(node)
     with RunWriter(node) as recorder:
-        recorder.add_session(make_session("s-0"))
+        recorder.add_session(make_session("t[0]-0"))
+        (node / "logs").mkdir()
+        (node / "logs" / "t[0]-0.log").write_text("out")
+        actor._note(make_session("t[0]-0"), 0.0)
         gone, new = await asyncio.gather(actor.poll(0, ""), actor.poll(0, ""))
         assert gone is new
         assert [table for table, _ in new.package.tables] == ["sessions"]
+        assert new.package.logs == {"t[0]-0.log": b"out"}
         assert await actor.poll(0, "") is new  # until it is acknowledged
         recorder.add_session(make_session("s-1"))
         further = await actor.poll(new.number, "")
