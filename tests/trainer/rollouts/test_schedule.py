@@ -170,9 +170,10 @@ async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, 
     async with Schedule(stage, lambda *_: None) as schedule:
         kept = group_of(tmp_path, 0, 1)
         dropped = Group(TASK, f"{tmp_path.name}-b", [f"{tmp_path.name}-b-{index}" for index in range(3)])
-        results = [await schedule.submit(group) for group in (kept, dropped)]
-        for _ in kept.session_ids:  # both run
+        results = [await schedule.submit(kept)]
+        for _ in kept.session_ids:  # both run, and no slot is left
             await called.get()
+        results.append(await schedule.submit(dropped))
         schedule.cancel(kept.session_ids[0], "it is not needed")
         schedule.cancel(dropped.group_id, "its weights are too old")
         begun = await results[1]  # without waiting for a slot
