@@ -137,12 +137,22 @@ class RecordedFrom(NamedTuple):
     session: str
     until: datetime | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Self:
+        """Return what `as_json` has returned. Raises `KeyError`, `ValueError`, `TypeError` and `AttributeError`."""
+        until = given.get("until")
+        return cls(Path(given["run"]), given["session"], None if until is None else datetime.fromisoformat(until))
+
+    def as_json(self) -> dict[str, str]:
+        """Return a value for JSON."""
+        where = {"run": str(self.run), "session": self.session}
+        return where if self.until is None else {**where, "until": self.until.isoformat()}
+
 
 def _recorded_from(text: str) -> RecordedFrom | None:
     try:
         given = json.loads(text or "null")
-        until = given and given.get("until")
-        return given and RecordedFrom(Path(given["run"]), given["session"], until and datetime.fromisoformat(until))
+        return given and RecordedFrom.of(given)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'is {text!r}: give a JSON object such as {{"run": "runs/a", "session": "s1"}}') from error
 

@@ -20,11 +20,11 @@ from rolltap.addons.endpoint.budget import Used, uncut
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import FinishedCall, newest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
-from rolltap.addons.engine.policy import read_sampling
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import cut_at_stop
+from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.sessions import EndedSessions, SessionIndex, nothing
@@ -133,13 +133,13 @@ class Recovery:
     def recover(self, session_id: str) -> "RecoveredSession":
         """Return the state of a session as its rows have it; empty for a session without rows.
 
-        Raises as `load`, and `ValueError` for damaged sampling parameters.
+        Raises as `load`, and `ValueError` for damaged options of the session.
         """
         with self._lock:
             self._refresh(own=session_id in self._recovered)
             self._recovered.add(session_id)
             ended = session_id in self._ended
-        return RecoveredSession(self, session_id, ended, read_sampling(self._writer.run, session_id))
+        return RecoveredSession(self, session_id, ended, SessionOptions.read(self._writer.run, session_id))
 
     def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
@@ -168,11 +168,11 @@ class RecoveredSession:
     again = False
     """True for one of a rerun, which cannot be dropped: which calls have answered is in no row."""
 
-    def __init__(self, recovery: Recovery, session_id: str, ended: bool, sampling: dict[str, Any]) -> None:
+    def __init__(self, recovery: Recovery, session_id: str, ended: bool, given: SessionOptions) -> None:
         self.ended = ended
         """True when the session has ended: an event `ended`, or a row in `sessions`."""
-        self.sampling = sampling
-        """Sampling parameters of this session alone."""
+        self.given = given
+        """Options of this session alone."""
         self.conversations = Conversations(recovery.rendering)
         self.finished: list[FinishedCall] = []
         """The newest completed calls, oldest first."""

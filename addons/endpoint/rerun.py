@@ -22,8 +22,9 @@ its prompt, and names the call in `kind_reason`.
 
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,10 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
 from rolltap.addons.prompts.continuity import Prompt, Turn
+from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind
-from rolltap.addons.store.sessions import Place, SessionIndex
+from rolltap.addons.store.sessions import Place
 from rolltap.addons.store.tables import batch_rows
 
 _ROLES = {"system": "the system prompt", "assistant": "the assistant's message", "tool": "the tool's result"}
@@ -76,11 +78,13 @@ class RerunSession(RecoveredSession):
 
     again = True
 
-    def __init__(self, recovery: Recovery, source: RecordedFrom, ended: bool, sampling: dict[str, Any]) -> None:
-        super().__init__(recovery, source.session, ended, sampling)
-        self.source = source
+    def __init__(self, recovery: Recovery, archive: "RerunArchive", ended: bool, given: SessionOptions) -> None:
+        super().__init__(recovery, archive.source.session, ended, given)
+        self.source, self._archive = archive.source, archive
         self.live = False
         """True once a fork samples."""
+        self._first: str | None = None
+        """The recorded call with the conversation of the first request of the live part, until that is compared."""
         self._calls: dict[str, RecordedCall] = {}
         """Completed calls in the order of their starts, with all their messages."""
         self._asked: dict[bytes, list[str]] = {}
@@ -90,8 +94,7 @@ class RerunSession(RecoveredSession):
 
     def _rows(self) -> tuple[list[Row], bool]:
         """Return the rows of the recorded session; of what a fork samples only those that it can come to."""
-        with SessionIndex(self.source.run, "calls") as calls:
-            rows, damaged = undamaged_calls(self.source.session, calls.batches(self.source.session))
+        rows, damaged = undamaged_calls(self.source.session, self._archive.recorded("calls"))
         sampled = {row["call_id"] for row in rows if not self._answers(row)}
         rows = sorted((row for row in rows if row["parent_id"] not in sampled), key=itemgetter("started_at"))
         return parents_first({row["call_id"]: row for row in rows}), damaged
@@ -146,7 +149,8 @@ class RerunSession(RecoveredSession):
             if call_id in self._given:
                 continue
             if not self._answers(self._calls[call_id].row):
-                self.live = True
+                if not self.live:
+                    self.live, self._first = True, call_id
                 return None
             finished = self._finished_call(self._calls[call_id], history.turns[call_id], delivered=False)
             if finished is not None:
@@ -155,8 +159,18 @@ class RerunSession(RecoveredSession):
                 return finished, "rerun"
         return None
 
-    def difference(self, model_call: ModelCall) -> str:
-        """Say where a request that no recorded call answers differs from the most similar one that has not answered."""
+    def difference(self, model_call: ModelCall, workspace: str) -> str | None:
+        """Say where a request that no recorded call answers differs from the most similar one that has not answered.
+
+        `workspace` is its digest, if it is kept. That alone is compared of the live part, in its first request.
+        """
+        if self.live:
+            first, self._first = self._first or "", None
+            then = self._archive.workspaces.get(first, "")
+            if not then or not workspace or then == workspace:
+                return None
+            which = f"call {[*self._calls].index(first) + 1}"
+            return f"{which}: the workspace has other files (digest {workspace}, recorded {then})"
         if self._asked.get(self.conversations.history.read(model_call).digests[-1]):
             return "a call that is asked once more than in the record"
         ours = _texts(model_call)
@@ -176,45 +190,57 @@ _TIMES = ("created_at", "createTime", "expireTime", "updateTime")
 
 
 class RerunArchive(Archive):
-    """Archive of a rerun: what it stores itself, and the calls and the ids of the recorded session."""
+    """Archive of one session of a rerun: what it stores itself, and the calls and the ids of the recorded session.
 
-    def __init__(self, run: Path, source: RecordedFrom) -> None:
-        super().__init__(run)
-        self._source, self._recorded = source.session, Archive(source.run)
-        with SessionIndex(source.run, "events") as index:
-            rows = [row for batch in index.batches(source.session) for row in batch_rows(batch)]
-        entries = [(row["path"], json.loads(row["detail"])) for row in rows if row["kind"] == "stored"]
-        self._entries = [(path, entry) for path, entry in entries if {"key", "name"} & entry.keys()]
-        """(path, entry) of what was added under a new id."""
-        self._left: dict[str, list[tuple[str, Entry]]] = {}
-        """Session -> those of the entries that it has not added again."""
+    Raises `OSError` and `RunError` of the recorded run.
+    """
+
+    def __init__(self, own: Archive, source: RecordedFrom) -> None:  # it has no files of its own
+        self.source = source
+        self._own, self._theirs = own, _archive_of(source.run)
+        events = [row for batch in self.recorded("events") for row in batch_rows(batch)]
+        entries = [(row["path"], json.loads(row["detail"])) for row in events if row["kind"] == "stored"]
+        self._left = [(path, entry) for path, entry in entries if {"key", "name"} & entry.keys()]
+        """(path, entry) of what was added under a new id and was not added again."""
+        self.workspaces = {row["call_id"]: row["detail"] for row in events if row["kind"] == "call_started"}
+        """Call -> digest of the workspace when it began, empty where none is kept."""
+
+    def recorded(self, table: str) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of the recorded session in a table."""
+        for place in self._theirs.new_places(self.source.session, table, {}):
+            yield self._theirs.row(self.source.session, table, place)
 
     def new_places(self, session_id: str, table: str, known: dict[str, int]) -> list[Place]:
         """Return as `Archive.new_places`, of calls those of the recorded session too."""
-        own = super().new_places(session_id, table, known)
+        own = self._own.new_places(session_id, table, known)
         if table != "calls":
             return own
         theirs = {name.removeprefix(_THEIRS): number for name, number in known.items()}
-        places = self._recorded.new_places(self._source, table, theirs)
+        places = self._theirs.new_places(self.source.session, table, theirs)
         return [*((_THEIRS + name, number) for name, number in places), *own]
 
     def row(self, session_id: str, table: str, place: Place) -> pa.RecordBatch:
         """Return one row. Raises `OSError`."""
         if not place[0].startswith(_THEIRS):
-            return super().row(session_id, table, place)
-        return self._recorded.row(self._source, table, (place[0].removeprefix(_THEIRS), place[1]))
+            return self._own.row(session_id, table, place)
+        return self._theirs.row(self.source.session, table, (place[0].removeprefix(_THEIRS), place[1]))
 
     def issue(self, session_id: str, answer: Callable[[str], StoredAnswer]) -> StoredAnswer:
         """Return what `answer` makes of the id of an equal recorded entry, or else of a new id."""
-        left = self._left.setdefault(session_id, [*self._entries])
-        for place, (path, entry) in enumerate(left):
+        for place, (path, entry) in enumerate(self._left):
             answered = answer(entry.get("key") or entry["name"].rpartition("/")[2])
             if answered.entry is None:
                 return answered
             if answered.path == path and _untimed(answered.entry) == _untimed(entry):
-                del left[place]
+                del self._left[place]
                 return answered
-        return super().issue(session_id, answer)
+        return self._own.issue(session_id, answer)
+
+
+@lru_cache(8)
+def _archive_of(run: Path) -> Archive:
+    """Return the archive of a recorded run, which the forks of its sessions share: an index takes time."""
+    return Archive(run)
 
 
 def _untimed(entry: Entry) -> Entry:

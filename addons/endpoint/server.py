@@ -34,7 +34,7 @@ from rolltap.addons.endpoint.request import (
     SESSION_HEADER,
     ClientRequest,
 )
-from rolltap.addons.endpoint.rerun import RerunArchive, served_model
+from rolltap.addons.endpoint.rerun import served_model
 from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
@@ -126,12 +126,10 @@ class Endpoint:
         self.engines: EnginePool
         self._engine_key = engine_key
         self._secret = secrets.token_urlsafe(32)
-        self._archive = Archive(writer.run)
         self._recorded: ServedModel | None = None
         """The model of a rerun, which asks no engine."""
         if options.rerun is not None:
             self._recorded = served_model(options.rerun, options.engine[0], rendering.digests)
-            self._archive = RerunArchive(writer.run, options.rerun)
         self._described: dict[str, asyncio.Task[None]] = {}
         # bound and listening from here on, so that requests queue before `start`
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -156,7 +154,7 @@ class Endpoint:
             rendering=self.rendering,
             writer=self.writer,
             recovery=recovery,
-            archive=self._archive,
+            archive=Archive(self.writer.run),
             workers=self._workers,
             refusals=self.refusals,
         )

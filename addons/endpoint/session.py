@@ -21,7 +21,7 @@ from rolltap.addons.endpoint.errors import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
-from rolltap.addons.endpoint.rerun import RerunSession
+from rolltap.addons.endpoint.rerun import RerunArchive, RerunSession
 from rolltap.addons.endpoint.retries import AnyCall, FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.stored import Archive, SessionStore
@@ -32,6 +32,7 @@ from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
+from rolltap.addons.store.workspace import WorkspaceDigest
 
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
@@ -64,6 +65,8 @@ class Session:
     _end_recorded: bool = field(default=False, init=False)
     _recovered: RecoveredSession | None = field(default=None, init=False)
     """None before the first request and after the end."""
+    _workspace: WorkspaceDigest | None = field(default=None, init=False)
+    """None when its digest is not kept."""
     _policy: SessionPolicy | None = field(default=None, init=False)
     _budget: SessionBudget | None = field(default=None, init=False)
     """None before the first call, as the policy, because it follows from the rows."""
@@ -71,7 +74,7 @@ class Session:
     """Held while a prompt is made, and while a call is added to the conversations."""
 
     def __post_init__(self) -> None:
-        self._store = SessionStore(self.archive, self.writer, self.session_id, self.options.images, self.rendering)
+        self._store_in(self.archive)
         self._touch()
 
     @property
@@ -114,11 +117,6 @@ class Session:
                         return retried, model_call
                 budget = self._budget = self._budget or SessionBudget(self.budgets, recovered.used)
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
-                if grant is not None and isinstance(recovered, RerunSession) and not recovered.live:
-                    budget.free(grant)
-                    self._ended = True
-                    why = await self.workers.run(LARGE_BYTES, recovered.difference, prepared.model_call)
-                    raise DialectError(f"diverged at {why}", status=FINAL_STATUS[dialect.NAME], code=DIVERGED)
                 if grant is not None:
                     return await self._start(recovered, prepared, request, grant, len(body)), model_call
             await budget.settled()
@@ -204,11 +202,17 @@ class Session:
         role = find_role(model_call, request.headers, earlier)
         call.role, call.role_evidence = role.role, role.evidence
         try:
+            workspace = await asyncio.to_thread(self._workspace.read) if self._workspace else None
+            if isinstance(recovered, RerunSession):
+                why = await self.workers.run(LARGE_BYTES, recovered.difference, model_call, workspace or "")
+                if why is not None:
+                    self._ended = True
+                    raise DialectError(f"diverged at {why}", status=FINAL_STATUS[call.dialect], code=DIVERGED)
             self.writer.require_room()
             if model_call.stores is not None:
                 await self.workers.run(num_bytes, self._store.add, request, *model_call.stores, call.call_id)
                 self._check_open()  # the session may have ended meanwhile
-            self.writer.add_event(call.event("call_started"))
+            self.writer.add_event(call.event("call_started", workspace or ""))
         except BaseException:
             grant.budget.free(grant)
             raise
@@ -232,7 +236,7 @@ class Session:
         prompt = self._prompt(recovered, dialect, model_call)
         budgets.require_fit(len(prompt.ids), window)
         room = window - len(prompt.ids)
-        own = {**self.options.sampling, **recovered.sampling}
+        own = {**self.options.sampling, **recovered.given.sampling}
         sampling = sampling_parameters(own, self.rendering.stop_token_ids(), model_call, room)
         call = Call(
             session_id=self.session_id,
@@ -267,10 +271,17 @@ class Session:
             self._end_recorded = recovered.ended
             self._ended = self._ended or recovered.ended
             self._check_open()
-            if (source := self.options.rerun) is not None:
-                recovered = RerunSession(self.recovery, source, recovered.ended, recovered.sampling)
+            if (folder := recovered.given.workspace) is not None:
+                self._workspace = WorkspaceDigest(folder)
+            if (source := recovered.given.rerun or self.options.rerun) is not None:
+                archive = await asyncio.to_thread(RerunArchive, self.archive, source)
+                self._store_in(archive)
+                recovered = RerunSession(self.recovery, archive, recovered.ended, recovered.given)
             self._recovered = recovered
         return self._recovered
+
+    def _store_in(self, archive: Archive) -> None:
+        self._store = SessionStore(archive, self.writer, self.session_id, self.options.images, self.rendering)
 
     async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> list[ModelCall]:
         """Decode a request. One that may be a retry is decoded as it was first sent, too: that comes before."""
@@ -281,7 +292,7 @@ class Session:
             stored = await self.workers.run(num_bytes, self._store.read)
             model_calls = await self.workers.run(num_bytes, named.decoded, stored)
         for model_call in model_calls:
-            model_call.again = self.options.rerun is not None
+            model_call.again = isinstance(self._recovered, RerunSession)
         if self.rendering.refuses_tools and model_calls[-1].tools and model_calls[-1].may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":

@@ -4,14 +4,10 @@ The trainer publishes weights in `policy.json` of the run folder. It imports thi
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from rolltap.addons.store.records import Call, VersionSpan
-from rolltap.addons.store.staging import write_atomically
 
 POLICY_FILE = "policy.json"
 
@@ -49,26 +45,6 @@ class PolicyFile:
             self._policy = Policy(str(data["version"]), data.get("model"))
             self._seen = seen
         return self._policy
-
-
-def _sampling_file(run: Path, session_id: str) -> Path:
-    return run / "sampling" / f"{blake2b(session_id.encode(), digest_size=16).hexdigest()}.json"
-
-
-def write_sampling(run: Path, session_id: str, sampling: Mapping[str, Any]) -> None:
-    """Give a session sampling parameters of its own, in place of the run's, key by key. Raises `OSError`."""
-    path = _sampling_file(run, session_id)
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, json.dumps(dict(sampling)))
-
-
-def read_sampling(run: Path, session_id: str) -> dict[str, Any]:
-    """Return the session's own sampling parameters; empty without any. Raises `OSError`, and `ValueError`."""
-    try:
-        own: dict[str, Any] = json.loads(_sampling_file(run, session_id).read_text())
-    except FileNotFoundError:
-        return {}
-    return own
 
 
 class SessionPolicy:

@@ -138,8 +138,8 @@ class Harness:
         status, text = await self.send({"model": "m", "messages": list(messages), "stream": True, **fields})
         return status, [line.removeprefix("data: ") for line in text.split("\n\n") if line]
 
-    def calls(self):
-        return list(read_rows(self.run, "calls"))
+    def calls(self, session=None):
+        return [call for call in read_rows(self.run, "calls") if session in (None, call["session_id"])]
 
     def events(self, kind):
         return [event for event in read_rows(self.run, "events") if event["kind"] == kind]

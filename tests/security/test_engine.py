@@ -133,7 +133,8 @@ def test_what_an_engine_sends_one_session_costs_that_call(start, scripted_engine
     scripted_engine.replies.append(bomb)
     before = psutil.Process(recorder.process.pid).memory_info().rss
     with recorder.client() as bombed, recorder.client("s2") as other:
-        assert bombed.post(CHAT, json=HELLO).status_code in (502, 400)
+        with suppress(httpx.RemoteProtocolError):  # a reply that has begun, because the engine was slow, is cut off
+            assert bombed.post(CHAT, json=HELLO).status_code in (502, 400)
         assert other.post(CHAT, json=HELLO).status_code == 200
         assert psutil.Process(recorder.process.pid).memory_info().rss - before < 32 << 20
     recorder.stop()

@@ -7,10 +7,12 @@ was recorded, and a folder of its own, which is removed: nothing is sampled.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.sessions import SessionIndex
@@ -102,7 +104,7 @@ class Record:
                 raise InputError(f"{where} has {len(ids)} completed calls, and no call {call}")
             call = ids[int(call) - 1]
         at = self.calls[ids.index(find_id(call, ids, "completed call", where))]
-        return self._option(until=at.started_at.isoformat())
+        return self._option(at.started_at)
 
     def task(self, tasks: Path, repositories: Path | None) -> Task:
         """Return the session's task from a source of tasks. Raises `InputError` when it is not there."""
@@ -112,5 +114,5 @@ class Record:
             raise InputError(f"{tasks} has no task {task_id!r}, which is that of session {self.session_id}")
         return found[0]
 
-    def _option(self, **more: str) -> dict[str, str]:
-        return {"rolltap_rerun": json.dumps({"run": str(self.run), "session": self.session_id, **more})}
+    def _option(self, until: datetime | None = None) -> dict[str, str]:
+        return {"rolltap_rerun": json.dumps(RecordedFrom(self.run, self.session_id, until).as_json())}

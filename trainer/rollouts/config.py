@@ -90,6 +90,8 @@ class RolloutConfig(BaseModel):
     """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
     build: bool = False
     """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the container engine."""
+    workspace_digests: bool = False
+    """Keep a digest of the workspace at each model call: a fork at it (`rolltap fork`) must have the same files."""
     budget: Budget = Budget()
     """Budgets of each session: see `Budget`."""
     retries: int = Field(default=2, ge=0)
@@ -155,6 +157,7 @@ class RolloutArguments(TypedDict, total=False):
     container_engine: str | None
     container_arguments: Sequence[str]
     build: bool
+    workspace_digests: bool
     budget: Budget | Mapping[str, int]
     retries: int
     give_up_after: int

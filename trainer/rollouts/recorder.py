@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Self, get_args
 
 from rolltap.addons.engine.key import KEY_FILE
-from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile, write_sampling
+from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
 from rolltap.addons.secret import hide_process
+from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.serve import require_folder
@@ -139,17 +140,17 @@ class Recorder:
         return self._proxies[int.from_bytes(digest) % len(self._proxies)]
 
     def begin(
-        self, session: Session, key: Mapping[str, str] | None = None, sampling: Mapping[str, float] | None = None
+        self, session: Session, key: Mapping[str, str] | None = None, given: SessionOptions | None = None
     ) -> None:
         """Record that a rollout starts a session. A session that is begun and not ended was interrupted.
 
-        `key` has the digests of the parts of its group's key, `sampling` parameters in place of `rolltap_sampling`.
+        `key` has the digests of the parts of its group's key, `given` its options in place of the recorder's.
 
         Raises `RecorderError` outside of the `with` block, and `OSError` when the run folder cannot be written.
         """
         self.proxy(session.session_id)
-        if sampling:
-            write_sampling(self.path, session.session_id, sampling)
+        if given is not None:
+            given.write(self.path, session.session_id)
         self._writer.add_event(started_event(session, key))
 
     def end_calls(self, session_id: str) -> str | None:

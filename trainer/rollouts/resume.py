@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Event, Session, SessionStatus, json_text
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.tasks.task import Task
@@ -45,6 +46,8 @@ class Group:
     """Part of the group's key -> its digest, as `key_parts`; empty in a training."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Sampling parameters in place of the recorder's, key by key."""
+    fork: RecordedFrom | None = None
+    """The recorded session that its sessions fork, in place of the recorder's."""
 
 
 def place_of(session_id: str) -> str:

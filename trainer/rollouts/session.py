@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
+from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.rows import printable
@@ -208,7 +209,9 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
-            await run_to_end(recorder.begin, session, group.key, group.sampling)
+            kept = made.workspace if stage.config.workspace_digests else None
+            given = SessionOptions(group.sampling, group.fork, kept)
+            await run_to_end(recorder.begin, session, group.key, given)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)
             env = _environment(stage, session.session_id, task, box)

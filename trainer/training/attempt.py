@@ -43,6 +43,7 @@ def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: 
         "harness": _DIGEST + harness.digest(),
         **recipe.model_dump(include={"sessions", "replace_zero_variance", "runtime"}),
         **({"ahead": recipe.ahead} if recipe.ahead else {}),
+        **_table("forks", recipe.forks.model_dump(by_alias=True) if recipe.forks else {}),
         **_table("recorder", recipe.recorder, FREE_OPTIONS),
         **_table("budget", recipe.budget.model_dump(exclude_none=True)),
         **_common(recipe, seed),

@@ -34,9 +34,8 @@ from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.score import Teacher, score_run
 from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
-from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import SessionRows, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, label_session, load_batch
 from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other_weights, token_ages
 from rolltap.trainer.training.ahead import Ahead, Flow
@@ -52,6 +51,7 @@ from rolltap.trainer.training.steps import (
     FinishedSessions,
     TrainedBatch,
     TrainedBatches,
+    find_fork,
     further_tasks,
     has_signal,
     placed,
@@ -75,6 +75,7 @@ class OnlineTraces(Source):
         self.trainer: TraceGRPOTrainer
         self._recipe, self._run, self._seed, self._console = recipe, run, seed, console
         self._engine, self._steal = engine, steal
+        self._rows = SessionRows(run)
         self._trace_options = recipe.trace_options()
         self._beside = ExitStack()
         self._ahead: Ahead | None = None
@@ -300,7 +301,11 @@ class OnlineTraces(Source):
         further = further_tasks(every, tasks, most, seed=self._seed, step=version.step)
         groups, drawn = list[list[Session]](), tasks
         while drawn:
-            groups += self._record(drawn, len(groups), version)
+            begun = [
+                step_group(version, place, task, self._recipe.sessions) for place, task in enumerate(drawn, len(groups))
+            ]
+            recorded = self._record(begun, version)
+            groups += [*recorded, *self._record(self._forks(begun, recorded, version), version)]
             lacking = len(tasks) - sum(has_signal(group, self._trace_options.rewards) for group in groups)
             drawn, further = further[:lacking], further[lacking:]
         return groups
@@ -317,9 +322,21 @@ class OnlineTraces(Source):
                 "here"
             )
 
-    def _record(self, tasks: Sequence[Task], position: int, version: Version) -> list[list[Session]]:
-        """Return the sessions of one group for each task. `position` is the place of the first group in the step."""
-        groups = [step_group(version, place, task, self._recipe.sessions) for place, task in enumerate(tasks, position)]
+    def _forks(self, groups: Sequence[Group], recorded: list[list[Session]], version: Version) -> list[Group]:
+        """Return the groups of forks for those of `groups` that have no signal. `recorded` are their sessions."""
+        forks, begun = self._recipe.forks, list[Group]()
+        if forks is None:
+            return []
+        for group, sessions in zip(groups, recorded, strict=True):
+            if has_signal(sessions, self._trace_options.rewards):
+                continue
+            if (source := find_fork(sessions, self._rows, self._run, forks)) is not None:
+                place = int(group.group_id.rpartition(".")[2])
+                begun.append(step_group(version, place, group.task, forks.sessions, "fork", source))
+        return begun
+
+    def _record(self, groups: Sequence[Group], version: Version) -> list[list[Session]]:
+        """Return the sessions of groups, group by group."""
         sessions = {name: session for group in groups for name, session in self._finished.of(group).items()}
         missing = [[name for name in group.session_ids if name not in sessions] for group in groups]
         evaluation = self._evaluations.begin(version)

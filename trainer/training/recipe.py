@@ -55,6 +55,23 @@ class HeldOut(BaseModel):
     """Share of the slots (`concurrency`) that it has while sessions of the training wait too."""
 
 
+class Forks(BaseModel):
+    """Keys of a recipe's table [forks]: forks of a session of each group whose rewards are all equal.
+
+    They are a group of their own: only what they sample themselves is trained, and compared with each other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: Literal["failed", "any"] = Field(default="failed", alias="from")
+    """Sessions that can be forked: those with a reward below that of a solved task, or all with a reward. The first of
+    a group that has two calls of its agent is."""
+    at: Literal["middle", "last"] = "middle"
+    """The call of the agent from which a fork samples."""
+    sessions: int = Field(default=4, ge=2)
+    """Forks of a session."""
+
+
 class Recipe(RolloutConfig):
     """Keys of a recipe: these, and those of `RolloutConfig`. Paths are relative to the recipe's folder."""
 
@@ -82,6 +99,8 @@ class Recipe(RolloutConfig):
     replace_zero_variance: int = Field(default=0, ge=0)
     """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
     rewards are all equal, which trains nothing."""
+    forks: Forks | None = None
+    """Forks for groups whose rewards are all equal: see `Forks`. By default none. Further groups come after them."""
     outcomes: Outcomes = Outcomes()
     """Rewards of sessions that were not completed: see `Outcomes`."""
     suspicious: Suspicious = "keep"
@@ -167,8 +186,11 @@ def load_recipe(path: Path, ray: str | None = None) -> Recipe:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     if (recipe.teacher is None) == bool(recipe.grpo.get("teacher_share", recipe.teacher)):
         raise InputError(f"{path}: teacher and a grpo.teacher_share above 0 need each other: add or remove one")
-    if recipe.teacher and recipe.replace_zero_variance:
-        raise InputError(f"{path}: with a teacher all groups train: remove replace_zero_variance")
+    for key in ("replace_zero_variance", "forks"):
+        if recipe.teacher and getattr(recipe, key):
+            raise InputError(f"{path}: with a teacher all groups train: remove {key}")
+    if recipe.forks and (other := next((key for key in ("ahead", "service", "ray") if getattr(recipe, key)), None)):
+        raise InputError(f"{path}: {other} = {getattr(recipe, other)!r} runs no [forks]: remove one of them")
     require_options(recipe.recorder, f"{path}: recorder.")
     if recipe.service is not None and recipe.ray is not None:
         raise InputError(f"{path}: service and ray: the service has the sessions: give --ray to `rolltap service`")

@@ -17,13 +17,17 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import RERUN, Group, attempt_of, place_of
+from rolltap.trainer.runs.views.evaluation import SOLVED
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.toml import describe
+from rolltap.trainer.traces.reader import SessionRows
 from rolltap.trainer.traces.sessions import RewardRules, label_session
 from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.training.recipe import Forks
 
 BATCHES = "batches.jsonl"
 """Name of the file in the run folder."""
@@ -82,14 +86,31 @@ _PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
 and the training's attempt. The group of its row may be another one since somebody changed it."""
 
 
-def step_group(version: Version, position: int, task: Task, sessions: int, kind: str = "") -> Group:
+def step_group(
+    version: Version, position: int, task: Task, sessions: int, kind: str = "", fork: RecordedFrom | None = None
+) -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of groups and `~`. A
     session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
     """
     group_id = f"{kind and f'{kind}~'}{task.id}-{version.run}.{version.step}.{position}"
-    return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)])
+    return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)], fork=fork)
+
+
+def find_fork(group: Iterable[Session], rows: SessionRows, run: Path, forks: Forks) -> RecordedFrom | None:
+    """Return the session of a group to fork, and the start of its call; None when none can be forked, as `Forks` says.
+
+    `rows` are those of the run. Raises `RunError` and `OSError`.
+    """
+    for session in group:
+        if session.reward is None or (forks.source == "failed" and session.reward >= SOLVED):
+            continue
+        calls = rows.of("calls", session.session_id, ("started_at", "role", "status"))
+        starts = sorted(at for at, role, status in calls if (role, status) == ("agent", "completed"))
+        if len(starts) > 1:
+            return RecordedFrom(run, session.session_id, starts[len(starts) // 2 if forks.at == "middle" else -1])
+    return None
 
 
 def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:

@@ -4,6 +4,7 @@ where the program differs."""
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,9 @@ from rolltap.addons.endpoint.budget import FINAL_STATUS
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, steady
+from rolltap.addons.store.given import SessionOptions
 from tests.addons.endpoint.test_stored import CACHED, CALL, CONVERSATIONS, GENERATE, Client, outputs
-from tests.addons.harness import RETRY, content, recording, said, until, user, with_result
+from tests.addons.harness import RETRY, Harness, content, recording, said, until, user, with_result
 from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": {"type": "object"}}}
@@ -353,3 +355,48 @@ async def test_a_fork_names_recorded_and_own_responses(harness, fork, scripted_e
         assert not {*own[1:4]} & {*ids}
         assert own[4:6] == ids[4:6]
         assert [call["kind"] for call in again.calls()] == ["root", "root", "bridged"]
+
+
+def session_of(harness, name, **options):
+    """Return a client of another session of the same recorder, with options of its own."""
+    SessionOptions(**options).write(harness.run, name)
+    client = Harness(harness.endpoint, harness.client)
+    client.post = partial(client.post, session=name)
+    return client
+
+
+async def test_a_session_forks_when_its_own_options_say_so_and_the_others_of_its_recorder_do_not(
+    harness, recorded, scripted_engine
+):
+    source = RecordedFrom(harness.run, "s1", harness.calls()[1]["started_at"])
+    scripted_engine.replies += [Say(CALL), Say("Five."), Say("Bye."), Say("Six."), Say("Sorry.")]
+    fresh = await work(session_of(harness, "s2"))
+    forked = await work(session_of(harness, "s3", rerun=source))
+    assert forked[0]["id"] == recorded[0]["id"] != fresh[0]["id"]
+    assert [said(reply) for reply in (*fresh[1:], *forked[1:])] == ["Five.", "Bye.", "Six.", "Sorry."]
+    assert [len(harness.calls(session)) for session in ("s1", "s2", "s3")] == [3, 3, 2]
+    assert {event["session_id"] for event in harness.events("rerun")} == {"s3"}
+
+
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_fork_whose_workspace_has_other_files_than_then_diverges_at_its_first_own_call(
+    harness, scripted_engine, tmp_path, same
+):
+    folders = [tmp_path / "then", tmp_path / "now"]
+    scripted_engine.replies += [Say(CALL), Say("Seven."), Say("Bye."), Say("Six."), Say("Sorry.")]
+    for folder, text in zip(folders, ("a", "a" if same else "b"), strict=True):
+        folder.mkdir()
+        (folder / "made.txt").write_text(text)
+    await work(session_of(harness, "s1", workspace=folders[0]))
+    digests = [event["detail"] for event in harness.events("call_started")]
+    assert len(digests) == 3
+    assert len({*digests}) == 1
+    source = RecordedFrom(harness.run, "s1", harness.calls("s1")[1]["started_at"])
+    fork = session_of(harness, "s2", rerun=source, workspace=folders[1])
+    if same:
+        assert said((await work(fork))[1]) == "Six."
+        return
+    with pytest.raises(AssertionError, match=f"diverged at call 2: the workspace has other files .*{digests[1]}"):
+        await work(fork)
+    assert harness.calls("s2") == []
+    assert (await fork.ask(*ASKED, tools=[TOOL]))[0] == 410

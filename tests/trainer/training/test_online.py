@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from io import StringIO
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RecorderError, RunError
+from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
@@ -28,7 +30,7 @@ from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import BATCHES, TrainedBatches
-from tests.factories import make_call
+from tests.factories import START, make_call
 from tests.trainer.engine.acting import serving
 from tests.trainer.runs.views.test_score import Scoring, logprob
 
@@ -36,16 +38,16 @@ TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in "abcde"]
 HELD_OUT = [Task(id=name, instruction="go", evaluate=["true"]) for name in "xy"]
 
 
-def sampled(session_id, version):
+def sampled(session_id, version, number=0):
     """Return a call with two tokens that these weights sampled."""
     spans = [VersionSpan(version=version, start=0, end=2)]
-    return make_call("c", [1], [2, 3], session_id=session_id, weight_versions=spans)
+    return make_call(number, [1], [2, 3], session_id=session_id, weight_versions=spans)
 
 
 class Loop:
     """An online run. `silent` are the tasks whose rewards are all equal, `at_first` those that are faults in the
-    first attempt; `run`, `evaluated` and `published` note what it did. `other` are weights that sample in place of the
-    published ones: a session's end -> their version."""
+    first attempt; `run`, `forked`, `evaluated` and `published` note what it did. `other` are weights that sample in
+    place of the published ones: a session's end -> their version. Each session has so many `calls`."""
 
     def __init__(self, folder, silent="", at_first="", **settings):
         for run in (folder, folder / EVALUATION) if "evaluation" in settings else (folder,):
@@ -54,7 +56,9 @@ class Loop:
         self.at_first = at_first
         self.folder, self._run, self.silent = folder, folder, silent
         self.recipe = Recipe(model="m", tasks="t", harness="h", steps=9, sessions=2, **settings)
+        self.calls = 1
         self.run: list[str] = []
+        self.forked: dict[str, RecordedFrom] = {}
         self.evaluated: list[str] = []
         self.logged: list[dict[str, float]] = []
         self.published: list[str] = []
@@ -88,6 +92,7 @@ class Loop:
         self.evaluated += [each.session_id for each in self.record(self.folder / EVALUATION, evaluated, str(version))]
         sessions = self.record(self.folder, groups, str(version))
         self.run += [session.session_id for session in sessions]
+        self.forked |= {group.group_id: group.fork for group in groups if group.fork}
         return sessions
 
     def record(self, folder, groups, version):
@@ -97,7 +102,9 @@ class Loop:
                 group_id=group.group_id,
                 task_id=group.task.id,
                 status="completed",
-                reward=0.5 if group.task.id in self.silent else float(session_id.partition(".")[2].count("-0")),
+                reward=0.5
+                if group.task.id in self.silent and not group.fork
+                else float(session_id.partition(".")[2].count("-0")),
                 policy_version=next((self.other[end] for end in self.other if session_id.endswith(end)), version),
             )
             for group in groups
@@ -109,7 +116,8 @@ class Loop:
                 session.error = "the engine is down"
         with RunWriter(folder, "never") as writer:
             for session in reversed(sessions):
-                writer.add_call(sampled(session.session_id, session.policy_version))
+                for number in range(self.calls):
+                    writer.add_call(sampled(session.session_id, session.policy_version, number))
                 writer.add_session(session)
         return sessions
 
@@ -525,6 +533,44 @@ class TestGroupsWithoutSignal:
         loop.run.clear()
         assert loop.step(3, "ab", attempt=1) == first
         assert loop.run == []
+
+
+class TestForks:
+    """Groups of forks for groups whose rewards are all equal."""
+
+    @pytest.fixture
+    def loop(self, tmp_path):
+        loop = Loop(tmp_path, "ab", forks={"sessions": 3}, replace_zero_variance=1)
+        loop.calls = 4
+        return loop
+
+    def test_the_first_session_of_each_is_forked_at_its_middle_call_and_the_forks_are_a_group_of_the_step(self, loop):
+        batch = loop.step(3, "ca")
+        source = RecordedFrom(loop.folder, "a-1a2b3c4d.3.1-0.0", START + timedelta(seconds=2))
+        assert loop.forked == {"fork~a-1a2b3c4d.3.1": source}
+        assert len(loop.run) == 2 + 2 + 3
+        assert [name for name, labelled in batch.rewards.items() if labelled.group_id == "fork~a-1a2b3c4d.3.1"] == [
+            f"fork~a-1a2b3c4d.3.1-{index}.0" for index in range(3)
+        ]
+        assert batch.ledger.sampled == 7 * 4 * 2
+
+    def test_a_restarted_step_takes_the_same_forks(self, loop, monkeypatch):
+        with monkeypatch.context() as killed:
+            killed.setattr(TrainedBatches, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                loop.step(3, "ab")
+        assert len(loop.forked) == 2
+        first = [*loop.run]
+        loop.run.clear()
+        batch = loop.step(3, "ab", attempt=1)
+        assert (loop.run, sorted(batch.rewards)) == ([], sorted(first))
+        assert loop.step(3, "ab", attempt=2) == batch
+
+    def test_a_further_group_comes_only_when_no_session_can_be_forked(self, loop):
+        loop.calls = 1
+        loop.step(3, "a")
+        assert loop.forked == {}
+        assert len(loop.run) == 4
 
 
 class TestFaults:

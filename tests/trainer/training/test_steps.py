@@ -1,24 +1,33 @@
 """The sessions of a step: their ids, those that are on the disk, further tasks, and the file of the trained steps."""
 
+from datetime import timedelta
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.options import RecordedFrom
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.traces.reader import SessionRows
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules
+from rolltap.trainer.training.recipe import Forks
 from rolltap.trainer.training.steps import (
     BATCHES,
     FinishedSessions,
     TrainedBatch,
     TrainedBatches,
+    find_fork,
     further_tasks,
     has_signal,
     step_group,
 )
+from tests.factories import START, make_call, make_session
 
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
 
@@ -163,3 +172,27 @@ def test_a_damaged_line_is_named(tmp_path, line):
         file.write(line + "\n")
     with pytest.raises(RunError, match=r"batches\.jsonl, line 2 is damaged"):
         TrainedBatches(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reward", "roles", "expected"),
+    [
+        ({}, 0.0, ["agent"] * 5, 2),
+        ({}, 0.5, ["agent"] * 2, 1),
+        ({"at": "last"}, 0.0, ["agent"] * 5, 4),
+        ({}, 0.0, ["auxiliary", "agent", "subagent", "agent", "auxiliary"], 3),
+        ({}, 0.0, ["agent", "auxiliary"], None),  # one call: a fork of it would be another session
+        ({}, 1.0, ["agent"] * 5, None),
+        ({"from": "any"}, 1.0, ["agent"] * 5, 2),
+        ({}, None, ["agent"] * 5, None),
+    ],
+)
+def test_a_session_is_forked_at_a_call_of_its_agent(tmp_path, settings, reward, roles, expected):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        for number, role in enumerate(roles):
+            writer.add_call(make_call(number, role=role))
+    sessions = [make_session("without", reward=reward), make_session("s", reward=reward)]
+    found = find_fork(sessions, SessionRows(tmp_path), tmp_path, Forks(**settings))
+    at = None if expected is None else START + timedelta(seconds=expected)
+    assert found == (at and RecordedFrom(tmp_path, "s", at))

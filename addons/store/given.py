@@ -1,0 +1,50 @@
+"""Options of one session, in place of the recorder's: a file in the run folder, written before its first call."""
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from rolltap.addons.options import RecordedFrom
+from rolltap.addons.store.staging import write_atomically
+
+
+class SessionOptions(NamedTuple):
+    """Options of a session, all optional.
+
+    Attributes:
+        sampling: Sampling parameters in place of those of `rolltap_sampling`, key by key.
+        rerun: The recorded session whose calls answer its requests, in place of `rolltap_rerun`.
+        workspace: Folder of which each call records the digest.
+    """
+
+    sampling: Mapping[str, Any] = {}
+    rerun: RecordedFrom | None = None
+    workspace: Path | None = None
+
+    def write(self, run: Path, session_id: str) -> None:
+        """Give them to a session of a run; without any, nothing is written. Raises `OSError`."""
+        given: dict[str, Any] = {"sampling": dict(self.sampling)} if self.sampling else {}
+        given |= {"rerun": self.rerun.as_json()} if self.rerun else {}
+        given |= {"workspace": str(self.workspace)} if self.workspace else {}
+        if given:
+            path = _file(run, session_id)
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(given))
+
+    @classmethod
+    def read(cls, run: Path, session_id: str) -> Self:
+        """Return those of a session. Raises `OSError`, and `ValueError` for a damaged file."""
+        try:
+            given = json.loads(_file(run, session_id).read_text())
+            rerun, workspace = given.get("rerun"), given.get("workspace")
+            return cls(given.get("sampling", {}), rerun and RecordedFrom.of(rerun), workspace and Path(workspace))
+        except FileNotFoundError:
+            return cls()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{_file(run, session_id)} has no options of a session: {error!r}") from error
+
+
+def _file(run: Path, session_id: str) -> Path:
+    return run / "given" / f"{blake2b(session_id.encode(), digest_size=16).hexdigest()}.json"
