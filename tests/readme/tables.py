@@ -43,6 +43,7 @@ FILES = {
     'model = "/models/Qwen3-4B"': "recipe.toml",
     'name = "my-agent"': "my-agent.toml",
     "[evaluation]": "evaluation.toml",
+    "[forks]": "forks.toml",
 }
 """Start of a block that shows a file -> the file's name. The shell blocks use these files."""
 

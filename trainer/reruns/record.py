@@ -49,8 +49,8 @@ class Record:
     def of(cls, run: Path, session: str) -> Self:
         """Return the session with this id or unique prefix.
 
-        Raises `InputError` for an unknown session, and one without a completed call; `RunError` for damaged rows, and a
-        run that does not say what its engine served.
+        Raises `InputError` for an unknown session, a fork, and one without a completed call; `RunError` for damaged
+        rows, and a run that does not say what its engine served.
         """
         metadata, session_id = read_metadata(run), find_session_id(run, session)
         with SessionIndex(run, "calls") as index:
@@ -59,6 +59,10 @@ class Record:
         if damaged := [f"call {call.call_id}: {call.violation}" for call in calls if call.violation] or lost:
             why = f"session {session_id} of {run} cannot run again: {damaged[0]}"
             raise RunError(f"{why}. All its calls are needed: see `rolltap verify`")
+        with SessionIndex(run, "events") as index:
+            events = [row for batch in index.batches(session_id, ("kind", "detail")) for row in batch.to_pylist()]
+        if origin := next((event["detail"] for event in events if event["kind"] == "rerun"), None):
+            raise InputError(f"session {session_id} of {run} is a fork, and has only its own calls: give {origin}")
         completed = [call for call in calls if call.status == "completed"]
         if not completed:
             raise InputError(f"session {session_id} of {run} has no completed call, so that nothing can be given again")

@@ -7,9 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 import rolltap
-from rolltap.addons.errors import RolltapError
+from rolltap.addons.errors import InputError, RolltapError
 from rolltap.addons.store.tables import read_rows
 from rolltap.trainer.cli.main import rolltap as command
+from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.resume import RERUN
 from rolltap.trainer.runs.verify import verify_run
 from tests.scripted_engine import Say, ScriptedEngine
@@ -20,6 +21,8 @@ import os, sys
 import httpx
 
 messages = [{"role": "system", "content": f"Work in {os.getcwd()}."}, {"role": "user", "content": sys.argv[1]}]
+if sys.argv[2:]:
+    open("log.txt", "w").write(str(os.getpid()))
 for turn in range(3):
     ask = {"model": "m", "messages": messages}
     reply = httpx.post("https://api.openai.com/v1/chat/completions", json=ask, timeout=60)
@@ -39,8 +42,12 @@ def folder(tmp_path_factory):
     tasks = [{"id": name, "instruction": f"Task {name}.", "judge": JUDGE} for name in ("other", "t")]
     (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks[1:])))
     (folder / "all.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-    for name, more in (("own", ""), ("newer", " Be quick.")):
-        arguments = json.dumps([str(folder / "agent.py"), "{instruction}" + more])
+    for name, more in (
+        ("own", ["{instruction}"]),
+        ("newer", ["{instruction} Be quick."]),
+        ("logs", ["{instruction}", "log"]),
+    ):
+        arguments = json.dumps([str(folder / "agent.py"), *more])
         preset = f'name = "own"\nprogram = "{sys.executable}"\nheadless = {arguments}\nversion_arguments = ["-V"]\n'
         (folder / f"{name}.toml").write_text(preset)
     return folder
@@ -53,7 +60,7 @@ def recorded(folder, tokenizer, tokenizer_folder):
     with ScriptedEngine(tokenizer) as engine:
         engine.otherwise = lambda request: Say(f"0.{next(said)}")
         options = ["--engine", engine.url, "--model", tokenizer_folder]
-        rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run"
+        rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run", "--workspace-digests"
         ended = run_rolltap(*rollout, *options, cwd=folder)
         assert ended.returncode == 0, ended.stderr
         (session,) = rolltap.open_run(folder / "run").sessions()
@@ -83,6 +90,8 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
         == sum(len(call.completion_ids) for fork in forks for call in run.calls[fork.session_id])
     )
     assert verify_run(folder / "forks", lambda *_: None).findings == []
+    with pytest.raises(InputError, match=rf"is a fork, and has only its own calls: give .*{session}"):
+        Record.of(folder / "forks", forks[0].session_id)
 
     ended = run_rolltap(*options, "--harness", "newer.toml", cwd=folder)
     assert ended.returncode == 1
@@ -94,6 +103,16 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
     assert "diverged" not in RERUN  # nor by the next start
     kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
     assert kinds.count("session_started") == 4
+
+
+@pytest.mark.deep  # short, tests/addons/endpoint/test_rerun.py has such a fork
+def test_a_fork_whose_program_wrote_other_files_before_its_call_has_no_reward(recorded):
+    folder, session, options = recorded
+    line = "fork", "run", session, "--at", 2, "-n", 2, "--out", "logs", "--harness", "logs.toml", *options
+    assert run_rolltap(*line, cwd=folder).returncode == 1
+    forks = list(rolltap.open_run(folder / "logs").sessions())
+    assert [(fork.status, fork.reward) for fork in forks] == [("diverged", None)] * 2
+    assert all("diverged at call 2: the workspace has other files (digest " in fork.error for fork in forks)
 
 
 @pytest.mark.parametrize(

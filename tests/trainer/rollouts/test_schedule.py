@@ -3,11 +3,13 @@ import re
 import threading
 from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
 from rolltap.addons.errors import EngineError, RecorderError
+from rolltap.addons.options import RecordedFrom
 from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts import schedule
@@ -187,6 +189,28 @@ async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, 
     recorded = load_sessions(recorder.path)
     assert all(recorded[session.session_id].status == "cancelled" for session in begun)
     assert recorded[kept.session_ids[0]].error == "it is not needed"
+
+
+async def test_a_group_of_forks_runs_beside_others_and_each_keeps_the_digest_of_its_workspace(recorder, tmp_path):
+    stage = stage_of(recorder, tmp_path, ONE_CALL, workspace_digests=True)
+    (first,) = await run([group_of(tmp_path, 0)], stage)
+    ((asked,),) = recorder.rows.of("calls", first.session_id, ("started_at",))
+    groups = [group_of(tmp_path, 1)]
+    for number, until in enumerate((asked, asked + timedelta(seconds=1))):
+        source = RecordedFrom(recorder.path.absolute(), first.session_id, until)
+        name = f"{tmp_path.name}-fork{number}"
+        groups.append(Group(TASK, name, [f"{name}-0"], fork=source))
+    ended = {session.group_id: session for session in await run(groups, stage)}
+    assert [(session.status, session.reward) for session in (ended[group.group_id] for group in groups)] == [
+        ("completed", 1.0),
+        ("completed", 1.0),
+        ("diverged", None),
+    ]
+    assert ended[groups[2].group_id].error == "diverged: it ended before the call at which it forks"
+    rows = [recorder.rows.of("events", group.session_ids[0], ("kind", "detail")) for group in groups]
+    digests = [[detail for kind, detail in events if kind == "call_started"] for events in rows]
+    assert digests == [digests[0], digests[0], []]
+    assert len(digests[0][0]) == 32
 
 
 async def test_the_engines_load_decides_how_many_run_and_one_that_does_not_tell_it_ends_the_rollout(

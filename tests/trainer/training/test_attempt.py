@@ -22,7 +22,7 @@ from rolltap.trainer.training.attempt import (
     require_same,
     require_shared,
 )
-from rolltap.trainer.training.recipe import HeldOut, Machine, Recipe
+from rolltap.trainer.training.recipe import Forks, HeldOut, Machine, Recipe
 
 RUN = "1a2b3c4d"
 BEGUN = {"kind": "online", "seed": 0}
@@ -141,6 +141,7 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"sessions": 2}, r"sessions \(it was 8\)"),
         ({"replace_zero_variance": 2}, "replace_zero_variance"),
         ({"ahead": 1}, r"ahead \(it was not given\)"),
+        ({"forks": Forks()}, r"forks\.at \(it was not given\), forks\.from .*, forks\.sessions"),
         ({"strategy": "tree"}, "strategy"),
         ({"roles": ("agent",)}, "roles"),
         ({"max_tokens": 9}, r"max_tokens \(it was null\)"),

@@ -112,6 +112,11 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
         (GOOD + HELD_OUT + "step = 1\n", r"unknown key 'evaluation\.step'"),
         (GOOD + HELD_OUT + "sampling = {temprature = 0}\n", r"evaluation\.sampling: .* unknown key 'temprature'"),
+        (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
+        (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
+        (GOOD + "[forks]\nsessions = 1\n", r"'forks\.sessions' is 1"),
+        (GOOD + "ahead = 1\n[forks]\n", r"ahead = 1 runs no \[forks\]: remove one of them"),
+        (GOOD + 'ray = "h:1"\n[forks]\n', r"ray = 'h:1' runs no \[forks\]"),
         (
             GOOD + "concurrency = 1\n" + HELD_OUT,
             r"evaluation\.share = 0\.25 leaves no slot for the training with concurrency = 1: set concurrency = 2",
