@@ -299,15 +299,19 @@ class OnlineTraces(Source):
         tasks = [self._tasks[row["task_id"]] for row in rows]
         every, most = list(self._tasks.values()), self._recipe.replace_zero_variance
         further = further_tasks(every, tasks, most, seed=self._seed, step=version.step)
-        groups, drawn = list[list[Session]](), tasks
+        groups, drawn, forked = list[list[Session]](), tasks, 0
         while drawn:
             begun = [
                 step_group(version, place, task, self._recipe.sessions) for place, task in enumerate(drawn, len(groups))
             ]
             recorded = self._record(begun, version)
-            groups += [*recorded, *self._record(self._forks(begun, recorded, version), version)]
+            forks = self._record(self._forks(begun, recorded, version), version)
+            forked += len(forks)
+            groups += [*recorded, *forks]
             lacking = len(tasks) - sum(has_signal(group, self._trace_options.rewards) for group in groups)
             drawn, further = further[:lacking], further[lacking:]
+        if self._recipe.forks is not None:
+            self.trainer.log_metrics({"groups_forked": float(forked)})
         return groups
 
     def _require_reward(self, sessions: Sequence[Session], version: Version) -> None:

@@ -553,6 +553,7 @@ class TestForks:
             f"fork~a-1a2b3c4d.3.1-{index}.0" for index in range(3)
         ]
         assert batch.ledger.sampled == 7 * 4 * 2
+        assert loop.metrics["groups_forked"] == 1
 
     def test_a_restarted_step_takes_the_same_forks(self, loop, monkeypatch):
         with monkeypatch.context() as killed:
