@@ -1,6 +1,12 @@
 """Script of the recorder: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
 
 import sys
+from types import SimpleNamespace
+
+# Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
+sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+# renderers imports openai for a client that is not used here: half a second
+unused = sys.modules.setdefault("openai", SimpleNamespace(AsyncOpenAI=None))  # type: ignore[arg-type]
 
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
@@ -10,8 +16,8 @@ from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.wire.listen import Listen
 
-# Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
-sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+if isinstance(unused, SimpleNamespace):
+    del sys.modules["openai"]  # another script may use it
 
 capture = Capture(lambda host, port: egress.is_named(host, port))
 sessions = Sessions(capture.record)
