@@ -1,19 +1,24 @@
-"""Two versions of a real program, one against the record of the other."""
+"""A real program against its record: another version of it, and forks at each of its calls."""
 
+import json
 import os
 import subprocess
 
 import pytest
 
-from tests.harness.play import installed
+from rolltap.addons.prompts.canonical import steady
+from rolltap.trainer.tasks.task import Task
+from tests.deep import cases
+from tests.harness.play import installed, shell
 from tests.harness.test_harnesses import greeting
 
-pytestmark = [pytest.mark.harness, pytest.mark.deep]
+pytestmark = pytest.mark.harness
 
 ASKED = "Write a greeting into greeting.txt, then read it."
 OLDER = "@earendil-works/pi-coding-agent@0.86.1"
 
 
+@pytest.mark.deep
 def test_an_older_version_of_a_program_diverges_where_it_asks_something_else(
     lead, record, run_rerun, workspace, home, tmp_path, monkeypatch
 ):
@@ -26,3 +31,41 @@ def test_an_older_version_of_a_program_diverges_where_it_asks_something_else(
     assert ended.returncode == 3
     assert "0 of 3 recorded calls answered" in ended.stderr
     assert "diverged at call 1: the system prompt is another one" in ended.stderr
+
+
+TASK = Task(
+    id="append", instruction="Append two lines to lines.txt.", evaluate=["sh", "-c", "test $(wc -l < lines.txt) = 2"]
+)
+
+
+@pytest.mark.parametrize("name", cases(["pi", "claude-code", "qwen-code"], 0))
+async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
+    name, lead, play, scripted_engine, tmp_path
+):
+    harness = installed(name)
+
+    def reply(prompt):
+        worked = prompt.count("<tool_response>")
+        show = "" if name == "qwen-code" else "; cat lines.txt"  # its shell loses an output at times
+        append = shell(harness, f"echo line {worked} >> lines.txt{show}")
+        return append if TASK.instruction in prompt and worked < 2 else "Done."
+
+    lead(reply)
+    played = await play(harness, TASK)
+    assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
+    assert len(played.main) == 3
+    for number, then in enumerate(played.main):
+        source = {"run": str(played.run), "session": then.session_id, "until": then.started_at.isoformat()}
+        fork = await play(harness, TASK, folder=tmp_path / f"fork{number}", rolltap_rerun=json.dumps(source))
+        assert (fork.session.status, fork.session.reward) == ("completed", 1.0), fork.session.error or fork.log
+        given = {call.call_id for call in played.calls if call.started_at < then.started_at}
+        assert {event["call_id"] for event in fork.of("rerun")} == given
+        assert len(fork.main) == 3 - number
+        prompts = fork.main[0].prompt_ids, then.prompt_ids
+        if number:
+            assert prompts[0] == prompts[1]
+        else:  # nothing is from the record: dates, ids and the folder are new
+            texts = (steady(scripted_engine.tokenizer.decode(prompt)) for prompt in prompts)
+            assert next(texts).replace("/fork0/", "/") == next(texts)
+        sampled = sum(len(call.completion_ids) for call in fork.calls)
+        assert fork.summary.ledger.sampled == fork.summary.ledger.trained == sampled
