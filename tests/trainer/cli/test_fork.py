@@ -2,8 +2,10 @@
 
 import json
 import sys
+from statistics import fmean, stdev
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import rolltap
@@ -15,6 +17,7 @@ from rolltap.trainer.rollouts.resume import RERUN
 from rolltap.trainer.runs.verify import verify_run
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.cli.program import run_rolltap
+from tests.trainer.training.grpo.tiny import gradients, relative_difference, tiny_model
 
 AGENT = """
 import os, sys
@@ -67,13 +70,22 @@ def recorded(folder, tokenizer, tokenizer_folder):
         yield folder, session.session_id, [*options, "--tasks", "all.jsonl"]
 
 
-def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_differs_is_not_tried_again(recorded):
+@pytest.fixture(scope="module")
+def forked(recorded):
+    """Fork the session at its second call, and return the command line and the run."""
     folder, session, options = recorded
-    theirs = rolltap.open_run(folder / "run").calls[session]
-    options = ["fork", "run", session, "--at", 2, "-n", 2, "--out", "forks", *options]
-    ended = run_rolltap(*options, "--harness", "own.toml", "--json", cwd=folder)
+    line = ["fork", "run", session, "--at", 2, "-n", 2, "--out", "forks", *options]
+    ended = run_rolltap(*line, "--harness", "own.toml", "--json", cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    run = rolltap.open_run(folder / "forks")
+    return line, rolltap.open_run(folder / "forks")
+
+
+def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_differs_is_not_tried_again(
+    recorded, forked
+):
+    folder, session, _ = recorded
+    theirs = rolltap.open_run(folder / "run").calls[session]
+    line, run = forked
     forks = list(run.sessions())
     assert [fork.status for fork in forks] == ["completed"] * 2
     assert len({fork.group_id for fork in forks}) == 1
@@ -93,7 +105,7 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
     with pytest.raises(InputError, match=rf"is a fork, and has only its own calls: give .*{session}"):
         Record.of(folder / "forks", forks[0].session_id)
 
-    ended = run_rolltap(*options, "--harness", "newer.toml", cwd=folder)
+    ended = run_rolltap(*line, "--harness", "newer.toml", cwd=folder)
     assert ended.returncode == 1
     assert "have no reward (2 diverged)" in ended.stderr
     diverged = [each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"]
@@ -103,6 +115,27 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
     assert "diverged" not in RERUN  # nor by the next start
     kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
     assert kinds.count("session_started") == 4
+
+
+def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_formula(forked, tokenizer, tmp_path):
+    _, run = forked
+    forks = [session for session in run.sessions() if session.status == "completed"]
+    batch = run.traces().batch()
+    assert {*batch.rewards} == {fork.session_id for fork in forks}
+    model = tiny_model(vocab_size=len(tokenizer))
+    found = gradients(model, tmp_path, batch, groups_per_step=1, epsilon=1e9, epsilon_high=1e9)
+
+    mean = fmean(fork.reward for fork in forks)
+    deviation = stdev(fork.reward for fork in forks) + 1e-4  # as in TRL
+    calls = [(fork, call) for fork in forks for call in run.calls[fork.session_id]]
+    loss = torch.zeros(())
+    for fork, call in calls:
+        ids = torch.tensor([[*call.prompt_ids, *call.completion_ids]])
+        every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        ratios = (every[len(call.prompt_ids) - 1 :] - torch.tensor(call.logprobs)).exp()
+        loss -= (ratios * (fork.reward - mean) / deviation).sum()
+    (loss / sum(len(call.completion_ids) for _, call in calls)).backward()
+    assert relative_difference({name: weight.grad for name, weight in model.named_parameters()}, found) < 1e-5
 
 
 @pytest.mark.deep  # short, tests/addons/endpoint/test_rerun.py has such a fork
