@@ -48,24 +48,29 @@ async def test_a_fork_at_each_call_asks_what_was_asked_then_token_for_token(
         worked = prompt.count("<tool_response>")
         show = "" if name == "qwen-code" else "; cat lines.txt"  # its shell loses an output at times
         append = shell(harness, f"echo line {worked} >> lines.txt{show}")
-        return append if TASK.instruction in prompt and worked < 2 else "Done."
+        return append if TASK.instruction in prompt and "<tools>" in prompt and worked < 2 else "Done."
 
     lead(reply)
     played = await play(harness, TASK)
     assert (played.session.status, played.session.reward) == ("completed", 1.0), played.log
     assert len(played.main) == 3
-    for number, then in enumerate(played.main):
+    calls = sorted(played.calls, key=lambda call: call.started_at)  # a side question is one of them
+    for number, then in enumerate(calls):
+        asked = len(scripted_engine.requests)
         source = {"run": str(played.run), "session": then.session_id, "until": then.started_at.isoformat()}
         fork = await play(harness, TASK, folder=tmp_path / f"fork{number}", rolltap_rerun=json.dumps(source))
         assert (fork.session.status, fork.session.reward) == ("completed", 1.0), fork.session.error or fork.log
-        given = {call.call_id for call in played.calls if call.started_at < then.started_at}
-        assert {event["call_id"] for event in fork.of("rerun")} == given
-        assert len(fork.main) == 3 - number
-        prompts = fork.main[0].prompt_ids, then.prompt_ids
+        assert {event["call_id"] for event in fork.of("rerun")} == {call.call_id for call in calls[:number]}
+        own = sorted(fork.calls, key=lambda call: call.started_at)
+        assert [call.role for call in own] == [call.role for call in calls[number:]]
+        # the record answers without the engine
+        assert [call.prompt_ids for call in own] == [each["token_ids"] for each in scripted_engine.requests[asked:]]
+        prompts = own[0].prompt_ids, then.prompt_ids
         if number:
             assert prompts[0] == prompts[1]
         else:  # nothing is from the record: dates, ids and the folder are new
             texts = (steady(scripted_engine.tokenizer.decode(prompt)) for prompt in prompts)
             assert next(texts).replace("/fork0/", "/") == next(texts)
-        sampled = sum(len(call.completion_ids) for call in fork.calls)
-        assert fork.summary.ledger.sampled == fork.summary.ledger.trained == sampled
+        ledger = fork.summary.ledger
+        assert ledger.sampled == sum(len(call.completion_ids) for call in own)
+        assert ledger.trained == sum(len(call.completion_ids) for call in fork.main)

@@ -57,27 +57,40 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def recorded(folder, tokenizer, tokenizer_folder):
-    """Record a session of three calls, and yield the folder, the session's id and the options of a fork."""
-    said = iter(range(1000))
+def engine(tokenizer):
+    """Yield an engine whose n-th reply is 0.n, from 0. `given` has of each call: prompt ids, reply ids and reply."""
     with ScriptedEngine(tokenizer) as engine:
-        engine.otherwise = lambda request: Say(f"0.{next(said)}")
-        options = ["--engine", engine.url, "--model", tokenizer_folder]
-        rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run", "--workspace-digests"
-        ended = run_rolltap(*rollout, *options, cwd=folder)
-        assert ended.returncode == 0, ended.stderr
-        (session,) = rolltap.open_run(folder / "run").sessions()
-        yield folder, session.session_id, [*options, "--tasks", "all.jsonl"]
+        engine.given = []
+
+        def reply(request):
+            text = f"0.{len(engine.given)}"
+            engine.given.append((request["token_ids"], [*engine.ids(text), tokenizer.eos_token_id], text))
+            return Say(text)
+
+        engine.otherwise = reply
+        yield engine
 
 
 @pytest.fixture(scope="module")
-def forked(recorded):
-    """Fork the session at its second call, and return the command line and the run."""
+def recorded(folder, engine, tokenizer_folder):
+    """Record a session of three calls. Return the folder, the session's id and the options of a fork."""
+    options = ["--engine", engine.url, "--model", tokenizer_folder]
+    rollout = "rollout", "tasks.jsonl", "--harness", "own.toml", "-n", 1, "--out", "run", "--workspace-digests"
+    ended = run_rolltap(*rollout, *options, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    (session,) = rolltap.open_run(folder / "run").sessions()
+    return folder, session.session_id, [*options, "--tasks", "all.jsonl"]
+
+
+@pytest.fixture(scope="module")
+def forked(recorded, engine):
+    """Fork the session at its second call. Return the command line, the run, and what the engine gave in it."""
     folder, session, options = recorded
-    line = ["fork", "run", session, "--at", 2, "-n", 2, "--out", "forks", *options]
+    before = len(engine.given)
+    line = ["fork", "run", session, "--at", 2, "-n", 3, "--out", "forks", *options]
     ended = run_rolltap(*line, "--harness", "own.toml", "--json", cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    return line, rolltap.open_run(folder / "forks")
+    return line, rolltap.open_run(folder / "forks"), engine.given[before:]
 
 
 def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_differs_is_not_tried_again(
@@ -85,11 +98,11 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
 ):
     folder, session, _ = recorded
     theirs = rolltap.open_run(folder / "run").calls[session]
-    line, run = forked
+    line, run, _ = forked
     forks = list(run.sessions())
-    assert [fork.status for fork in forks] == ["completed"] * 2
+    assert [fork.status for fork in forks] == ["completed"] * 3
     assert len({fork.group_id for fork in forks}) == 1
-    assert len({fork.reward for fork in forks} - {None}) == 2
+    assert len({fork.reward for fork in forks} - {None}) == 3
     for fork in forks:
         first, second = run.calls[fork.session_id]
         assert list(first.prompt_ids) == list(theirs[1].prompt_ids)
@@ -107,34 +120,36 @@ def test_forks_are_a_group_whose_own_tokens_alone_are_sampled_and_a_fork_that_di
 
     ended = run_rolltap(*line, "--harness", "newer.toml", cwd=folder)
     assert ended.returncode == 1
-    assert "have no reward (2 diverged)" in ended.stderr
+    assert "have no reward (3 diverged)" in ended.stderr
     diverged = [each for each in rolltap.open_run(folder / "forks").sessions() if each.status == "diverged"]
-    assert len(diverged) == 2
+    assert len(diverged) == 3
     assert all(each.error.startswith("diverged at call 1: the message is another one (message 1)") for each in diverged)
     assert all("Task t. Be quick." in each.error for each in diverged)
     assert "diverged" not in RERUN  # nor by the next start
     kinds = [event["kind"] for event in read_rows(folder / "forks", "events")]
-    assert kinds.count("session_started") == 4
+    assert kinds.count("session_started") == 6
 
 
 def test_the_gradient_of_a_group_of_forks_is_that_of_their_own_tokens_by_the_formula(forked, tokenizer, tmp_path):
-    _, run = forked
-    forks = [session for session in run.sessions() if session.status == "completed"]
+    _, run, given = forked  # not the rows, but what the engine was asked and has sampled
     batch = run.traces().batch()
-    assert {*batch.rewards} == {fork.session_id for fork in forks}
     model = tiny_model(vocab_size=len(tokenizer))
     found = gradients(model, tmp_path, batch, groups_per_step=1, epsilon=1e9, epsilon_high=1e9)
 
-    mean = fmean(fork.reward for fork in forks)
-    deviation = stdev(fork.reward for fork in forks) + 1e-4  # as in TRL
-    calls = [(fork, call) for fork in forks for call in run.calls[fork.session_id]]
+    # a fork is two calls, the second after the first; its last reply is its reward
+    forks = [(one, two) for one in given for two in given if two[0][: len(one[0] + one[1])] == one[0] + one[1]]
+    assert sorted(call for fork in forks for call in fork) == sorted(given)
+    assert len(forks) == 3
+    rewards = [float(text) for _, (_, _, text) in forks]
+    mean, deviation = fmean(rewards), stdev(rewards) + 1e-4  # as in TRL
     loss = torch.zeros(())
-    for fork, call in calls:
-        ids = torch.tensor([[*call.prompt_ids, *call.completion_ids]])
-        every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-        ratios = (every[len(call.prompt_ids) - 1 :] - torch.tensor(call.logprobs)).exp()
-        loss -= (ratios * (fork.reward - mean) / deviation).sum()
-    (loss / sum(len(call.completion_ids) for _, call in calls)).backward()
+    for fork, reward in zip(forks, rewards, strict=True):
+        for prompt, reply, _ in fork:
+            ids = torch.tensor([prompt + reply])
+            every = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            logprobs = -0.125 * (1 + torch.arange(len(reply)) % 5)  # of the scripted engine
+            loss -= ((every[len(prompt) - 1 :] - logprobs).exp() * (reward - mean) / deviation).sum()
+    (loss / sum(len(reply) for _, reply, _ in given)).backward()
     assert relative_difference({name: weight.grad for name, weight in model.named_parameters()}, found) < 1e-5
 
 
