@@ -60,6 +60,9 @@ def greeting(name):
 SLOW = ("kilo", "openhands")
 """Started for longest; short, `opencode` stands for the one and `mini-swe-agent` for the other."""
 
+RERUN = ("claude-code", "codex", "gemini-cli", "goose", "opencode", "pi", "qwen-code")
+"""Run again short; deep, all are."""
+
 
 @pytest.fixture(params=[name for name in Harness.names() if DEEP or name not in SLOW])
 def program(request):
@@ -100,6 +103,8 @@ def test_a_session_with_tools_is_one_unbroken_line_of_calls_changes_no_configura
     assert played.kinds <= {"call_started", "refused", "ended"}
     assert played.summary.uncaptured_calls == 0
 
+    if not (DEEP or program.name in RERUN):
+        return
     for _ in range(3):  # on a busy machine qwen-code may lose the output of a command: a difference, and none of ours
         again = run_rerun(program, INSTRUCTION, before, keys={})
         if "the tool's result is another one" not in again.stderr:

@@ -107,6 +107,7 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     assert processes_below(temporary) == {}
 
 
+@pytest.mark.deep  # short, a node is killed
 def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
     cluster, engine, tokenizer_folder, tmp_path, temporary
 ):

@@ -293,7 +293,7 @@ NAMES_PYTEST = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(NAMES_PYTEST, 0, 3))
+@pytest.mark.parametrize("kind", cases(NAMES_PYTEST, 3))
 async def test_a_command_that_names_pytest_earns_by_its_status_and_report(tmp_path, kind):
     tests, command = NAMES_PYTEST[kind]
     left = Left(tmp_path, {**START, **tests})
