@@ -60,7 +60,7 @@ def greeting(name):
 SLOW = ("kilo", "openhands")
 """Started for longest; short, `opencode` stands for the one and `mini-swe-agent` for the other."""
 
-RERUN = ("claude-code", "codex", "gemini-cli", "goose", "opencode", "pi", "qwen-code")
+RERUN = ("claude-code", "codex", "copilot", "gemini-cli", "opencode", "pi", "qwen-code")
 """Run again short; deep, all are."""
 
 
