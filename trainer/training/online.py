@@ -328,13 +328,13 @@ class OnlineTraces(Source):
 
     def _forks(self, groups: Sequence[Group], recorded: list[list[Session]], version: Version) -> list[Group]:
         """Return the groups of forks for those of `groups` that have no signal. `recorded` are their sessions."""
-        forks, begun = self._recipe.forks, list[Group]()
+        forks, rules, begun = self._recipe.forks, self._trace_options.rewards, list[Group]()
         if forks is None:
             return []
         for group, sessions in zip(groups, recorded, strict=True):
-            if has_signal(sessions, self._trace_options.rewards):
+            if has_signal(sessions, rules):
                 continue
-            if (source := find_fork(sessions, self._rows, self._run, forks)) is not None:
+            if (source := find_fork(sessions, rules, forks, self._run, self._rows)) is not None:
                 place = int(group.group_id.rpartition(".")[2])
                 begun.append(step_group(version, place, group.task, forks.sessions, "fork", source))
         return begun

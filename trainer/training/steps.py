@@ -98,18 +98,23 @@ def step_group(
     return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)], fork=fork)
 
 
-def find_fork(group: Iterable[Session], rows: SessionRows, run: Path, forks: Forks) -> RecordedFrom | None:
+def find_fork(
+    group: Iterable[Session], rules: RewardRules, forks: Forks, run: Path, rows: SessionRows
+) -> RecordedFrom | None:
     """Return the session of a group to fork, and the start of its call; None when none can be forked, as `Forks` says.
 
     `rows` are those of the run. Raises `RunError` and `OSError`.
     """
     for session in group:
-        if session.reward is None or (forks.source == "failed" and session.reward >= SOLVED):
+        reward = label_session(session, rules).reward
+        if reward is None or (forks.source == "failed" and reward >= SOLVED):
             continue
         calls = rows.of("calls", session.session_id, ("started_at", "role", "status"))
         starts = sorted(at for at, role, status in calls if (role, status) == ("agent", "completed"))
         if len(starts) > 1:
-            return RecordedFrom(run, session.session_id, starts[len(starts) // 2 if forks.at == "middle" else -1])
+            return RecordedFrom(
+                run.absolute(), session.session_id, starts[len(starts) // 2 if forks.at == "middle" else -1]
+            )
     return None
 
 

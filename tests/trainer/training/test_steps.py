@@ -193,6 +193,17 @@ def test_a_session_is_forked_at_a_call_of_its_agent(tmp_path, settings, reward, 
         for number, role in enumerate(roles):
             writer.add_call(make_call(number, role=role))
     sessions = [make_session("without", reward=reward), make_session("s", reward=reward)]
-    found = find_fork(sessions, SessionRows(tmp_path), tmp_path, Forks(**settings))
+    found = find_fork(sessions, RewardRules(), Forks(**settings), tmp_path, SessionRows(tmp_path))
     at = None if expected is None else START + timedelta(seconds=expected)
     assert found == (at and RecordedFrom(tmp_path, "s", at))
+
+
+def test_a_session_has_failed_by_the_reward_that_is_trained(tmp_path):
+    write_metadata(tmp_path, {})
+    with RunWriter(tmp_path) as writer:
+        for number in range(2):
+            writer.add_call(make_call(number))
+    stopped = make_session("s", status="timeout")
+    for rules, expected in ((RewardRules(), None), (RewardRules(Outcomes(timeout=0)), "s")):
+        found = find_fork([stopped], rules, Forks(), tmp_path, SessionRows(tmp_path))
+        assert (found and found.session) == expected
