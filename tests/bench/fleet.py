@@ -101,7 +101,7 @@ def measure_way(run: Path, out: Path) -> Rows:
             packages.append(Package(Shard(one.path).new(), metadata, {}))
     out.mkdir()
     writer = ray.remote(num_cpus=0)(Writer).remote(str(out))
-    ray.get(writer.end_lost.remote([], ""))
+    ray.get(writer.end_lost.remote([], "", []))
     began = time.monotonic()
     for package in packages:
         assert ray.get(writer.append.remote(ray.put(package), False, "")) is None

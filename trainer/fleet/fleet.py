@@ -181,9 +181,11 @@ class Fleet:
         return report
 
     async def write(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the writer. Raises `OSError`."""
+        """Call a method of the writer. Raises `OSError`, and `NodeLostError` when a node took what it was to write."""
         try:
             result = await getattr(self._writer, method).remote(*arguments)
+        except self._ray.exceptions.ObjectLostError as error:
+            raise NodeLostError("a node is gone, with a report that was not written yet") from error
         except self._ray.exceptions.RayError as error:
             raise OSError(f"{self._run} cannot be written any more: {error}") from error
         if isinstance(result, Failure):

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
@@ -203,7 +203,7 @@ class FleetSchedule:
         """Forget a node, and run elsewhere what had not ended there."""
         self._fleet.forget(member)
         pieces = self._placement.lost(member.name)
-        await self._end_lost(str(error))
+        await self._end_lost(str(error), [piece.group_id for piece in pieces])
         for piece in pieces:
             if (given := self._groups.get(piece.group_id)) is None:
                 continue
@@ -215,10 +215,14 @@ class FleetSchedule:
             raise RecorderError(f"no node of the fleet is left; the last: {error}")
         self._go_on()
 
-    async def _end_lost(self, why: str) -> None:
+    async def _end_lost(self, why: str, groups: Sequence[str] = ()) -> None:
+        """End the sessions that no node holds and that began, and those of some groups that have rows."""
         held = {place_of(name) for piece in self._placement.pieces() for name in piece.session_ids}
-        for session in await self._fleet.write("end_lost", held, why):
-            self._end(session, 0.0)
+        ended = await self._fleet.write("end_lost", held, why, groups)
+        known = {each.session_id for name in groups if name in self._groups for each in self._groups[name].ended}
+        for session in ended:
+            if session.session_id not in known:
+                self._end(session, 0.0)
 
     async def _give(self, name: str, group: Group, how: Mapping[str, Any]) -> None:
         if (member := self._fleet.members.get(name)) is not None:

@@ -12,6 +12,7 @@ from rolltap.addons.store.records import DIGEST, Session, utc_now
 from rolltap.addons.store.tables import RunWriter, read_batches
 from rolltap.trainer.fleet.messages import Package, recorded
 from rolltap.trainer.rollouts.resume import interrupted_sessions, place_of
+from rolltap.trainer.traces.reader import load_sessions
 
 
 class Writer:
@@ -46,15 +47,20 @@ class Writer:
         self._writer.end_session()
 
     @recorded
-    async def end_lost(self, held: Collection[str], why: str) -> list[Session]:
-        """Give a row `infrastructure` to sessions that began and whose places no node holds, and return them."""
+    async def end_lost(self, held: Collection[str], why: str, groups: Collection[str]) -> list[Session]:
+        """Give a row `infrastructure` to sessions that began and whose places no node holds.
+
+        Return them, after those of `groups` that have a row: it may have come before the report that tells of its end.
+        """
         self._lost = f"lost: {why}" if why else self._lost
+        rows = load_sessions(self._run).values()
+        ended = [row for row in rows if row.group_id in groups and place_of(row.session_id) not in held]
         lost = [each for each in interrupted_sessions(self._run) if place_of(each.session_id) not in held]
         for session in lost:
             session.status, session.error = "infrastructure", why or "the node that ran it is gone"
             session.finished_at = utc_now()
             self._writer.add_session(session)
-        return lost
+        return [*ended, *lost]
 
     @recorded
     async def status(self) -> dict[str, Any]:

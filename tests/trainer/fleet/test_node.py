@@ -92,7 +92,7 @@ async def test_a_question_of_a_driver_that_is_gone_takes_no_report_away(node, mo
 async def test_sessions_that_no_node_holds_get_a_row_and_others_do_not(tmp_path):
     begun = [started_event(make_session(f"g-{number}")) for number in range(3)]
     run = write_run(tmp_path / "run", *begun, make_session("g-2"))
-    lost = await Writer(run).end_lost({"g-1"}, "node b is gone")
+    lost = await Writer(run).end_lost({"g-1"}, "node b is gone", [])
     assert [(session.session_id, session.status, session.error) for session in lost] == [
         ("g-0", "infrastructure", "node b is gone")
     ]
