@@ -211,7 +211,7 @@ class Session:
             self.writer.require_room()
             if model_call.stores is not None:
                 await self.workers.run(num_bytes, self._store.add, request, *model_call.stores, call.call_id)
-                self._check_open()  # the session may have ended meanwhile
+            self._check_open()  # the session may have ended meanwhile
             self.writer.add_event(call.event("call_started", workspace or ""))
         except BaseException:
             grant.budget.free(grant)
@@ -275,6 +275,7 @@ class Session:
                 self._workspace = WorkspaceDigest(folder)
             if (source := recovered.given.rerun or self.options.rerun) is not None:
                 archive = await asyncio.to_thread(RerunArchive, self.archive, source)
+                self._check_open()
                 self._store_in(archive)
                 recovered = RerunSession(self.recovery, archive, recovered.ended, recovered.given)
             self._recovered = recovered

@@ -3,6 +3,7 @@ where the program differs."""
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -14,6 +15,7 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, steady
 from rolltap.addons.store.given import SessionOptions
+from rolltap.addons.store.workspace import WorkspaceDigest
 from tests.addons.endpoint.test_stored import CACHED, CALL, CONVERSATIONS, GENERATE, Client, outputs
 from tests.addons.harness import RETRY, Harness, content, recording, said, until, user, with_result
 from tests.scripted_engine import Say
@@ -400,3 +402,14 @@ async def test_a_fork_whose_workspace_has_other_files_than_then_diverges_at_its_
         await work(fork)
     assert harness.calls("s2") == []
     assert (await fork.ask(*ASKED, tools=[TOOL]))[0] == 410
+
+
+async def test_a_session_that_ends_while_its_workspace_is_read_starts_no_call(harness, tmp_path, monkeypatch):
+    reading, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(WorkspaceDigest, "read", lambda digest: (reading.set(), go.wait(), "digest")[-1])
+    asked = asyncio.create_task(session_of(harness, "s2", workspace=tmp_path).ask(user()))
+    await asyncio.to_thread(reading.wait)
+    await harness.end("s2")
+    go.set()
+    assert (await asked)[0] == 410
+    assert harness.events("call_started") == []
