@@ -251,6 +251,7 @@ def distance(one, two):
     return sum(((one[name] - two[name]).double() ** 2).sum().item() for name in one) ** 0.5
 
 
+@pytest.mark.deep  # short, grpo/test_replicated has two processes, and engine/test_publish_vllm two engines
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

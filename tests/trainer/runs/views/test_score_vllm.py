@@ -12,7 +12,6 @@ import rolltap
 from rolltap.addons.store.metadata import tokenizer_digests
 from rolltap.trainer.engine.admin import EngineAdmin
 from tests.conftest import QUICKSTART
-from tests.deep import cases
 from tests.factories import make_session, write_run
 from tests.trainer.runs.views.test_check import sample
 
@@ -64,7 +63,8 @@ def choice(engine):
     return prompt, replies[0], next(i for i, tokens in enumerate(zip(*replies, strict=True)) if len({*tokens}) > 1)
 
 
-@pytest.mark.parametrize("seed", cases(range(3)))
+@pytest.mark.deep  # short, grpo/test_teacher has it without an engine
+@pytest.mark.parametrize("seed", range(3))
 def test_a_training_on_the_scores_of_a_teacher_brings_the_student_near_it(engine, choice, tmp_path, seed):
     prompt, right, place = choice
     admin, teacher = EngineAdmin(engine.url), Qwen3ForCausalLM.from_pretrained(engine.model_dir, dtype=torch.float32)

@@ -79,6 +79,7 @@ def test_the_run_has_no_damage(folder):
     assert (found.verdict, found.rows["trained"]) == ("ok", 16)
 
 
+@pytest.mark.deep  # short, one process records, above, and test_replicated has two
 def test_two_processes_record_what_one_does(folder, tmp_path):
     write_metadata(tmp_path, {"model": "tiny"})
     run_two("tests.trainer.training.grpo.recorded", str(tmp_path))
