@@ -219,14 +219,6 @@ class EngineAdmin:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._send("POST", "/collective_rpc", body)
 
-    def transfer(self, step: str, **body: Any) -> None:
-        """Take a step of a weight transfer between GPUs: a route of vLLM without its slash, and its arguments."""
-        self._send("POST", f"/{step}", body or None)
-
-    def world_size(self) -> int:
-        """Return the number of the engine's workers, all parallel kinds together."""
-        return self._ask("GET", "/get_world_size", lambda answer: int(answer["world_size"]))
-
     def reset_prefix_cache(self) -> None:
         """Drop the KV cache, which was computed with the old weights. Calls that stand still compute theirs again."""
         path = "/reset_prefix_cache?reset_running_requests=true"
@@ -312,8 +304,6 @@ def _advice(path: str, response: httpx.Response) -> str:
             flags = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             return f"start vLLM with `rolltap serve --lora-rank`, or with {flags}"
         return "is it vLLM? start it with `rolltap serve`, or with VLLM_SERVER_DEV_MODE=1"
-    if "weight_transfer" in path or "weight_update" in path:
-        return 'start vLLM with --weight-transfer-config \'{"backend": "nccl"}\'; see its log'
     if missing and path == "/v1/completions":
         return "the adapter was unloaded while it was checked: check again"
     if missing and path == "/v1/load_lora_adapter":

@@ -1,7 +1,6 @@
 """Publication of new weights to running engines: of a full checkpoint, which they reload, or of a LoRA adapter.
 
-The engines read weights from disk, unless these are transferred between GPUs. They must see the publisher's folder
-under the same path.
+The engines read weights from a folder, which they must see under the publisher's path.
 """
 
 from pathlib import Path
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine import weights
 from rolltap.trainer.engine.engines import Engines, Weights
-from rolltap.trainer.engine.publish_transfer import TransferPublisher
 from rolltap.trainer.engine.weights import Agrees
 from rolltap.trainer.models.saving import save_adapter, save_weights
 
@@ -93,7 +91,7 @@ class LoraPublisher:
         return name
 
 
-Way = Literal["checkpoint", "lora", "nccl"]
+Way = Literal["checkpoint", "lora"]
 
 
 class Publisher(Protocol):
@@ -117,10 +115,8 @@ def make_publisher(kind: Way, engines: Engines, *, folder: Path, run: Path, base
     """Return the publisher of a recipe's `publish`.
 
     `folder` is for weights on their way to the engines, `run` the run folder, and `base` the recipe's model. `adapters`
-    stay loaded. Raises `InputError` when the machine lacks what a transfer over NCCL needs.
+    stay loaded.
     """
     if kind == "lora":
         return LoraPublisher(engines, folder=folder, run=run, base=base, adapters=adapters)
-    if kind == "nccl":
-        return TransferPublisher(engines, run=run, base=base)
     return CheckpointPublisher(engines, folder=folder, run=run, base=base)

@@ -8,7 +8,7 @@ experts of a layer. Its own conversions of the loading are reversed, and compare
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,6 @@ class NamedWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._layer_of
-
-    def __iter__(self) -> Iterator[str]:
-        """Return the names, those of a layer one after the other."""
-        return iter(self._layer_of)
 
     def on_device(self, name: str) -> Tensor:
         """Return a weight by its name in the base checkpoint, where the model is."""

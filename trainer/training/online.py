@@ -25,7 +25,6 @@ from rolltap.addons.store.rewards import session_rows
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import nodes_started, processes_started, watched
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.engine.publish_transfer import require_transfer
 from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.resume import Group, place_of
@@ -110,8 +109,6 @@ class OnlineTraces(Source):
         )
         # those that are refused were named when the recipe was read
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
-        if recipe.publish == "nccl":
-            require_transfer()
         self._engines.each(lambda engine: engine.require_endpoints())
         if recipe.ahead and recipe.publish == "lora":
             self._engines.each(lambda engine: engine.require_adapters(recipe.ahead, recipe.adapters))

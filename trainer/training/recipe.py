@@ -120,9 +120,8 @@ class Recipe(RolloutConfig):
     dtype: Dtype | None = None
     """Type of the weights. By default the engine's if it is bfloat16 or float32, else bfloat16 on a CUDA GPU and
     float32 on a CPU. float16 needs a [lora] table."""
-    publish: Literal["checkpoint", "lora", "nccl"] = "checkpoint"
-    """Way of new weights to the engines: a checkpoint that they reload, a LoRA adapter that they load, or a transfer
-    between GPUs over NCCL, which needs vLLM in the trainer's environment."""
+    publish: Literal["checkpoint", "lora"] = "checkpoint"
+    """Way of new weights to the engines: a checkpoint that they reload, or a LoRA adapter that they load."""
     publish_folder: Path | None = None
     """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
     default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""

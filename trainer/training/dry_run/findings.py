@@ -1,6 +1,5 @@
 """Findings of a plan: what a start refuses or cannot work, what may go wrong, and what is not there yet."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,12 +48,6 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
         yield Finding("warning", text, f"add {missing[0]}")
     elif recipe.tasks is not None and not recipe.tasks.is_file():
         yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
-    if recipe.publish == "nccl" and importlib.util.find_spec("vllm") is None:
-        fix = 'install it, or publish = "checkpoint"'
-        yield Finding("error", 'publish = "nccl" needs vLLM in the trainer\'s environment', fix)
-    if recipe.publish == "nccl" and machine.shared_gpu:
-        fix = 'publish = "checkpoint" into /dev/shm, or "lora"'
-        yield Finding("error", "NCCL does not join two processes on one GPU", fix)
     with suppress(RolltapError):  # a folder without a tokenizer is left to the start
         for problem in diagnose(str(recipe.model), recipe.recorder).problems:
             yield Finding("warning", *problem.rsplit(". ", 1))

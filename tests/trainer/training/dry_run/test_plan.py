@@ -62,8 +62,6 @@ def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missin
     [
         ({"dtype": "float16"}, "float16"),
         ({"publish": "lora", "lora": {**LORA, "r": 1024}}, "lora.r = 1024"),
-        ({"publish": "nccl"}, "needs vLLM"),
-        ({"publish": "nccl", "machine": {**GPU, "shared_gpu": True}}, "one GPU"),
         ({"sessions": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
         ({"processes": 2, "machine": {**GPU, "processes": 4}}, "machine.processes is 4, but"),
         ({"machine": {**GPU, "processes": 3, "nodes": 2}}, "processes = 3 is no multiple of nodes = 2"),
@@ -193,8 +191,8 @@ def test_a_loopback_address_is_this_machine(model, url):
 
 def test_recorded_runs_need_no_engine_and_no_rollouts(model):
     machine = {**GPU, "engines": 2, "shared_gpu": True}
-    keys = {"harness": None, "tasks": None, "publish": "nccl"}
-    found = planned(model, machine=machine, runs=[Path("runs/a"), Path("runs/b")], out=Path("runs/x"), **keys)
+    keys = {"harness": None, "tasks": None, "machine": machine}
+    found = planned(model, runs=[Path("runs/a"), Path("runs/b")], out=Path("runs/x"), **keys)
     assert found.can_start, found.findings
     assert found.lines == ["CUDA_VISIBLE_DEVICES=0 rolltap train recipe.toml --from runs/a --from runs/b --out runs/x"]
     assert found.memory.engine is None
