@@ -110,7 +110,6 @@ class Timed(Loop):
         """Take the steps, which take so long each without their rollouts. Returns the seconds of all."""
         source = self.source(0)
         source.trainer.log_metrics = lambda metrics: self.ages.append(metrics.get("age/max", 0.0))
-        source._checked = True  # there is no engine
         with RunWriter(self.folder, "never") as self.writer, patch.object(schedule, "run_session", self.session):
             began = self.since = time.monotonic()
             for step in range(self.steps):

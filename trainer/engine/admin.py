@@ -19,7 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rolltap.addons.engine.key import authorization, key_refused, read_key
 from rolltap.addons.errors import EngineError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH as OWNER
+from rolltap.trainer.engine.in_vllm.rolltap_scores import HEADER
 
 T = TypeVar("T")
 
@@ -50,6 +52,13 @@ class Models:
     """Context window in tokens."""
     adapters: frozenset[str]
     """Names of the loaded LoRA adapters."""
+
+
+class Sampled(NamedTuple):
+    """Tokens that an engine sampled, and their log-probabilities at temperature 1 in nats, each of shape (C,)."""
+
+    ids: list[int]
+    logprobs: list[float]
 
 
 class Load(NamedTuple):
@@ -156,10 +165,18 @@ class EngineAdmin:
         found = re.search(r"\bdtype=torch\.(bfloat16|float32)\b", response.text)
         return None if found is None else found[1]
 
-    def takes_adapters(self) -> bool:
-        """Return True when the engine was started to serve LoRA adapters; False also when it does not tell."""
+    def require_scores(self) -> None:
+        """Raise `EngineError` for an engine that may end when it computes scores beside other calls.
+
+        An engine of `rolltap serve` lets them wait for each other (`in_vllm.rolltap_scores`).
+        """
         text = self._send("GET", "/server_info?config_format=json", expected=(404,)).text
-        return '"lora_config":{' in text.replace(" ", "")
+        takes_adapters = '"lora_config":{' in text.replace(" ", "")
+        if takes_adapters and self.register("GET")[0] == 404:
+            raise EngineError(
+                f"the engine at {self.url} takes LoRA adapters, and vLLM ends when it computes scores beside other "
+                "calls then: start it with `rolltap serve`, or without --enable-lora"
+            )
 
     def require_adapters(self, ahead: int, adapters: int) -> None:
         """Raise `EngineError` when the engine has too few places for the adapters of a training: see a recipe's keys.
@@ -233,6 +250,25 @@ class EngineAdmin:
         """Unload a LoRA adapter."""
         self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
+    def sample(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Sampled:
+        """Let `model` sample so many tokens after a prompt at temperature 1, also after the end of a text.
+
+        In contrast to `score`, it disturbs no other call, and their log-probabilities come from the kernels that
+        sample.
+        """
+        sampling = {**NEUTRAL_SAMPLING, "max_tokens": tokens, "logprobs": 0, "ignore_eos": True}
+        body = {"model": model, "token_ids": [*prompt_ids], "sampling_params": sampling}
+
+        def read(answer: Any) -> Sampled:
+            choice = answer["choices"][0]
+            logprobs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
+            sampled = Sampled([int(token) for token in choice["token_ids"]], logprobs)
+            if not len(sampled.ids) == len(logprobs) == tokens:
+                raise ValueError("not every token has a log-probability")
+            return sampled
+
+        return self._ask("POST", "/inference/v1/generate", read, body)
+
     def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
         """Return the natural-log probability of each completion token under `model` at temperature 1, shape (C,)."""
         entries = self.score_tokens(model, prompt_ids, completion_ids, 0)
@@ -241,7 +277,10 @@ class EngineAdmin:
     def score_tokens(
         self, model: str, prompt: Sequence[int], sampled: Sequence[int], top: int
     ) -> list[dict[int, float]]:
-        """Return for each sampled token a map of ids to log-probabilities: its own, and the `top` likeliest."""
+        """Return for each sampled token a map of ids to log-probabilities: its own, and the `top` likeliest.
+
+        An engine that takes adapters has no other call meanwhile: see `in_vllm.rolltap_scores`.
+        """
         body = {"model": model, "prompt": [*prompt, *sampled], "max_tokens": 1, "prompt_logprobs": top}
 
         def read(answer: Any) -> list[dict[int, float]]:
@@ -251,7 +290,7 @@ class EngineAdmin:
                 raise ValueError("a token has no log-probability")
             return found
 
-        return self._ask("POST", "/v1/completions", read, body)
+        return self._ask("POST", "/v1/completions", read, body, headers={HEADER: "1"})
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around them."""
@@ -259,9 +298,16 @@ class EngineAdmin:
             "POST", "/tokenize", lambda a: list(a["tokens"]), {"prompt": text, "add_special_tokens": False}
         )
 
-    def _ask(self, method: str, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[Any], T],
+        body: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> T:
         """Send a request, and return what `read` extracts from the JSON of the response."""
-        response = self._send(method, path, body)
+        response = self._send(method, path, body, headers=headers)
         try:
             return read(response.json())
         except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
@@ -276,13 +322,15 @@ class EngineAdmin:
         *,
         expected: Collection[int] = (),
         seconds: float | None = None,
+        headers: dict[str, str] | None = None,
     ) -> httpx.Response:
         """Send a request. Raises `EngineError` for a status that is neither a success nor `expected`."""
         request = f"{method} {self.url}{path}"
         seconds = seconds or (_GET_SECONDS if method == "GET" else _POST_SECONDS)
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
-            response = self._client.request(method, self.url + path, json=body, timeout=timeout)
+            url = self.url + path
+            response = self._client.request(method, url, json=body, timeout=timeout, headers=headers)
         except httpx.TimeoutException as error:
             raise EngineError(f"{request}: the engine did not answer in time ({error!r}); see its log") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -13,7 +13,7 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import weights
 from rolltap.trainer.engine.admin import EngineAdmin, Load, Unanswered, ask_all
 from rolltap.trainer.engine.status import engine_status
-from rolltap.trainer.engine.weights import Base, Owner, StolenError, claim, published_version
+from rolltap.trainer.engine.weights import COMPARED, Base, Owner, Score, StolenError, claim, published_version
 from rolltap.trainer.names import Version
 
 T = TypeVar("T")
@@ -90,37 +90,54 @@ class Engines:
         if self._owner is not None:
             claim(engine, self._owner)
 
-    def verify_base(
-        self,
-        model: Path,
-        version: str,
-        ids: Sequence[int],
-        own: Sequence[float],
-        limit: float,
-        say: Callable[[str], None],
-    ) -> None:
+    def verify_base(self, base: Base, say: Callable[[str], None]) -> dict[EngineAdmin, float]:
         """Make sure that every engine serves the base model, and is not paused. Call it before the first publication.
 
-        The arguments are fields of `Base`. An engine that differs by more than `limit`, is paused or serves published
-        weights loads `model` as `version`, and `say` is told. Raises `EngineError` when one cannot serve `model`.
+        An engine that differs by more than the limit, is paused or serves published weights loads the model again, and
+        `say` is told. Returns the difference of each, in nats. Raises `EngineError` when an engine cannot serve the
+        model.
         """
-        base = Base(model, version, ids, own, limit)
+        doubts = dict(zip(self.admins, self.each(partial(weights.doubts, base=base)), strict=True))
+        trusted = [engine for engine in self.admins if doubts[engine] is None]
+        differences = self.differences(None, base.ids, base.score, trusted)
+        for engine, differs in differences.items():
+            root = engine.models().root
+            if not differs <= base.limit:
+                version = engine.weight_version()
+                doubts[engine] = f"serves the weights {version}, which differ from {base.model} by {differs:.2g} nats"
+            elif not weights.same_folder(root, str(base.model)):
+                say(f"the engine at {engine.url} serves {root}: taken for {base.model}, {differs:.2g} nats from it")
+        loading = [engine for engine in self.admins if doubts[engine] is not None]
+        for engine in loading:
+            say(f"the engine at {engine.url} {doubts[engine]}: it loads {base.model} again")
+        ask_all(loading, lambda engine: weights.load_base(engine, base, str(doubts[engine])))
+        loaded = self.differences(None, base.ids, base.score, loading)
+        if failures := [weights.differs_still(*found, base) for found in loaded.items() if not found[1] <= base.limit]:
+            raise EngineError("; ".join(failures))
+        if (owner := self._owner) is not None:
+            # verified: the engine's own model is the one in the folder
+            note = {"owner": owner.run, "about": owner.about, "base": str(base.model.absolute())}
+            ask_all([*self._owned], lambda engine: engine.register("PUT", **note))
+        return differences | loaded
 
-        def verify(engine: EngineAdmin) -> None:
-            weights.verify_base(engine, base, say)
-            if (owner := self._owner) is not None and engine in self._owned:
-                # verified: the engine's own model is the one in the folder
-                engine.register("PUT", owner=owner.run, about=owner.about, base=str(model.absolute()))
+    def differences(
+        self,
+        name: str | None,
+        ids: Sequence[int],
+        score: Score,
+        engines: Sequence[EngineAdmin] | None = None,
+    ) -> dict[EngineAdmin, float]:
+        """Return the mean difference of engines, by default of all, from the trainer, in nats.
 
-        self.each(verify)
-
-    def differences(self, name: str | None, ids: Sequence[int], own: Sequence[float]) -> list[float]:
-        """Return each engine's mean difference from `own`, in nats, for the model called `name`, by the URLs' order.
-
-        `ids`, shape (T,), are scored. `own`, shape (T - 1,), are the trainer's log-probabilities of `ids[1:]`. `name`
-        None is the base model. A difference that cannot be computed is infinite.
+        The model called `name`, None for the base model, samples `COMPARED` tokens after `ids`, and the trainer scores
+        them. A difference that cannot be computed is infinite.
         """
-        return self.each(lambda engine: weights.difference(engine, name, ids, own))
+        asked = self.admins if engines is None else engines
+        sampled = ask_all(asked, lambda engine: engine.sample(name or engine.models().base, ids, COMPARED))
+        found = {}
+        for engine, tokens in zip(asked, sampled, strict=True):  # one after the other: there is one trainer
+            found[engine] = weights.difference(ids, tokens, score)
+        return found
 
     @contextmanager
     def reloaded(self, new: Weights, old: Weights) -> Iterator[None]:

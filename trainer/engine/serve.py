@@ -17,7 +17,7 @@ from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine import in_vllm
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner
+from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner, rolltap_scores
 
 START_SECONDS = 7200.0
 """Start-up timeout. A large model is downloaded, loaded and compiled meanwhile. vLLM has shorter timeouts for steps
@@ -111,6 +111,8 @@ def engine_command(
     command += ["--enable-prompt-tokens-details"]  # adds cached tokens to usage
     command += ["--logprobs-mode", "processed_logprobs"]  # of the sampling distribution, after temperature
     # the last one is outermost: nobody without the key reaches the register of the owner
+    if lora_rank:
+        command += ["--middleware", f"rolltap_scores.{rolltap_scores.ScoresAlone.__name__}"]
     command += ["--middleware", f"rolltap_owner.{rolltap_owner.OneOwner.__name__}"]
     command += ["--middleware", f"rolltap_key.{rolltap_key.RequireKey.__name__}"]
     # a small model may sample unlimited whitespace where JSON allows it

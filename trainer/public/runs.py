@@ -265,14 +265,23 @@ class Run:
         return verify_run(self.path, repair=repair, progress=progress)
 
     def check(
-        self, engine: str, *, sample: int = 100, seed: int = 0, threshold: float = 0.01, progress: bool = True
+        self,
+        engine: str,
+        *,
+        sample: int = 100,
+        seed: int = 0,
+        threshold: float | None = None,
+        progress: bool = True,
     ) -> CheckReport:
         """Score recorded calls again on a running engine, and compare the log-probabilities.
 
         At most `sample` calls are scored; `seed` chooses them. A row of the report is within the `threshold` when its
-        mean absolute difference is at most that, in nats. Calls that cannot be compared are skipped and counted.
+        mean absolute difference is at most that, in nats. By default it follows from the type of the weights and from
+        the engine's own rounding, which is measured. Calls that cannot be compared are skipped and counted. An engine
+        of `rolltap serve` that takes adapters computes each score alone, and other calls wait meanwhile.
 
-        Raises `EngineError` when the engine does not answer, and `InputError` when no call can be compared.
+        Raises `EngineError` when the engine does not answer, or may end by scores beside other calls, and `InputError`
+        when no call can be compared.
         """
         with progress_bar(show=progress) as advance:
             return check_run(self.path, engine, sample=sample, seed=seed, threshold=threshold, advance=advance)

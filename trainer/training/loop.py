@@ -12,6 +12,7 @@ prints. The others compute with it, and end when it ends.
 import atexit
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -73,6 +74,10 @@ class Source:
     def before_batch(self) -> None:
         """Prepare the next batch."""
 
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check the metrics of an optimizer step, counted from 0, before the weights change. What it raises ends the
+        training."""
+
     def finish(self, steps: int) -> None:
         """Take the weights of so many optimizer steps, which are trained and saved."""
 
@@ -105,6 +110,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
             before_batch=partial(on_main, source.before_batch),
         )
         trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
+        trainer.check_step = source.check_step
         trainer.record = partial(write_step, stack.enter_context(RunWriter(run)), attempt.version)
         on_main(partial(source.begin, trainer))
         steps = train_to_end(trainer, console)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -80,8 +80,6 @@ class OnlineTraces(Source):
         self._ahead: Ahead | None = None
         self._evaluations = Evaluations(recipe, run)
         self._publish_seconds = 0.0
-        self._to_check: list[str] = []
-        self._checked = False
 
     def check(self) -> dict[str, list[Any]]:
         """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and `EngineError`."""
@@ -143,6 +141,10 @@ class OnlineTraces(Source):
         """Verify that the engines serve the weights that the trainer began with. Raises `EngineError`."""
         self.trainer = trainer
         self._serving.verify_base(trainer, str(self._attempt.version(0)), self._console)
+
+    def check_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Source.check_step` and `Serving.check_step`."""
+        self._serving.check_step(step, metrics, self._console)
 
     def before_batch(self) -> None:
         """Publish the weights that sample the next batch, unless the batch is on the disk.
@@ -215,8 +217,6 @@ class OnlineTraces(Source):
             self.trainer.log_metrics(metrics)
         own = f".{self._attempt.number}"
         new = [session.session_id for session in sessions if place_of(session.session_id).endswith(own)]
-        if not self._checked:
-            self._to_check = new
         before = f" ({len(sessions) - len(new)} recorded before)" if len(new) < len(sessions) else ""
         took = f"{'in' if self._ahead is None else 'waited for'} {seconds:.1f} s"
         self._console.print(
@@ -349,9 +349,6 @@ class OnlineTraces(Source):
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version, *, last: bool = False) -> None:
-        if self._to_check:  # while the engines serve the weights that sampled the sessions
-            self._serving.check_calls(self._to_check, self._console)
-            self._to_check, self._checked = [], True
         started = time.monotonic()
         self._serving.publish(self.trainer, str(version), last=last)
         self._publish_seconds = time.monotonic() - started

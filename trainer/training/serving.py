@@ -3,29 +3,28 @@
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from typing import get_args
 
 from rich.console import Console
 
 from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.store.records import CallKind
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.engine.weights import LIMITS, fixed_ids, published_name
+from rolltap.trainer.engine.weights import COMPARED, LIMITS, Base, expected_limit, fixed_ids, published_name
 from rolltap.trainer.models.loading import load_tokenizer
-from rolltap.trainer.runs.views.check import check_sessions
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 
-CHECKED_CALLS = 16
-"""Calls of the first step that are scored again."""
 PUBLISHED = "published"
 """Folder in the run for weights on their way to the engines."""
 
@@ -73,6 +72,8 @@ class Serving:
         self.engines, self._recipe, self._run = engines, recipe, run
         self._ids = fixed_ids(load_tokenizer(recipe.model))
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
+        self._expected = self._limit
+        self._checked = False
         self._publisher_from = partial(make_publisher, recipe.publish, engines, run=run, base=recipe.model)
         self._publisher = self._publisher_from(folder=folder, adapters=recipe.adapters)
 
@@ -82,27 +83,30 @@ class Serving:
         Call it before a checkpoint is loaded. An engine that was left paused, or serves other weights, gets them again,
         as `version`. Adapters of ended trainings are unloaded. Raises `EngineError`.
         """
-        own = trainer.score(self._ids, base=True)
-        self.engines.verify_base(self._recipe.model, version, self._ids, own, self._limit, console.print)
+        base = Base(self._recipe.model, version, self._ids, partial(trainer.score, base=True), self._limit)
+        measured = max(self.engines.verify_base(base, console.print).values())
+        self._expected = expected_limit(self._limit, measured)
+        console.print(
+            f"the base weights: a token that an engine samples differs from the trainer's by {measured:.1e} nats on "
+            f"average; more than {self._expected:.1e} is a warning, more than {self._limit:g} ends the training"
+        )
         self.engines.unload_ended(version.partition(".")[0])
 
     def publish(self, trainer: TraceGRPOTrainer, version: str, *, last: bool = False) -> None:
         """Publish the trainer's weights to every engine that then agrees with the trainer, on all engines or none.
 
-        The metric `engine_difference` is the mean absolute difference of the log-probabilities of a fixed text, in
-        nats. Of the training's adapters only the `last` one stays loaded at its end. It is loaded from the run folder,
-        which stays: vLLM reads an adapter again that its cache has dropped.
+        The metric `engine_difference` is the mean absolute difference of the log-probabilities of tokens that an engine
+        samples after a fixed text, in nats. Of the training's adapters only the `last` one stays loaded at its end. It
+        is loaded from the run folder, which stays: vLLM reads an adapter again that its cache has dropped.
 
         Raises `EngineError` when the difference is over the limit, and what `Publisher.publish` raises.
         """
-        own = trainer.score(self._ids)
 
         def agrees(name: str | None) -> None:
-            differences = self.engines.differences(name, self._ids, own)
-            largest = max(differences)
+            differences = self.engines.differences(name, self._ids, trainer.score)
+            engine, largest = max(differences.items(), key=itemgetter(1))
             trainer.log_metrics({"engine_difference": largest})
             if not largest <= self._limit:
-                engine = self.engines.admins[differences.index(largest)]
                 raise EngineError(
                     f"the engine at {engine.url}: with the weights {version} its log-probabilities differ from the "
                     f"trainer's by {largest:.2g} nats on average, and the limit is {self._limit:g}: it did not apply "
@@ -121,22 +125,29 @@ class Serving:
                 _log.warning("the last adapter cannot be loaded from the run folder: %s", error)
         self._publisher.publish(trainer.model, version, agrees)
 
-    def check_calls(self, session_ids: Sequence[str], console: Console) -> None:
-        """Score calls of sessions again, with the weights that sampled them, and print how far they differ."""
-        urls = ",".join(engine.url for engine in self.engines.admins)
-        try:
-            report = check_sessions(self._run, urls, session_ids, sample=CHECKED_CALLS)
-        except EngineError as error:
-            report = str(error)
-        if isinstance(report, str):
-            return console.print(f"warning: no call of the first step was checked: {report}")
-        mean = fmean([row.mean_difference for row in report.rows], [row.tokens for row in report.rows])
-        calls = sum(row.calls for row in report.rows)
-        console.print(f"checked {calls} calls of the first step: scored again, a token differs by {mean:.1e} nats")
-        worst = max(report.rows, key=lambda row: row.mean_difference)
-        if not worst.within:
-            console.print(
-                f"warning: tokens after a {worst.kind} prompt differ by {worst.mean_difference:.1e} nats on average, "
-                f"and more than {report.threshold:g} is no rounding: the engine does not see what was recorded; see "
-                f"`rolltap check {self._run}`"
+    def check_step(self, step: int, metrics: Mapping[str, float], console: Console) -> None:
+        """Compare the tokens of an on-policy step with the engines that sampled them, before the weights change.
+
+        `metrics` are those of the step, counted from 0. Raises `EngineError` when a kind of prompt, of which there are
+        enough tokens, differs by more than the limit.
+        """
+        first = not self._checked
+        self._checked = True
+        for kind in get_args(CallKind):
+            differs = metrics.get(f"difference/{kind}")
+            if differs is None:
+                continue
+            what = (
+                f"step {step + 1}: a sampled token after a {kind} prompt differs from the trainer's by "
+                f"{differs:.1e} nats on average"
             )
+            if first:
+                console.print(what)
+            if not differs <= self._limit and metrics[f"tokens/{kind}"] >= COMPARED:
+                raise EngineError(
+                    f"{what}, and the limit is {self._limit:g}: the engine did not sample these tokens with the "
+                    "weights of the step, or did not see what was recorded; the weights are unchanged. Start the "
+                    "engines again and train into a new folder, or set max_difference in the recipe"
+                )
+            if not differs <= self._expected:
+                console.print(f"warning: {what}; rounding explains {self._expected:.1e}")

@@ -3,20 +3,33 @@
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH, OneOwner
+from rolltap.trainer.engine.weights import COMPARED, Score
 from tests.trainer.engine.answering import HEALTHY, Answering, serving
 
 BASE = [-1.0, -2.0, -3.0]
-"""Log-probabilities by the weights of the folder that it was started with."""
+"""Log-probabilities by the weights of the folder that it was started with. Those of sampled tokens begin again and
+again."""
 IDS = [7, 8, 9, 10]
 UNKNOWN = (404, '{"error":{"message":"cannot be found","type":"NotFoundError"}}')
 
 
 def agreed(name: str | None) -> None:
     """Stand in for the comparison of the engines with the trainer: they agree."""
+
+
+def trainer(logprobs: Sequence[float]) -> Score:
+    """Return a trainer that scores sampled tokens as `Acting` does that has these log-probabilities."""
+
+    def score(ids: Sequence[int]) -> list[float]:
+        assert list(ids[:-COMPARED]) == IDS
+        return [0.0] * (len(IDS) - 1) + list(islice(cycle(logprobs), COMPARED))
+
+    return score
 
 
 class Acting(Answering):
@@ -31,7 +44,7 @@ class Acting(Answering):
         self.start()
         routes = ["/pause", "/resume", "/is_paused", "/weight_info", "/update_weight_version", "/collective_rpc"]
         routes += ["/reset_prefix_cache", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]
-        routes += ["/v1/completions", PATH]
+        routes += ["/v1/completions", "/inference/v1/generate", "/tokenize", PATH]
         self.answers = HEALTHY | {path: self.route(path) for path in routes}
 
     def start(self) -> None:
@@ -81,10 +94,17 @@ class Acting(Answering):
         if path == "/v1/models":
             base = {"id": "tiny", "root": str(self.root), "parent": None, "max_model_len": 99}
             return {"data": [base, *({"id": name, "root": "", "parent": "tiny"} for name in self.adapters)]}
-        if path == "/v1/completions":
+        if path == "/tokenize":
+            return {"tokens": IDS}
+        if path in ("/v1/completions", "/inference/v1/generate"):
             assert not self.paused, "a call waits until the engine is resumed"
-            name = self.weights if body["model"] == "tiny" else body["model"]
-            entries = zip(body["prompt"][1:], self.scores[name], strict=True)
+            scores = self.scores[self.weights if body["model"] == "tiny" else body["model"]]
+        if path == "/inference/v1/generate":
+            entries = [{"logprob": each} for each in islice(cycle(scores), body["sampling_params"]["max_tokens"])]
+            ids = [5 + i % 3 for i in range(len(entries))]
+            return {"choices": [{"token_ids": ids, "logprobs": {"content": entries}}]}
+        if path == "/v1/completions":
+            entries = zip(body["prompt"][1:], islice(cycle(scores), len(body["prompt"]) - 1), strict=True)
             return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": lp}} for t, lp in entries)]}]}
         return {"is_paused": self.paused, "weight_version": self.version, "success": True}
 

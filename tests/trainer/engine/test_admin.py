@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolltap.addons.errors import EngineError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.admin import EngineAdmin, Load, Models
 from rolltap.trainer.training.online import typed_recipe
 from rolltap.trainer.training.recipe import Recipe
@@ -34,6 +35,21 @@ def test_a_completion_is_scored_by_the_log_probabilities_of_its_own_tokens(answe
     assert (body["model"], body["prompt"], body["prompt_logprobs"]) == ("tiny", [1, 2, 3, 4], 0)
     with pytest.raises(EngineError, match=r"it is not vLLM 0\.32 or newer"):
         admin.score("tiny", [1], [3, 4])
+
+
+def test_tokens_are_sampled_neutrally_and_each_has_its_log_probability(answering, admin):
+    entries = [{"logprob": -0.5}, {"logprob": -2}]
+    choice = {"token_ids": [3, 4], "logprobs": {"content": entries}}
+    answering.answers["/inference/v1/generate"] = {"choices": [choice]}
+    assert admin.sample("tiny", [1, 2], 2) == ([3, 4], [-0.5, -2.0])
+    ((_, body),) = answering.requests
+    assert (body["model"], body["token_ids"]) == ("tiny", [1, 2])
+    expected = {**NEUTRAL_SAMPLING, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
+    assert body["sampling_params"] == expected
+    for wrong in ({"token_ids": [3]}, {"token_ids": [3, 4, 5]}, {"logprobs": {"content": entries[:1]}}):
+        answering.answers["/inference/v1/generate"] = {"choices": [choice | wrong]}
+        with pytest.raises(EngineError, match=r"it is not vLLM 0\.32 or newer"):
+            admin.sample("tiny", [1, 2], 2)
 
 
 def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_caller(answering, admin, monkeypatch):

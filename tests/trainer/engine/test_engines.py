@@ -14,8 +14,8 @@ from rolltap.trainer.engine import admin
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, Weights, served_weights
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
-from rolltap.trainer.engine.weights import Owner, claim
-from tests.trainer.engine.acting import BASE, IDS, acting
+from rolltap.trainer.engine.weights import Base, Owner, claim
+from tests.trainer.engine.acting import BASE, IDS, acting, trainer
 
 RUN, VERSION = "1a2b3c4d", "1a2b3c4d.0.2"
 
@@ -187,14 +187,15 @@ class TestBaseWeights:
     @pytest.fixture
     def verify(self, engines, model, said):
         def verify(own=BASE):
-            engines.verify_base(model, VERSION, IDS, own, 1e-3, said.append)
+            found = engines.verify_base(Base(model, VERSION, IDS, trainer(own), 1e-3), said.append)
+            return list(found.values())
 
         return verify
 
     @pytest.mark.parametrize("version", ["default", f"{RUN}.0.1"])
     def test_an_engine_that_serves_them_is_left_as_it_is(self, pair, verify, said, version):
         pair[0].version = version  # restored by an earlier attempt, or loaded by vLLM
-        verify(own=[-1.0009, -2.0, -3.0])
+        assert verify(own=[-1.0009, -2.0009, -3.0009]) == pytest.approx([9e-4, 9e-4])
         assert (said, pair[0].version) == ([], version)
         assert not {"/pause", "/resume", "/collective_rpc"} & {*pair[0].paths, *pair[1].paths}
 
@@ -213,13 +214,13 @@ class TestBaseWeights:
     )
     def test_an_engine_that_does_not_serve_them_loads_them(self, pair, verify, said, paused, weights, why):
         pair[0].paused, pair[0].weights = paused, weights
-        pair[0].scores["other"] = [-1.0, -2.0, -6.0]
+        pair[0].scores["other"] = [-2.0, -3.0, -4.0]
         verify()
         assert re.search(why, said[0])
         assert (pair[0].paused, pair[0].weights, pair[0].version) == (False, "model", VERSION)
 
     def test_an_engine_that_still_differs_is_refused_by_name_root_version_and_fix(self, pair, verify, model):
-        pair[0].scores["model"] = [-1.0, -2.0, -6.0]
+        pair[0].scores["model"] = [-2.0, -3.0, -4.0]
         with pytest.raises(EngineError) as raised:
             verify()
         parts = (pair[0].url, f"model {model}", f"weights {VERSION}", "1 nats", f"rolltap serve {model}", "--dtype")
@@ -229,7 +230,7 @@ class TestBaseWeights:
 
     def test_an_engine_of_another_model_is_refused_before_it_loads_anything(self, pair, verify, tmp_path):
         pair[0].root = folder(tmp_path / "larger", hidden_size=16)
-        pair[0].scores["model"] = [-1.0, -2.0, -6.0]
+        pair[0].scores["model"] = [-2.0, -3.0, -4.0]
         with pytest.raises(EngineError, match=r"its own model is .*larger, and there is no sign here that it is"):
             verify()
         assert "/collective_rpc" not in pair[0].paths
@@ -260,18 +261,19 @@ class TestBaseWeights:
         assert pair[0].version == VERSION
         said.clear()
         pair[0].root = tmp_path / "elsewhere"
-        verify(own=[-1.0006, -2.0, -3.0])
+        verify(own=[-1.0002, -2.0002, -3.0002])
         assert said == [f"the engine at {pair[0].url} serves {pair[0].root}: taken for {model}, 0.0002 nats from it"]
 
 
 def test_the_differences_are_those_of_each_engine(pair, engines):
-    pair[1].scores["model"] = [-1.0, -2.0, -3.3]
-    assert engines.differences(None, IDS, BASE) == pytest.approx([0, 0.1])
+    pair[1].scores["model"] = [-1.1, -2.1, -3.1]
+    assert [*engines.differences(None, IDS, trainer(BASE)).values()] == pytest.approx([0, 0.1])
     for each in pair:
         each.adapters["policy-1"] = "/1"
-        each.scores["policy-1"] = [-1.0, -1.0, -1.0]
-    assert engines.differences("policy-1", IDS, BASE) == pytest.approx([1, 1])
-    assert engines.differences(None, IDS, [float("nan")] * 3) == [float("inf")] * 2
+        each.scores["policy-1"] = [-2.0, -3.0, -4.0]
+    assert [*engines.differences("policy-1", IDS, trainer(BASE)).values()] == pytest.approx([1, 1])
+    assert [*engines.differences(None, IDS, trainer([float("nan")])).values()] == [float("inf")] * 2
+    assert {path for each in pair for path in each.paths} == {"/v1/models", "/inference/v1/generate"}
 
 
 class TestNewWeights:
@@ -321,7 +323,7 @@ class TestNewWeights:
         assert f"{pair[1].url} has not answered" in caplog.text
         wait_until(lambda: pair[0].paused and pair[1].paused)
         assert not {"/collective_rpc", "/resume"} & {*pair[0].paths, *pair[1].paths}
-        engines.verify_base(old.folder, VERSION, IDS, BASE, 1e-3, lambda line: None)
+        engines.verify_base(Base(old.folder, VERSION, IDS, trainer(BASE), 1e-3), lambda line: None)
         assert [(each.weights, each.paused) for each in pair] == [("model", False)] * 2
 
 

@@ -16,7 +16,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.engine.weights import LIMITS, fixed_ids
+from rolltap.trainer.engine.weights import LIMITS, Base, fixed_ids
 from tests.trainer.engine.acting import agreed
 
 pytestmark = [
@@ -212,14 +212,14 @@ def test_an_engine_that_cannot_read_a_checkpoint_samples_from_the_previous_one(
 
 def test_a_start_finds_an_engine_that_was_killed_between_pause_and_resume(engine, base, restored, tmp_path, tokenizer):
     ids = fixed_ids(tokenizer)
-    engines, own, said = Engines(engine.url), score(base, ids), []
+    said = []
+    trainer = Base(engine.model_dir, f"{RUN}.0.3", ids, partial(score, base), LIMITS["float32"])
 
     def verify():
-        engines.verify_base(engine.model_dir, f"{RUN}.0.3", ids, own, LIMITS["float32"], said.append)
+        return max(Engines(engine.url).verify_base(trainer, said.append).values())
 
-    verify()
+    assert verify() < 1e-4
     assert said == []
-    assert max(engines.differences(None, ids, own)) < 1e-4
     (tmp_path / "half").mkdir()
     perturbed(base).save_pretrained(tmp_path / "half")
     admin = EngineAdmin(engine.url)
@@ -238,8 +238,8 @@ def test_a_published_adapter_is_served_under_its_own_name_beside_the_base(engine
     assert_samples_like(model, generate(engine, name))
     assert_samples_like(base, generate(engine))
     ids = PROMPT[:200]
-    assert max(Engines(engine.url).differences(name, ids, score(model, ids))) < 1e-4
-    assert max(Engines(engine.url).differences(None, ids, score(model, ids))) > 1e-2
+    assert max(Engines(engine.url).differences(name, ids, partial(score, model)).values()) < 1e-4
+    assert max(Engines(engine.url).differences(None, ids, partial(score, model)).values()) > 1e-2
 
 
 def test_the_newest_adapters_stay_loaded(engine, base, restored, publisher):
@@ -303,7 +303,8 @@ class TestTwoEngines:
             publisher("checkpoint", *urls).publish(perturbed(base), f"{RUN}.1.0", agreed)
         assert [EngineAdmin(url).is_paused() for url in urls] == [False, True]
         ids, said = fixed_ids(tokenizer), []
-        Engines(urls).verify_base(engine.model_dir, f"{RUN}.0.1", ids, score(base, ids), 1e-3, said.append)
+        trainer = Base(engine.model_dir, f"{RUN}.0.1", ids, partial(score, base), 1e-3)
+        Engines(urls).verify_base(trainer, said.append)
         assert [second_engine.url in line for line in said] == [True]
         for each in (engine, second_engine):
             assert_samples_like(base, generate(each))

@@ -25,7 +25,7 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.engine.admin import Models
+from rolltap.trainer.engine.admin import Models, Sampled
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.session import Stage
 from rolltap.trainer.traces.reader import load_sessions
@@ -164,11 +164,11 @@ class FolderEngine:
     def unload_adapter(self, name: str) -> None:
         shutil.rmtree(self.place / name)
 
-    @torch.no_grad()
-    def score(self, model: str, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> list[float]:
+    def sample(self, model: str, prompt_ids: Sequence[int], tokens: int) -> Sampled:
         assert not self.is_paused(), "a call waits until the engine is resumed"
         policy, _ = served(self.place, None if model == "tiny" else model)
-        return logprobs_of(policy, [*prompt_ids], [*completion_ids])
+        ids = random.Random(model).choices(range(2, VOCABULARY), k=tokens)
+        return Sampled(ids, logprobs_of(policy, [*prompt_ids], ids))
 
     def _refuse(self, folder: Path) -> None:
         if self.place.name in self.refuses and folder != self.model:
@@ -316,6 +316,7 @@ def sampled(model: Any, rng: random.Random, task: str, session_id: str, version:
     return calls
 
 
+@torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> list[float]:
     scores = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     scored: list[float] = scores.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()

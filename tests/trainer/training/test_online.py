@@ -28,7 +28,6 @@ from rolltap.trainer.training.attempt import Attempt
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
-from rolltap.trainer.training.serving import Serving
 from rolltap.trainer.training.steps import BATCHES, TrainedBatches
 from tests.factories import START, make_call
 from tests.trainer.engine.acting import serving
@@ -84,8 +83,6 @@ class Loop:
             raise self.refusal
         self.published.append(version)
         write_policy(self.folder, None, version)
-
-    check_calls = Serving.check_calls
 
     def run_sessions(self, groups, version, evaluation):
         evaluated = evaluation.groups if evaluation is not None else []
@@ -425,87 +422,11 @@ class TestAhead:
             source.finish(1)
         assert self.loop.published[-1] == "1a2b3c4d.1.0"
 
-    def test_a_restart_checks_only_calls_that_it_recorded(self, make, monkeypatch):
-        checked = []
-        monkeypatch.setattr(Loop, "check_calls", lambda loop, names, console: checked.append(names), raising=False)
-        self.step(make(), 0)
-        again = make(0, attempt=1)
-        for number in range(4):
-            self.step(again, number)
-        assert checked == [["c-1a2b3c4d.2.0-0.1", "c-1a2b3c4d.2.0-1.1"]]
-
     def test_ages_are_in_steps_whatever_the_iterations_of_a_step(self, make):
         source = make(grpo={"num_iterations": 2})
         self.step(source, 0)
         batch = self.step(source, 2)
         assert (batch.ledger.trained, self.loop.metrics["age/max"]) == (4, 1.0)
-
-
-def report_of(**kinds):
-    """Return a check's report: kind -> calls, tokens and mean difference."""
-    rows = [
-        SimpleNamespace(kind=kind, calls=calls, tokens=tokens, mean_difference=mean, within=mean <= 0.01)
-        for kind, (calls, tokens, mean) in kinds.items()
-    ]
-    return SimpleNamespace(rows=rows, threshold=0.01)
-
-
-class TestFirstStepIsChecked:
-    @pytest.fixture
-    def checked(self, monkeypatch):
-        """Return what was checked: URLs and sessions, and how often weights had been published before."""
-        checked = []
-
-        def check_sessions(run, urls, session_ids, *, sample):
-            checked.append((urls, list(session_ids), list(self.loop.published)))
-            if isinstance(self.report, EngineError):
-                raise self.report
-            return self.report
-
-        monkeypatch.setattr("rolltap.trainer.training.serving.check_sessions", check_sessions)
-        return checked
-
-    def run(self, folder, report, attempt=0, steps=range(3)):
-        self.report, self.loop = report, Loop(folder)
-        source = self.loop.source(steps[0], attempt)
-        for number in steps:
-            source.trainer.state.global_step = number
-            source.before_batch()
-            source([{"task_id": "a"}])
-        source.finish(steps[-1] + 1)
-        return self.loop.console.file.getvalue()
-
-    def test_once_while_the_engines_still_serve_its_weights(self, tmp_path, checked):
-        printed = self.run(tmp_path, report_of(root=(3, 30, 1e-4), bridged=(1, 10, 5e-4)))
-        sessions = ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
-        assert checked == [("http://a,http://b", sessions, ["1a2b3c4d.0.0"])]
-        assert printed.count("checked 4 calls of the first step: scored again, a token differs by 2.0e-04 nats") == 1
-        assert "warning" not in printed
-
-    def test_the_kind_of_prompt_that_differs_most_is_warned_of(self, tmp_path, checked):
-        report = report_of(root=(3, 30, 1e-4), bridged=(1, 10, 0.5), rendered=(1, 10, 0.2))
-        printed = self.run(tmp_path, report)
-        assert (
-            "warning: tokens after a bridged prompt differ by 5.0e-01 nats on average, and more than 0.01 " in printed
-        )
-
-    @pytest.mark.parametrize("report", ["2 not sampled neutrally", EngineError("2 not sampled neutrally")])
-    def test_why_nothing_was_compared_is_a_warning_and_the_training_goes_on(self, tmp_path, checked, report):
-        printed = self.run(tmp_path, report)
-        assert printed.count("warning: no call of the first step ") == printed.count(": 2 not sampled neutrally\n") == 1
-        assert self.loop.published[-1] == "1a2b3c4d.3.0"
-
-    def test_a_new_start_checks_the_first_step_that_it_records(self, tmp_path, checked):
-        self.run(tmp_path, "nothing")
-        checked.clear()
-        self.run(tmp_path, "nothing", attempt=1, steps=(2, 3))
-        assert [sessions for _, sessions, _ in checked] == [["a-1a2b3c4d.3.0-0.1", "a-1a2b3c4d.3.0-1.1"]]
-
-    def test_a_new_start_that_records_nothing_checks_nothing(self, tmp_path, checked):
-        self.run(tmp_path, "nothing")
-        checked.clear()
-        printed = self.run(tmp_path, "nothing", attempt=1)
-        assert (checked, "checked" in printed) == ([], False)
 
 
 class TestGroupsWithoutSignal:

@@ -139,6 +139,73 @@ class TestTheLastAdapter:
         assert "cannot be loaded from the run folder: no such folder" in caplog.text
 
 
+class TestSteps:
+    @pytest.fixture
+    def console(self):
+        return Console(record=True, width=1000)
+
+    @pytest.fixture
+    def begun(self, serving, trainer, console):
+        """Return a function that verifies engines, whose tokens differ by so much from the trainer's."""
+
+        score = trainer.score
+
+        def begun(differs=0.0, **settings):
+            trainer.score = lambda ids, base=False: [logprob - differs for logprob in score(ids)]
+            started = serving(**settings)
+            started.verify_base(trainer, "1a2b3c4d.0.0", console)
+            return started
+
+        return begun
+
+    def metrics(self, tokens=1000.0, **kinds):
+        return {
+            **{f"difference/{kind}": value for kind, value in kinds.items()},
+            **{f"tokens/{kind}": tokens for kind in kinds},
+        }
+
+    def test_the_difference_of_the_base_weights_is_printed_with_the_limits_that_follow_from_it(self, begun, console):
+        begun(0.011, dtype="bfloat16")
+        printed = console.export_text()
+        assert "by 1.1e-02 nats on average; more than 3.3e-02 is a warning, more than 0.1 ends the training" in printed
+        begun(dtype="bfloat16")
+        assert "more than 1.0e-02 is a warning" in console.export_text()  # a tenth of the limit in any case
+
+    def test_the_first_step_is_printed_and_is_no_warning_where_rounding_explains_it(self, begun, console):
+        started = begun(0.011, dtype="bfloat16")
+        console.export_text()
+        for step in (4, 5):
+            started.check_step(step, self.metrics(root=0.02, bridged=0.012), console)
+        assert console.export_text().splitlines() == [
+            "step 5: a sampled token after a root prompt differs from the trainer's by 2.0e-02 nats on average",
+            "step 5: a sampled token after a bridged prompt differs from the trainer's by 1.2e-02 nats on average",
+        ]
+
+    def test_more_than_rounding_is_a_warning_that_names_the_kind_of_prompt(self, begun, console):
+        started = begun(0.011, dtype="bfloat16")
+        started.check_step(0, self.metrics(root=0.02, bridged=0.05), console)
+        (warning,) = [line for line in console.export_text().splitlines() if line.startswith("warning")]
+        assert "after a bridged prompt differs from the trainer's by 5.0e-02 nats" in warning
+        assert warning.endswith("rounding explains 3.3e-02")
+
+    @pytest.mark.parametrize("differs", [0.32, float("nan"), float("inf")])
+    def test_more_than_the_limit_ends_the_training(self, begun, console, differs):
+        started = begun(0.011, dtype="bfloat16")
+        with pytest.raises(EngineError, match=r"step 4: .* after a bridged prompt .*limit is 0\.1: .* max_difference"):
+            started.check_step(3, self.metrics(root=0.02, bridged=differs), console)
+        begun(0.011, dtype="bfloat16", max_difference=1.0).check_step(3, self.metrics(bridged=0.32), console)
+
+    def test_a_few_tokens_alone_end_nothing(self, begun, console):
+        begun(dtype="bfloat16").check_step(3, self.metrics(63.0, bridged=0.32), console)
+        assert "warning: step 4: " in console.export_text()
+
+    def test_a_step_of_older_weights_says_nothing(self, begun, console):
+        started = begun()
+        console.export_text()
+        started.check_step(3, {"off_policy/bridged": 2.0, "tokens/bridged": 100.0}, console)
+        assert console.export_text() == ""
+
+
 def test_adapters_of_ended_trainings_are_unloaded_at_the_start(serving, trainer, tmp_path):
     started = serving()
     for name in ("policy-22222222.1.0", "policy-1a2b3c4d.1.0"):

@@ -2,7 +2,8 @@
 
 A call's prompt and completion are sent as one prompt and vLLM reports the log-probability of each token of it
 (`prompt_logprobs` of `POST /v1/completions`). These are the policy's own, so only calls that were sampled neutrally,
-by weights that the engine serves, can be compared. The engine's versions say which these are.
+by weights that the engine serves, can be compared. The engine's versions say which these are. vLLM scores a prompt by
+other kernels than those that sample, so rounding differs: the engine's own difference on a fixed text is the measure.
 """
 
 import json
@@ -25,16 +26,14 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, find_violation
 from rolltap.trainer.console import Advance
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines, recorded_models, served_weights
+from rolltap.trainer.engine.weights import COMPARED, FIXED_TEXT, LIMITS, expected_limit, mean_difference
 from rolltap.trainer.traces.reader import iter_sessions
 
 KINDS: tuple[CallKind, ...] = ("root", "bridged", "rendered")
 HARMLESS_SAMPLING = {"max_tokens", "seed", "stop", "stop_token_ids", "asked"}
 """Sampling parameters that do not change the distribution of a sampled token."""
-
-THRESHOLD = 0.01
-"""Largest mean difference in nats that is agreement. Provisional: a float32 engine on CPU reproduces its
-log-probabilities within 0.0001; bfloat16 on a GPU was not measured, where results depend on the batch."""
 
 CallName = tuple[CallKind, str, str]
 """Kind, session id and call id."""
@@ -78,6 +77,8 @@ class CheckReport(JupyterMixin):
     recorded_model: str
     served_model: str
     threshold: float
+    rounding: float
+    """Mean difference of the base model's own sampling from its scores, on a fixed text, in nats."""
     rows: list[CheckRow]
     comparable: int
     """Number of calls that can be compared. The sample is taken from these."""
@@ -108,6 +109,10 @@ class CheckReport(JupyterMixin):
                 Text("within") if row.within else Text("differs", style="red"),
             )
         yield table
+        yield Text(
+            f"the limit is {self.threshold:.2g}: on a fixed text, the engine's sampling and its scores differ by "
+            f"{self.rounding:.2g}"
+        )
         scored = sum(row.calls for row in self.rows)
         yield Text(f"{scored} of {self.comparable} calls that can be compared were scored by {self.served_model}")
         for reason, count in sorted(self.skipped.items()):
@@ -122,41 +127,30 @@ class CheckReport(JupyterMixin):
                 )
 
 
-def check_run(run: Path, engine_url: str, *, sample: int, seed: int, threshold: float, advance: Advance) -> CheckReport:
-    """Score up to `sample` calls of a run on a running engine, and compare.
-
-    `engine_url` may name several engines, with commas. Each scores a share of the calls. Raises `RunError` when the
-    folder cannot be read, `EngineError` when an engine does not answer as it should, and `InputError` when no call of
-    the run can be compared, which says what the engines serve instead.
-    """
-    found = check_sessions(run, engine_url, None, sample=sample, seed=seed, threshold=threshold, advance=advance)
-    if isinstance(found, CheckReport):
-        return found
-    raise InputError(f"no call of {run} can be compared: {found}")
-
-
-def check_sessions(
+def check_run(
     run: Path,
     engine_url: str,
-    session_ids: Collection[str] | None,
     *,
     sample: int,
-    seed: int = 0,
-    threshold: float = THRESHOLD,
-    advance: Advance = lambda *_: None,
-) -> CheckReport | str:
-    """Score up to `sample` calls of some sessions, or of all, as `check_run` does; or return why none can be compared.
+    seed: int,
+    threshold: float | None,
+    advance: Advance,
+) -> CheckReport:
+    """Score up to `sample` calls of a run on a running engine, and compare.
 
-    A training calls it while the engines still serve the weights that sampled the sessions. Raises `RunError` and
-    `EngineError`.
+    `engine_url` may name several engines, with commas. Each scores a share of the calls. Without a `threshold` the
+    limit follows from the type of the weights and from the engines' own rounding, which is measured. Raises `RunError`
+    when the folder cannot be read, `EngineError` when an engine does not answer as it should or may end by it, and
+    `InputError` when no call of the run can be compared, which says what the engines serve instead.
     """
     engines = Engines(engine_url)
+    engines.each(EngineAdmin.require_scores)
     metadata = read_metadata(run)
     served = served_weights(engines, run, recorded_models(metadata))
     skipped: Counter[str] = Counter()
     versions: Counter[str] = Counter()
     comparable: list[CallName] = []
-    for session in iter_sessions(run, session_ids):
+    for session in iter_sessions(run):
         for call in session.calls:
             versions.update({span.version for span in call.weight_versions})
             if reason := incomparable(call, served.names, served.max_model_len):
@@ -166,7 +160,10 @@ def check_sessions(
     if not comparable:
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "it holds none"
         sampled = ", ".join(sorted(versions)[:5]) or "nothing"
-        return f"{why}; its calls were sampled by the weights {sampled}, and {served.found}"
+        raise InputError(
+            f"no call of {run} can be compared: {why}; its calls were sampled by the weights {sampled}, and "
+            f"{served.found}"
+        )
     chosen = choose(comparable, sample, seed)
     scores: list[Score] = []
     for session in iter_sessions(run, {session_id for _, session_id, _ in chosen}):
@@ -176,9 +173,21 @@ def check_sessions(
                 engine = engines.admins[len(scores) % len(engines.admins)]
                 name = served.names[call.weight_versions[0].version] or engine.models().base
                 scores.append((call, engine.score(name, call.prompt_ids, call.completion_ids)))
+    rounding = max(engines.each(own_rounding))
+    if threshold is None:
+        dtype = engines.admins[0].dtype() or "bfloat16"
+        threshold = expected_limit(LIMITS[dtype], rounding)
     rows = summarize_scores(scores, threshold)
     model = str(metadata.get("model", ""))
-    return CheckReport(model, served.root, threshold, rows, len(comparable), dict(skipped))
+    return CheckReport(model, served.root, threshold, rounding, rows, len(comparable), dict(skipped))
+
+
+def own_rounding(engine: EngineAdmin) -> float:
+    """Return the mean difference of an engine's own sampling from its scores of the same tokens, in nats."""
+    base = engine.models().base
+    ids = engine.tokenize(FIXED_TEXT)
+    sampled = engine.sample(base, ids, COMPARED)
+    return mean_difference(sampled.logprobs, engine.score(base, ids, sampled.ids))
 
 
 def incomparable(call: Call, names: Collection[str], max_model_len: int) -> str | None:

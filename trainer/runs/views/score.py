@@ -88,8 +88,7 @@ class Teacher:
         if len(scorers) > 1:
             raise InputError(f"the engines serve {' and '.join(sorted(scorers))}: give those of one scorer")
         self.scorer, self.max_model_len = scorers.pop(), min(each.max_model_len for each in models)
-        # with adapters, vLLM 0.32 dies of the log-probabilities of a prompt beside another request
-        self.most = 1 if any(self.engines.each(EngineAdmin.takes_adapters)) else None
+        self.engines.each(EngineAdmin.require_scores)
 
     def _scorer(self, engine: EngineAdmin) -> str:
         version = self.adapter or "without a name"
@@ -153,9 +152,9 @@ def score_run(
 
     waiting, engines, difference, compared = paths(), cycle(teacher.engines.admins), 0.0, 0
     running = dict[Future[list[Score]], list[Call]]()
-    with RunWriter(run) as writer, ThreadPoolExecutor(most := teacher.most or concurrency) as pool:
+    with RunWriter(run) as writer, ThreadPoolExecutor(concurrency) as pool:
         while True:
-            while len(running) < most and (path := next(waiting, None)):
+            while len(running) < concurrency and (path := next(waiting, None)):
                 running[pool.submit(teacher.score, next(engines), name, path, top_k)] = path
             if not running:
                 break

@@ -191,6 +191,7 @@ class StepMetrics:
                 metrics["tokens_masked"] = sums["cut_low"] + sums["cut_high"]
         for kind in KINDS:
             if count := sums[f"count/{kind}"]:
+                metrics[f"tokens/{kind}"] = count
                 difference = sums[f"difference/{kind}"] / count
                 if self._on_policy:
                     metrics |= {f"difference/{kind}": difference, "difference_max": maxima["difference"]}

@@ -18,7 +18,7 @@ The way of a generation batch:
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -84,6 +84,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     record: Callable[[int, StepAccount, Iterable[Scored]], None] | None = None
     """Called on the main process with each optimizer step, before the weights change: the steps that were taken before
     it, its batch, and the values of its tokens. Set it on every process or on none."""
+    check_step: Callable[[int, Mapping[str, float]], None] | None = None
+    """Called as `record` is, and before it, with the steps that were taken before and the metrics of the step. What it
+    raises ends all processes, and the weights stay as they are."""
     _step: int
 
     def __init__(
@@ -156,7 +159,10 @@ class TraceGRPOTrainer(ReplicatedTrainer):
                 self.model.zero_grad(set_to_none=True)
             if self._shards:
                 self.log_metrics({"gathered_gib": self._gathered.pop("bytes") / 2**30})
-            self.log_metrics(self._step_metrics.values(gathered(self._step_metrics.local(self.args.device))))
+            metrics = self._step_metrics.values(gathered(self._step_metrics.local(self.args.device)))
+            self.log_metrics(metrics)
+            if (check_step := self.check_step) is not None:
+                on_main(lambda: check_step(self.state.global_step, metrics))
             if (record := self.record) is not None:
                 scored = gathered([(traces, each.cpu().numpy()) for traces, each in self._step_metrics.scored])
                 on_main(lambda: record(self.state.global_step, self._account, chain(*scored)))

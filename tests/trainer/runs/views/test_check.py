@@ -18,8 +18,9 @@ from rolltap.addons.store.metadata import add_engine
 from rolltap.addons.store.records import VersionSpan
 from rolltap.trainer.cli.runs import check_command
 from rolltap.trainer.engine.engines import Engines
+from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.runs.views.check import CheckReport, check_sessions, choose, incomparable, summarize_scores
+from rolltap.trainer.runs.views.check import CheckReport, choose, incomparable, summarize_scores
 from tests.factories import make_call, write_run
 from tests.trainer.engine.acting import acting
 
@@ -100,7 +101,7 @@ def test_differences_are_summed_up_by_kind_and_policy_version():
 
 def test_a_row_that_differs_is_marked_without_markup():
     rows = summarize_scores([(call("a"), [-0.5, -9.0])], 0.05)
-    report = CheckReport("m", "m", 0.05, rows, 1, {})
+    report = CheckReport("m", "m", 0.05, 0.01, rows, 1, {})
     Console(file=(printed := StringIO()), width=200).print(report, markup=False)
     assert "differs" in printed.getvalue()
     assert "[red]" not in printed.getvalue()
@@ -173,20 +174,55 @@ class TestWeights:
         status, output = check(run, engine.url, "--json")
         assert (status, json.loads(output)["skipped"]) == (0, {"other weights": 1})
 
-    def test_some_sessions_are_checked_on_every_engine_of_a_training(self, engine, tmp_path):
-        others = [replace(call(f"c{i}", version=ADAPTER), session_id="t") for i in range(4)]
-        run = write(tmp_path / "run", [call(version=ADAPTER), *others])
+    def test_every_engine_scores_a_share_of_the_calls(self, engine, tmp_path):
+        run = write(tmp_path / "run", [call(f"c{i}", version=ADAPTER) for i in range(4)])
         with acting(tmp_path / "model") as second:
             second.scores = engine.scores | {f"policy-{ADAPTER}": (-0.25, -0.5, -1.5)}
-            url = f"{engine.url},{second.url}"
-            assert f"its calls were sampled by the weights {ADAPTER}" in check_sessions(run, url, ["t"], sample=9)
             for each in (engine, second):
                 each.adapters[f"policy-{ADAPTER}"] = "/a"
-            report = check_sessions(run, url, ["t"], sample=9)
-            assert (report.comparable, report.rows[0].calls, report.within) == (4, 4, False)
-            assert report.rows[0].mean_difference == pytest.approx(0.25)
-            assert [each.paths.count("/v1/completions") for each in (engine, second)] == [2, 2]
-            assert "it holds none" in check_sessions(run, url, [], sample=9)
+            status, output = check(run, f"{engine.url},{second.url}", "--json")
+        report = json.loads(output)
+        assert (status, report["comparable"], report["rows"][0]["calls"]) == (1, 4, 4)
+        assert report["rows"][0]["mean_difference"] == pytest.approx(0.25)
+        for each in (engine, second):
+            prompts = [body["prompt"] for path, body in each.requests if path == "/v1/completions"]
+            assert prompts.count([1, 2, 5, 6]) == 2
+
+    @pytest.mark.parametrize(
+        ("dtype", "rounding", "limit"),
+        [
+            ("bfloat16", 0.0, 0.01),
+            ("bfloat16", 0.02, 0.06),
+            ("bfloat16", 0.5, 0.1),
+            ("float32", 0.0, 1e-4),
+        ],
+    )
+    def test_the_limit_follows_the_type_and_the_engine_s_own_rounding(self, engine, tmp_path, dtype, rounding, limit):
+        engine.answers["/server_info"] = (200, f"dtype=torch.{dtype}")
+        score = engine.route("/v1/completions")
+
+        def rounded(method, body):
+            answer = score(method, body)
+            if len(body["prompt"]) > 4:  # the tokens that it sampled itself
+                for entry in answer["choices"][0]["prompt_logprobs"][1:]:
+                    for logprob in entry.values():
+                        logprob["logprob"] -= rounding
+            return answer
+
+        engine.scores["model"] = (-0.5, -0.5, -0.5)
+        engine.answers["/v1/completions"] = rounded
+        status, output = check(write(tmp_path / "run", [call()], engine.root), engine.url, "--json")
+        report = json.loads(output)
+        assert status == 0
+        assert (report["threshold"], report["rounding"]) == (pytest.approx(limit), pytest.approx(rounding))
+
+    def test_an_engine_that_ends_by_scores_beside_other_calls_is_refused(self, engine, tmp_path):
+        engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
+        run = write(tmp_path / "run", [call()], engine.root)
+        assert check(run, engine.url)[0] == 0  # the register says that `rolltap serve` started it
+        del engine.answers[PATH]
+        with pytest.raises(EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"):
+            check(run, engine.url)
 
 
 @pytest.mark.engine

@@ -1,7 +1,7 @@
 """`rolltap score`: log-probabilities of another model at every sampled token, stored in the run."""
 
 import json
-from threading import Barrier, Event
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from rolltap.addons.store.metadata import tokenizer_digests
 from rolltap.addons.store.tables import run_files
 from rolltap.errors import EngineError, InputError
 from rolltap.trainer.cli.runs import score_command
+from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH
 from tests.factories import add_rows, make_call, make_session, write_run
 from tests.trainer.engine.acting import Acting, serving
 
@@ -145,21 +146,12 @@ def test_so_many_requests_run_at_a_time(run, engine):
     assert len(engine.scored) == 3
 
 
-def test_an_engine_that_takes_adapters_gets_one_request_at_a_time(run, engine):
+def test_an_engine_that_ends_by_scores_beside_other_calls_is_refused(run, engine):
     engine.answers["/server_info"] = {"vllm_config": {"lora_config": {"max_loras": 2}}}
-    second, together = Event(), []
-
-    def act(path, method, body, known=engine.act):
-        if path == "/v1/completions" and not together:
-            together.append(None)
-            together[0] = second.wait(0.3)  # another request would come at once
-        elif path == "/v1/completions":
-            second.set()
-        return known(path, method, body)
-
-    engine.act = act
-    score(run, engine)
-    assert (together, len(engine.scored)) == ([False], 3)
+    del engine.answers[PATH]  # `rolltap serve` did not start it
+    with pytest.raises(EngineError, match=r"takes LoRA adapters, .* start it with `rolltap serve`, or without"):
+        score(run, engine)
+    assert engine.scored == []
 
 
 def test_a_later_call_is_scored_alone(run, engine):

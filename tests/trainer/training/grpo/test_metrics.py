@@ -205,6 +205,7 @@ class TestStep:
                 "sampler_ratio/rendered": (1 + math.exp(-0.25)) / 2,
             }
         )
+        assert named(step, "tokens/") == {"tokens/bridged": 2, "tokens/rendered": 2}
 
     def test_a_difference_from_other_weights_than_those_that_sampled_has_another_name(self):
         step = values(tokens([-1.0, -2.0], [-1.5, -2.25]), on_policy=False)

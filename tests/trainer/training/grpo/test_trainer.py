@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Qwen3ForCausalLM
 from trl import GRPOConfig
 
+from rolltap.addons.errors import EngineError
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.grpo import trainer as module
@@ -439,6 +440,28 @@ def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, t
     trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
     trainer.train()
     assert trainer.state.log_history[0]["engine_difference"] == 1.0
+
+
+def test_a_step_that_its_check_refuses_ends_the_training_before_the_weights_change(model, traces, tmp_path):
+    checked = []
+
+    def check_step(step, metrics):
+        checked.append((step, sorted(name for name in metrics if name.startswith(("difference/", "tokens/")))))
+        if step == 1:
+            raise EngineError("the engine sampled other tokens")
+
+    trainer = make_trainer(model, tmp_path, traces, max_steps=3)
+    trainer.check_step = check_step
+    with pytest.raises(EngineError, match="sampled other tokens"):
+        trainer.train()
+    kinds = ["difference/root", "tokens/root"]
+    assert checked == [(0, kinds), (1, kinds)]
+    once = make_trainer(model, tmp_path / "once", traces, max_steps=3)
+    once.check_step = lambda step, metrics: setattr(once.control, "should_training_stop", True)
+    once.train()
+    assert once.state.global_step == 1
+    for name, weight in once.model.state_dict().items():
+        assert torch.equal(weight, trainer.model.state_dict()[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
