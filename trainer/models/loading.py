@@ -22,11 +22,14 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from rolltap.addons.errors import InputError
 
-INSTALL = "pip install --no-build-isolation 'rolltap[train,kernels]'"
-"""Command that installs all of them, on the machine with the GPU: one is compiled against the torch that is there."""
+LINEAR_ATTENTION = "flash-linear-attention"
+"""The package of kernels for linear attention. Triton compiles them where they run, without nvcc."""
+INSTALL = "pip install '.[train,kernels]'"
+"""Command that installs it, in a clone. The other packages are compiled with nvcc, against the
+torch that is there."""
 
 _FALLBACK = re.compile(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"')
-_PACKAGES = {"fla": "flash-linear-attention"}
+_PACKAGES = {"fla": LINEAR_ATTENTION}
 """Modules whose package has another name than the module with hyphens."""
 
 

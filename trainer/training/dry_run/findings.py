@@ -9,7 +9,7 @@ import torch
 
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.doctor.model import diagnose
-from rolltap.trainer.models.loading import INSTALL, kernels
+from rolltap.trainer.models.loading import INSTALL, LINEAR_ATTENTION, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
@@ -64,9 +64,15 @@ def of_numbers(
     elif recipe.max_tokens > numbers.context:
         text = f"max_tokens = {recipe.max_tokens:,} is more than {context}"
         yield Finding("error", text, f"max_tokens = {numbers.context} or less")
-    if missing := [name for name, there in kernels(numbers.model_type).items() if not there]:
-        text = f"linear attention falls back to torch, which is slower: no {' and no '.join(missing)} here"
-        yield Finding("warning", text, f"{INSTALL} on the machine with the GPU")
+    missing = [name for name, there in kernels(numbers.model_type).items() if not there]
+    if LINEAR_ATTENTION in missing:
+        missing.remove(LINEAR_ATTENTION)
+        text = f"linear attention falls back to torch, which is slower: no {LINEAR_ATTENTION} here"
+        yield Finding("warning", text, f"{INSTALL} in a clone, on the machine with the GPU")
+    if missing:
+        text = f"no {' and no '.join(missing)} here: torch does the same"
+        fix = f"none is needed; with nvcc, pip install --no-build-isolation {' '.join(missing)}"
+        yield Finding("note", text, fix)
     if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
         text = "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned"
         fix = "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings"

@@ -106,11 +106,25 @@ def test_a_folder_without_a_model_is_one_error_and_no_plan(tmp_path):
     json.dumps(found.to_json())
 
 
-def test_linear_attention_without_kernels_is_a_warning(model, monkeypatch):
-    monkeypatch.setattr(findings, "kernels", lambda _: {"a": False, "b": True})
+def test_linear_attention_without_its_kernels_is_a_warning_with_a_command_that_works(model, monkeypatch):
+    monkeypatch.setattr(findings, "kernels", lambda _: {"flash-linear-attention": False, "causal-conv1d": True})
     found = planned(model, lora=LORA)
     assert found.can_start
-    assert any("no a" in text and "no b" not in text for text in said(found, "warning"))
+    (warning,) = [finding for finding in found.findings if "linear attention" in finding.text]
+    assert (warning.level, warning.fix) == (
+        "warning",
+        "pip install '.[train,kernels]' in a clone, on the machine with the GPU",
+    )
+
+
+def test_kernels_that_are_compiled_with_nvcc_are_a_remark(model, monkeypatch):
+    there = {"flash-linear-attention": True, "causal-conv1d": False, "mamba-ssm": False}
+    monkeypatch.setattr(findings, "kernels", lambda _: there)
+    found = planned(model, lora=LORA)
+    assert not any("linear attention" in text for text in said(found, "warning"))
+    (note,) = [finding for finding in found.findings if "causal-conv1d" in finding.text]
+    assert (note.level, "mamba-ssm" in note.text) == ("note", True)
+    assert "pip install --no-build-isolation causal-conv1d mamba-ssm" in note.fix
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
