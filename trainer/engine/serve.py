@@ -65,6 +65,11 @@ def is_cpu_build(vllm: str) -> bool:
 
 _RECURRENT = ("linear_", "mamba_", "ssm_")
 """Beginnings of the keys of `config.json` for layers with a recurrent state: linear attention, state spaces."""
+_GATED_DELTA = "linear_num_value_heads"
+"""A key for layers of Gated DeltaNet alone (Qwen3-Next, Qwen3.5, OLMo-Hybrid)."""
+MAX_SEQUENCES = 64
+"""Calls that an engine computes at a time. vLLM's default for large GPUs is 1,024: it does not
+start then, because the cache of a model with linear attention has fewer blocks."""
 
 
 class Parts(NamedTuple):
@@ -72,6 +77,7 @@ class Parts(NamedTuple):
 
     vision: bool = False
     recurrent: bool = False
+    gated_delta: bool = False
 
     @classmethod
     def of(cls, model: str | Path) -> Self:
@@ -84,7 +90,8 @@ class Parts(NamedTuple):
         except (ImportError, OSError, ValueError):
             return cls()  # vLLM says why
         text = config.get("text_config") or config
-        return cls("vision_config" in config, any(key.startswith(_RECURRENT) for key in text))
+        recurrent = any(key.startswith(_RECURRENT) for key in text)
+        return cls("vision_config" in config, recurrent, _GATED_DELTA in text)
 
     @property
     def cpu_type(self) -> Literal["bfloat16", "float32"]:
@@ -128,12 +135,16 @@ def engine_command(
         command += ["--enable-return-routed-experts"]
     if has.vision:
         command += ["--language-model-only"]  # the recorder hides images
+    if has.gated_delta and not cpu:
+        # on Hopper GPUs, the default compiles with nvcc, and ends the engine where there is none
+        command += ["--gdn-prefill-backend", "triton"]
+    command += ["--max-num-seqs", str(MAX_SEQUENCES)]
     if cpu:
         # the KV cache size is required on CPU
         command += ["--dtype", has.cpu_type, "--enforce-eager", "--kv-cache-memory-bytes", str(256 * 1024 * 1024)]
         # a seeded request whose prefill is chunked crashes the engine; cached states of recurrent layers need chunks
         command += ["--enable-chunked-prefill" if has.recurrent else "--no-enable-chunked-prefill"]
-        command += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "64"]
+        command += ["--max-num-batched-tokens", str(length)]
     return command
 
 

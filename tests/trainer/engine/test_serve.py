@@ -2,7 +2,9 @@ import json
 import signal
 import socket
 import stat
+import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -39,6 +41,7 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     middleware = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
     assert middleware == ["rolltap_owner.OneOwner", "rolltap_key.RequireKey"]  # the last one is outermost: the key
     assert not {"--dtype", "--enforce-eager", "--max-model-len", "--enable-lora"} & set(command)
+    assert "--gdn-prefill-backend" not in command
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
     assert int(flag(command, "--max-cpu-loras")) > Recipe.model_fields["adapters"].default
@@ -60,14 +63,21 @@ def test_on_cpu_a_prefill_is_never_split():
     assert flag(command, "--dtype") == "float32"
 
 
-GDN = {"text_config": {"linear_num_key_heads": 2}, "vision_config": {}}
+@pytest.mark.parametrize("cpu", [False, True])
+def test_an_engine_computes_64_calls_at_once_for_which_hybrid_models_have_blocks(cpu):
+    command = engine_command("vllm", "model", **DEFAULTS, cpu=cpu)
+    assert flag(command, "--max-num-seqs") == "64"
+
+
+GDN = {"text_config": {"linear_num_value_heads": 2}, "vision_config": {}}
 
 
 @pytest.mark.parametrize(
     ("config", "parts", "cpu_type"),
     [
-        (GDN, Parts(vision=True, recurrent=True), "bfloat16"),
-        ({"linear_num_key_heads": 2}, Parts(recurrent=True), "bfloat16"),
+        (GDN, Parts(vision=True, recurrent=True, gated_delta=True), "bfloat16"),
+        ({"linear_num_value_heads": 2}, Parts(recurrent=True, gated_delta=True), "bfloat16"),
+        ({"linear_attn_alpha_factor": 1}, Parts(recurrent=True), "bfloat16"),
         ({"mamba_d_state": 16}, Parts(recurrent=True), "bfloat16"),
         ({"text_config": {"hidden_size": 64}, "vision_config": {}}, Parts(vision=True), "float32"),
         ({"hidden_size": 64}, Parts(), "float32"),
@@ -81,8 +91,10 @@ def test_what_a_model_needs_is_read_in_its_configuration(tmp_path, config, parts
     assert flag(command, "--dtype") == cpu_type
     assert ("--language-model-only" in command) == parts.vision
     assert ("--enable-chunked-prefill" in command) == parts.recurrent
+    assert "--gdn-prefill-backend" not in command
     on_gpu = engine_command("vllm", "model", **DEFAULTS | {"has": found}, cpu=False)
     assert ("--language-model-only" in on_gpu) == parts.vision
+    assert ("--gdn-prefill-backend triton" in " ".join(on_gpu)) == parts.gated_delta
     assert "--dtype" not in on_gpu
 
 
@@ -209,6 +221,32 @@ class TestKey:
         with pytest.raises(EngineError, match="answers without its key: it ignores --middleware"):
             server.__enter__()
         assert server.wait() == -signal.SIGTERM
+
+
+PARSED = """
+import json, sys
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+serve, parser = ServeSubcommand(), FlexibleArgumentParser()
+serve.subparser_init(parser.add_subparsers())
+arguments = parser.parse_args(sys.argv[1:])
+serve.validate(arguments)
+print(json.dumps([arguments.max_num_seqs, arguments.gdn_prefill_backend, arguments.max_loras]))
+"""
+
+
+@pytest.mark.engine
+def test_an_argument_of_the_user_wins_over_the_same_one_of_rolltap():
+    vllm = vllm_program()
+    settings = DEFAULTS | {"lora_rank": 16, "ahead": 1, "has": Parts(True, True, True)}
+    command = engine_command(vllm, "model", **settings, cpu=False, routing=True)
+    users = ["--max-num-seqs", "7", "--gdn-prefill-backend", "flashinfer"]
+    parsed = [[64, "triton", 3], [7, "flashinfer", 3]]
+    for extra, expected in zip(([], users), parsed, strict=True):
+        python = [Path(vllm).with_name("python"), "-c", PARSED]
+        ended = subprocess.run([*python, *command[1:], *extra], capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout.splitlines()[-1]) == expected
 
 
 @pytest.mark.engine
