@@ -130,7 +130,7 @@ class FleetSchedule:
             self._tasks.create_task(self._tell(member, "cancel", name, why))
 
     def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
-        """Stop the sessions that run and began with a version that is `too_old`."""
+        """Stop the sessions that run and whose first call has a version that is `too_old`."""
         for member in self._fleet.members.values():
             for name, version in (member.report.running if member.report else {}).items():
                 if too_old(version):

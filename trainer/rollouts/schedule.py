@@ -76,7 +76,7 @@ class GroupSchedule(Protocol):
         """Stop a session or a group, by its id."""
 
     def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
-        """Stop the sessions that run and began with a version that is `too_old`."""
+        """Stop the sessions that run and whose first call has a version that is `too_old`."""
 
     @property
     def counts(self) -> Mapping[Phase, int]:
@@ -202,14 +202,19 @@ class Schedule:
         self._go_on()
 
     def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
-        """Stop the sessions that run and began with a version that is `too_old`."""
+        """Stop the sessions that run and whose first call has a version that is `too_old`."""
         for session_id, version in self.running_versions().items():
             if too_old(version):
                 self.cancel(session_id, why)
 
     def running_versions(self) -> dict[str, str]:
-        """Return the session that runs -> the version that it began with, for each."""
-        return {name: self._running[name][0].policy_version or "" for name in self._scheduler.running()}
+        """Return the session that runs -> the version of its first call, for each that has recorded one.
+
+        Those of an evaluation are recorded elsewhere, and are not among them.
+        """
+        rows = self._stage.recorder.rows
+        versions = {name: rows.first_version(name) for name in self._scheduler.running()}
+        return {name: version for name, version in versions.items() if version is not None}
 
     @property
     def counts(self) -> Mapping[Phase, int]:

@@ -22,12 +22,15 @@ def is_older(version: str | None, options: TraceOptions) -> bool:
 
 
 def is_stale(run: Path, group: Sequence[Session], options: TraceOptions) -> bool:
-    """Return True for a group of which age leaves no token to train, whatever its rewards; and for an empty one.
+    """Return True for a group of which age leaves no token to train, whatever its rewards.
 
-    Raises as `iter_traces`.
+    A group is stale too if it is empty, or if all its sessions were cancelled, because none can have a reward. Raises
+    as `iter_traces`.
     """
+    if all(session.status == "cancelled" for session in group):
+        return True
     if not any(is_older(session.policy_version, options) for session in group):
-        return not group
+        return False
     return not any(traced.traces for traced in iter_traces(run, options, [session.session_id for session in group]))
 
 

@@ -138,7 +138,7 @@ class Ahead:
 
     @_in_loop
     async def cancel_running(self, too_old: Callable[[str], bool], why: str) -> None:
-        """Stop the sessions that run and began with a version that is `too_old`."""
+        """Stop the sessions that run and whose first call has a version that is `too_old`."""
         self._schedule.cancel_running(too_old, why)
 
     @_in_loop

@@ -191,6 +191,28 @@ async def test_a_session_or_a_group_is_cancelled_and_the_others_go_on(recorder, 
     assert recorded[kept.session_ids[0]].error == "it is not needed"
 
 
+async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_too_old(recorder, tmp_path, engine):
+    runs, call, go_on = (tmp_path / name for name in ("runs", "call", "go"))
+    script = f"touch {runs}; until [ -e {call} ]; do sleep 0.01; done; {waits_for(go_on)}"
+    engine.otherwise = lambda request: Say("Hi.", weight_version="3")
+    group = group_of(tmp_path, 0)
+    (name,) = group.session_ids
+    async with Schedule(stage_of(recorder, tmp_path, script), lambda *_: None) as schedule:
+        result = await schedule.submit(group)
+        while not runs.exists():
+            await asyncio.sleep(0.01)
+        schedule.cancel_running(lambda version: True, "too old")
+        assert schedule.running_versions() == {}
+        call.touch()
+        while not schedule.running_versions():
+            await asyncio.sleep(0.01)
+        assert schedule.running_versions() == {name: "3"}
+        schedule.cancel_running(lambda version: version != "3", "too old")
+        schedule.cancel_running(lambda version: version == "3", "its weights are too old")
+        (session,) = await result
+    assert (session.status, session.error, session.policy_version) == ("cancelled", "its weights are too old", "3")
+
+
 async def test_a_group_of_forks_runs_beside_others_and_each_keeps_the_digest_of_its_workspace(recorder, tmp_path):
     stage = stage_of(recorder, tmp_path, ONE_CALL, workspace_digests=True)
     (first,) = await run([group_of(tmp_path, 0)], stage)

@@ -69,6 +69,13 @@ def test_rewards_do_not_decide_whether_a_group_is_stale_nor_do_sessions_without_
     assert not is_stale(run_folder, [failed], STEP)
 
 
+def test_a_group_whose_sessions_were_all_cancelled_is_stale_whatever_weights_they_would_have_had(run_folder):
+    cancelled = [Session(session_id=name, status="cancelled", policy_version=f"{RUN}.5.0") for name in "ab"]
+    failed = Session(session_id="f", status="infrastructure", policy_version=f"{RUN}.5.0")
+    assert is_stale(run_folder, cancelled, STEP)
+    assert not is_stale(run_folder, [*cancelled, failed], STEP), "its reason ends the training"
+
+
 def test_weights_that_are_no_older_ones_of_the_rollouts_are_counted_by_tokens(run_folder):
     record(run_folder, "a", 1, 5, 7)
     assert other_weights(run_folder, ["a"], STEP) == {f"{RUN}.7.0": 2}
