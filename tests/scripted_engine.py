@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,14 @@ class Answer:
 
 Reply = Say | Answer
 
+PAUSED = {
+    "message": "Generation is paused. Please retry after it resumes.",
+    "type": "ServiceUnavailableError",
+    "param": None,
+    "code": 503,
+}
+"""The error of vLLM 0.33 for a request that arrives while it is paused."""
+
 
 class ScriptedEngine(scripted_engine.ScriptedEngine):
     """It gives `replies` in order, then those of `otherwise`. With a `key`, every path but /health requires it."""
@@ -51,6 +60,8 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
         self.key = key
         self.adapters: set[str] | None = None
         """Names of the loaded adapters. A generation for another name gets vLLM's 404. None: every name is one."""
+        self.paused = False
+        """True to refuse generations, as vLLM 0.33 does between `/pause?mode=wait` and `/resume`."""
         self.tokenize_status = 200
         self.weight_version: str | None = "default"
         """Name of the base weights as `/weight_info` tells it. None: the engine has no such route."""
@@ -80,6 +91,7 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
     def application(self):
         self._released = asyncio.Event()
         app = super().application()
+        app.router.add_get("/is_paused", self._is_paused)
         app.middlewares.append(self._admit)
         return app
 
@@ -99,6 +111,9 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             return web.json_response({}, status=self.tokenize_status)
         return await handler(request)
 
+    async def _is_paused(self, request):
+        return web.json_response({"is_paused": self.paused})
+
     async def weight_info(self, request):
         status = 404 if self.weight_version is None else 200
         return web.json_response({"weight_version": self.weight_version}, status=status)
@@ -109,8 +124,11 @@ class ScriptedEngine(scripted_engine.ScriptedEngine):
             message = f"The model `{name}` does not exist. Valid aliases: scripted."
             error = {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
             return web.json_response({"error": error}, status=404)
-        self.requests.append(body)
-        reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
+        if self.paused:
+            reply = Answer(200, json.dumps({"error": PAUSED}))
+        else:
+            self.requests.append(body)
+            reply = self.replies.popleft() if self.replies else self.otherwise(body) if self.otherwise else None
         if reply is None:
             reply = Answer(500, "the script is over")
         if isinstance(reply, Answer) and (reply.status != 200 or isinstance(reply.body, bytes)):

@@ -37,6 +37,10 @@ class AdapterGone(EngineError):
     """The engine does not have the adapter that a request names."""
 
 
+class EnginePaused(EngineError):
+    """The engine refuses requests until it is resumed, because it gets new weights."""
+
+
 @dataclass(slots=True)
 class Chunk:
     """Newly sampled tokens. The chunk with the finish reason has the weight versions of the request's whole completion.
@@ -71,6 +75,7 @@ class Engine:
         self._connections = Connections(self.url, key)
         self.lookup = Lookup(self._connections, key, own)
         self.healthy = self._connections.healthy
+        self.resumed = self._connections.resumed
         self.forget = self.lookup.forget
 
     async def close(self) -> None:
@@ -105,8 +110,8 @@ class Engine:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
         `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `AdapterGone`, and `EngineError` when the engine cannot be reached, refuses the request, violates the protocol,
-        ends the stream without a finish reason, or is silent and not healthy.
+        `AdapterGone`, `EnginePaused`, and `EngineError` when the engine cannot be reached, refuses the request,
+        violates the protocol, ends the stream without a finish reason, or is silent and not healthy.
         """
         body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
         body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
@@ -170,6 +175,8 @@ class Engine:
             shown = f"the engine at {self.url} does not have the weights of this session"
             message = f"the engine at {self.url} has no adapter {model}"
             return AdapterGone(message, status=502, retryable=True, answered=True, for_harness=shown)
+        if status == 503 and b"Generation is paused" in said:  # vLLM 0.33; in 0.32 the request waits
+            return EnginePaused(f"the engine at {self.url} is paused", retryable=True, answered=True)
         if status == 401 and (advice := key_refused(self.url, status, self._key)):
             return EngineError(advice, status=502)
         words = {*re.findall(rb"\w+", said[:4096])}

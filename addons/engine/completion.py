@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from itertools import takewhile
 from typing import Any
 
-from rolltap.addons.engine.client import ROUTED, AdapterGone, Chunk, Engine
+from rolltap.addons.engine.client import ROUTED, AdapterGone, Chunk, Engine, EnginePaused
 from rolltap.addons.engine.connections import Patience
 from rolltap.addons.engine.policy import LostVersions, Policy, SessionPolicy, covered_tokens
 from rolltap.addons.engine.pool import EnginePool
@@ -29,6 +29,8 @@ async def sample(
     pause, within the pool's patience since the last sampled token. `writer` records each retry as an event `continued`.
     `call.error` is the last failure while no token has been sampled after it, and None otherwise.
 
+    An engine that is paused is waited for, however long that takes: this is no failure, and its calls stay with it.
+
     An engine without the session's adapter is left out: another one that has it goes on. When none has it, the session
     goes on with the published policy, and `writer` records an event `switched`. When none has that either, it is a
     retryable failure: the trainer loads it again when it publishes next.
@@ -51,6 +53,8 @@ async def sample(
                 if chunk.token_ids:
                     engines.token_at[engine.url] = asyncio.get_running_loop().time()
                 yield chunk
+        except EnginePaused:
+            await engine.resumed()
         except EngineError as error:
             if error.status == 400 and not call.completion_ids and sampling.pop("structured_outputs", None):
                 continue

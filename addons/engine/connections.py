@@ -54,10 +54,13 @@ class Connections:
         )
         self.healthy = Shared(self._healthy)
         """Returns True when the engine answers `/health`, which vLLM does also while it is paused."""
+        self.resumed = Shared(self._resumed)
+        """Returns when the engine is not paused, or does not say that it is: the next request finds out."""
 
     async def close(self) -> None:
         """Close them. What runs raises `EngineError`."""
         await self.healthy.close()
+        await self.resumed.close()
         await self.session.close()
 
     async def request(self, method: str, path: str, **how: Any) -> aiohttp.ClientResponse:
@@ -161,6 +164,15 @@ class Connections:
                 async with await self.request("GET", "/health", timeout=timeout) as response:
                     return response.status < 500
         return False
+
+    async def _resumed(self) -> None:
+        paused = True
+        while paused:
+            await asyncio.sleep(FIRST_PAUSE_SECONDS)
+            paused = False
+            with suppress(EngineError):
+                _, answer = await self.ask("/is_paused")
+                paused = answer.get("is_paused") is True
 
 
 class Shared(Generic[T]):

@@ -59,14 +59,15 @@ def with_result(reply, result="Nothing."):
 
 
 @asynccontextmanager
-async def recording(rendering, run, *urls, killed=False, patience=0, **options):
+async def recording(rendering, run, *urls, key=None, killed=False, patience=0, **options):
     """Yield a client of an endpoint that records the calls of these engines. By default it waits for none that fails.
 
     A killed recorder leaves its files as they are.
     """
     write_metadata(run, rendering.digests)
     writer = RunWriter(run)
-    endpoint = Endpoint(rendering, writer, RecorderOptions(out=run, engine=urls, patience=patience, **options))
+    options = RecorderOptions(out=run, engine=urls, patience=patience, **options)
+    endpoint = Endpoint(rendering, writer, options, engine_key=key)
     await endpoint.start()
     try:
         async with Harness.connect(endpoint) as client:

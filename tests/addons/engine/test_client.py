@@ -190,6 +190,20 @@ class TestContract:
         (first, *_) = events(engine.url, body, engine.http.headers)
         assert json.loads(first)["error"]["code"] == 400
 
+    def test_a_paused_vllm_refuses_in_the_stream_or_lets_requests_wait(self, engine, scripted_engine):
+        body = {"token_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_tokens": 1}}
+        version = engine.http.get("/version").json()["version"]
+        if version.startswith("0.32."):
+            pytest.skip("vLLM 0.32 lets requests wait")
+        engine.http.post("/pause?mode=wait")
+        try:
+            real = events(engine.url, body, engine.http.headers)
+            assert engine.http.get("/is_paused").json() == {"is_paused": True}
+        finally:
+            engine.http.post("/resume")
+        scripted_engine.paused = True
+        assert real == events(scripted_engine.url, body, engine.http.headers)
+
     @pytest.fixture
     async def real(self, connect, engine):
         return connect(engine.url, engine.key)

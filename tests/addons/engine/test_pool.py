@@ -5,6 +5,7 @@ import pytest
 
 from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
+from rolltap.addons.engine.client import GENERATE
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from tests.addons.harness import said, until, user
@@ -160,7 +161,7 @@ async def test_a_call_whose_engine_falls_silent_goes_on_at_another_one(one, two,
 
 
 async def test_a_silent_generation_of_an_engine_that_is_healthy_is_waited_for(one, recorded, quick):
-    """vLLM is paused during a weight update."""
+    """vLLM 0.32 is paused during a weight update."""
     async with recorded(one.url) as harness:
         asked = await harness.held(one, Say("one two three", hold_after=0))
         await until(lambda: one.asked.count("/health") > 2)
@@ -177,3 +178,57 @@ async def test_a_request_that_engines_answer_with_an_error_takes_none_from_the_o
         assert len(one.requests) + len(two.requests) == 3
         assert harness.endpoint.engines._down == {}
         assert await statuses(harness) == {200}
+
+
+class TestPaused:
+    """vLLM 0.33 refuses requests while it is paused for a weight update."""
+
+    async def test_a_call_waits_longer_than_any_patience_and_is_no_failure(self, one, two, recorded, quick):
+        async with recorded(one.url, two.url) as harness:
+            paused, other = in_order(harness, one, two)
+            paused.paused = True
+            asked = asyncio.create_task(harness.ask(user()))
+            await until(lambda: paused.asked.count("/is_paused") > 2)
+            paused.paused = False
+            status, reply = await asked
+        assert (status, said(reply)) == (200, "Hi.")
+        assert (len(paused.requests), other.requests) == (1, [])
+        (call,) = harness.calls()
+        assert (call["status"], call["error"], call["violation"]) == ("completed", None, None)
+        assert harness.events("continued") + harness.events("fault") == []
+
+    async def test_calls_that_wait_ask_once_for_all(self, one, recorded, quick):
+        one.paused = True
+        async with recorded(one.url) as harness:
+            asked = asyncio.create_task(statuses(harness))
+            await until(lambda: one.asked.count(GENERATE) >= 32)
+            before = one.asked.count("/is_paused")
+            await until(lambda: one.asked.count("/is_paused") > before + 2)
+            assert one.asked.count(GENERATE) == 32
+            one.paused = False
+            assert await asked == {200}
+
+    async def test_a_reply_that_broke_off_goes_on_after_the_pause_with_its_next_token(self, one, recorded, quick):
+        def break_off(request):
+            one.paused = True
+            return Say("one two three", break_after=2)
+
+        one.otherwise = break_off
+        async with recorded(one.url, patience=60) as harness:
+            asked = asyncio.create_task(harness.ask(user()))
+            await until(lambda: "/is_paused" in one.asked)
+            one.otherwise = lambda request: Say("wo three")
+            one.paused = False
+            status, reply = await asked
+        assert (status, said(reply)) == (200, "one two three")
+        assert len(harness.events("continued")) == 1
+
+    async def test_when_the_engine_ends_meanwhile_another_one_goes_on(self, one, two, recorded, quick):
+        async with recorded(one.url, two.url) as harness:
+            paused, other = in_order(harness, one, two)
+            paused.paused = True
+            asked = asyncio.create_task(harness.ask(user()))
+            await until(lambda: "/is_paused" in paused.asked)
+            paused.deaf = True
+            assert (await asked)[0] == 200
+        assert (paused.requests, len(other.requests)) == ([], 1)
