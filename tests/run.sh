@@ -14,10 +14,12 @@ trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
 # takes a minute, in parallel with the downloads
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
+environment_vllm_0_33 & next=$!
 environment_harnesses
 programs_debian
 export PATH="$VENVS/rolltap/bin:$PATH"  # before those of the harnesses: this Python has pytest, which tasks are judged with
-export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm"
+export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm" ROLLTAP_VLLM_NEXT="$VENVS/vllm-0.33/bin/vllm"
+wait "$next" || say "vLLM 0.33 could not be installed (see above): its tests are skipped"
 wait "$model"
 processors="$(nproc)"
 export OMP_NUM_THREADS=1  # nproc would print it
@@ -56,12 +58,21 @@ addons_312() {
     "$VENVS/rolltap-3.12/bin/pytest" "${sequential[@]}" -m "not engine" "${tests[@]}"
 }
 
+# What an engine is asked, of the next vLLM: recording, publishing, scores. With --deep, all tests that start an engine.
+vllm_0_33() {
+    local tests=(tests/addons/engine tests/trainer/engine/test_{publish_vllm,scores_vllm,weights}.py)
+    tests+=(tests/trainer/runs/views/test_score_vllm.py -k "not TwoEngines and not in_flight_that_is_kept")
+    if [ -n "${ROLLTAP_DEEP:-}" ]; then tests=(); fi
+    ROLLTAP_VLLM="$ROLLTAP_VLLM_NEXT" pytest "${sequential[@]}" -m engine "${tests[@]}"
+}
+
 # in parallel with the tests that start no engine and no harness
 others() {
     part ruff-check ruff check .
     part ruff-format ruff format --check .
     part mypy mypy
     part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
+    if [ -x "$ROLLTAP_VLLM_NEXT" ]; then part vllm-0.33 vllm_0_33; fi
     if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
     part wheel "$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel
     if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
