@@ -1,4 +1,4 @@
-"""The endpoint before a real vLLM of each version: what it records, and what it does while weights are loaded."""
+"""The endpoint before a real vLLM: its records, and calls that arrive while weights are loaded."""
 
 import asyncio
 

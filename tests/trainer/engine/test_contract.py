@@ -1,4 +1,7 @@
-"""Flags, routes and fields that rolltap uses of vLLM, held against the code of each version. No engine is started."""
+"""Flags, routes and fields that rolltap uses of vLLM, held against the code of each version.
+
+No engine is started.
+"""
 
 import inspect
 import json
@@ -19,7 +22,7 @@ from rolltap.trainer.engine import admin, serve
 from rolltap.trainer.engine.serve import Parts, engine_command, engine_environment
 
 VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
-"""Minor version of vLLM -> the variable that names its program. A GPU's environment has another one in the first."""
+"""Minor version of vLLM -> the variable that names its program. With a GPU the first has another one."""
 ANSWERED = {
     "/collective_rpc": "results",
     "/is_paused": "is_paused",
@@ -40,9 +43,13 @@ FIELDS = {
 def command_lines() -> list[list[str]]:
     """Return what `rolltap serve` can give to vLLM: with everything, on a CPU and on a GPU."""
     everything = Parts(*[True] * len(Parts._fields))
-    how = {"host": "127.0.0.1", "port": 8000, "max_model_len": 4096, "lora_rank": 8, "ahead": 1, "routing": True}
-    plain = [engine_command("vllm", "model", cpu=True, has=Parts(), **how)]
-    return plain + [engine_command("vllm", "model", cpu=cpu, has=everything, **how) for cpu in (True, False)]
+    address = {"host": "127.0.0.1", "port": 8000}
+    how = {**address, "max_model_len": 4096, "lora_rank": 8, "ahead": 1, "routing": True}
+    return [
+        engine_command("vllm", "model", cpu=True, has=Parts(), **how),
+        engine_command("vllm", "model", cpu=True, has=everything, **how),
+        engine_command("vllm", "model", cpu=False, has=everything, **how),
+    ]
 
 
 @pytest.fixture(scope="module", params=VERSIONS.values(), ids=VERSIONS)
@@ -74,8 +81,9 @@ def test_it_takes_every_flag_that_an_engine_is_given(vllm):
 
 def test_it_has_every_route_that_is_asked_with_its_parameters(vllm):
     asked = set()
+    literal = re.compile(r'"(/[a-z_0-9/]+)(?:\?([a-z_]+)=[^"]*)?"')
     for module in (client, connections, lookup, admin, serve):
-        asked |= set(re.findall(r'"(/[a-z_0-9/]+)(?:\?([a-z_]+)=[^"]*)?"', inspect.getsource(module)))
+        asked |= set(literal.findall(inspect.getsource(module)))
     assert {path for path, _ in asked} >= {"/inference/v1/generate", "/is_paused", "/pause", "/resume"}
     for path, parameter in asked:
         assert path == "/metrics" or path in vllm.parameters
@@ -92,5 +100,6 @@ def test_its_answers_have_the_fields_that_are_read(vllm):
 
 
 def test_an_event_that_its_own_classes_write_is_read_in_full(vllm):
-    chunk = Chunk([5], [-0.5], "stop", "END", [VersionSpan(version="default", start=0, end=1)], 3, "AAAA")
+    versions = [VersionSpan(version="default", start=0, end=1)]
+    chunk = Chunk([5], [-0.5], "stop", "END", versions, cached_tokens=3, routed_experts="AAAA")
     assert decode(vllm.event, ["END"]) == chunk

@@ -1,8 +1,8 @@
-"""A vLLM's account of its own code, without an engine. Its Python runs this file, and has no rolltap.
+"""A vLLM's account of its own code, without an engine. Its Python runs this file, without rolltap.
 
-The standard input is JSON: command lines of `vllm serve`. The standard output is JSON too: the messages of vLLM's
-parser for those that it refuses, the routes with their parameters and the code that answers them, the fields of
-answers, the code of its metrics, and an event of a generation.
+The standard input is JSON: command lines of `vllm serve`. The standard output is JSON too: the
+messages of vLLM's parser for those that it refuses, the routes with their parameters and the code
+that answers them, the fields of answers, the code of its metrics, and an event of a generation.
 """
 
 import contextlib
