@@ -121,8 +121,8 @@ class Kernel:
         """Return the gradients of queries, keys and values from this part. `out` and `lse` are the joint ones."""
         value, out, grad = (pad(x, (0, self._wider)) for x in (value, out, grad))
         if self._flash and query.is_cuda:
-            # of dropout, which there is not
-            random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+            # of dropout, which there is not: not read
+            random = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
             dq, dk, dv = aten._flash_attention_backward(
                 *(x.contiguous() for x in (grad, query, key, value, out, lse)),
                 *(*spans.lengths, 0.0, spans.causal, *random),

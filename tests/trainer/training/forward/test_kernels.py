@@ -1,6 +1,7 @@
 """Attention in parts, against one softmax over all keys."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from rolltap.trainer.training.forward import kernels
 from rolltap.trainer.training.forward.kernels import Kernel, Spans, join
+from tests.trainer.training.forward import flash
 
 HEADS = 6
 
@@ -62,6 +64,58 @@ def test_outputs_and_gradients_are_those_of_the_definition(kind, dtype, keys, ca
     torch.testing.assert_close(out.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
     for got, one in zip(kernel.backward(grad, query, key, value, out, lse, spans), wanted_gradients, strict=True):
         torch.testing.assert_close(got.double(), one.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Take tensors for those of a GPU, whose kernels are `flash`. The names of those that are called."""
+    called: list[str] = []
+
+    def kernel(name, function):
+        def call(*args, **kwargs):
+            called.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    stand_in = SimpleNamespace(
+        _flash_attention_forward=kernel("forward", flash.forward),
+        _flash_attention_backward=kernel("backward", flash.backward),
+    )
+    monkeypatch.setattr(kernels, "aten", stand_in)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, **options: self)
+    return called
+
+
+@pytest.mark.parametrize("kind", SPANS)
+@pytest.mark.parametrize(("size", "width", "keys"), [(16, 16, 2), (24, 8, 6), (8, 8, 1)])
+def test_what_the_kernels_of_cuda_are_asked_for_is_the_definition(kind, size, width, keys, calls):
+    spans = SPANS[kind]()
+    query, key, value, grad = tensors(spans, size, width, torch.bfloat16, keys)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    wanted = whole(*leaves, spans, 0.3, None)
+    wanted_gradients = torch.autograd.grad(wanted, leaves, grad.double())
+    kernel = Kernel(query, value, 0.3)
+    out, lse = kernel.forward(query, key, value, spans)
+    torch.testing.assert_close(out.double(), wanted.detach(), rtol=0.03, atol=0.03)
+    # those of some tokens among more, and of heads before tokens
+    lse = torch.nn.functional.pad(lse, (1, 0))[:, 1:]
+    grad = grad.transpose(0, 1).contiguous().transpose(0, 1)
+    found = kernel.backward(grad, query, key, value, out, lse, spans)
+    for got, one in zip(found, wanted_gradients, strict=True):
+        torch.testing.assert_close(got.double(), one, rtol=0.03, atol=0.03)
+    assert calls == ["forward", "backward"]
+
+
+def test_the_kernels_of_cuda_are_those_of_flash_attention_for_16_bits_alone(calls):
+    spans = SPANS["own"]()
+    for dtype, size, cap in ((torch.float32, 16, None), (torch.bfloat16, 12, None), (torch.bfloat16, 16, 2.0)):
+        query, key, value, grad = tensors(spans, size, size, dtype)
+        kernel = Kernel(query, value, 0.3, cap)
+        kernel.backward(grad, query, key, value, *kernel.forward(query, key, value, spans), spans)
+    assert calls == []
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
