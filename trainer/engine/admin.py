@@ -197,11 +197,14 @@ class EngineAdmin:
             )
 
     def is_paused(self) -> bool:
-        """Return True when new calls wait for a resume."""
+        """Return True after `pause`, until `resume`."""
         return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
 
     def pause(self, *, keep: bool = False) -> None:
-        """Return when the calls in flight have ended, or with `keep` stand still. New ones wait, until `resume`."""
+        """Return when the calls in flight have ended, or with `keep` stand still.
+
+        New calls wait until `resume`. vLLM 0.33 refuses them without `keep` (503): recorders ask again, others fail.
+        """
         self._send("POST", f"/pause?mode={'keep' if keep else 'wait'}")
 
     def resume(self) -> None:
