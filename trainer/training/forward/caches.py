@@ -88,8 +88,10 @@ class Layers:
         for layer in self._layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer):
                 raise InputError(f"the model has cache layers of the kind {type(layer).__name__}")
-        self.linear = any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
-        """True if a layer has linear attention, whose state must not be taken after padding."""
+        self.linear = sum(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
+        """Layers of linear attention, whose state must not be taken after padding."""
+        self.attention = sum(isinstance(layer, DynamicLayer) for layer in self._layers)
+        """Layers that keep keys and values."""
 
     def cache(self, parents: Sequence[State | None], device: torch.device) -> Cache:
         """Return the cache of a batch: `parents` are the states of each row's parent, which may rest elsewhere."""

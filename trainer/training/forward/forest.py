@@ -130,9 +130,18 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
 
 def own_tokens(rows: Sequence[Row]) -> list[int]:
     """Return for each row its number of tokens that the row before it does not share."""
+    return [len(row.ids) - n for row, n in zip(rows, _shared(rows), strict=True)]
+
+
+def leaves_before(rows: Sequence[Row]) -> list[bool]:
+    """Return for each row whether it shares tokens with the row before it, and goes on otherwise: there both branch."""
+    before = [0, *(len(row.ids) for row in rows)]
+    return [0 < n < min(before[k], len(rows[k].ids)) for k, n in enumerate(_shared(rows))]
+
+
+def _shared(rows: Sequence[Row]) -> list[int]:
     packed = [row.ids.tobytes() for row in rows]
-    shared = [0] * bool(rows) + [common_length(a, b) for a, b in pairwise(packed)]
-    return [len(row.ids) - n for row, n in zip(rows, shared, strict=True)]
+    return [0] * bool(rows) + [common_length(a, b) for a, b in pairwise(packed)]
 
 
 def stretches(whole: Sequence[int], own: Sequence[int], room: float) -> list[list[int]]:
@@ -201,12 +210,13 @@ def _with_targets(
     ]
 
 
-def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[list[int]]:
+def batches(segments: Sequence[Segment], tokens: int, *, apart: bool, row: int = 0) -> list[list[int]]:
     """Return batches of segments that can run together, parents before their children, leaves last.
 
     A batch of several segments has at most `tokens` tokens. Of the inner segments whose parents have run, it takes
-    those with the longest way to a leaf first. With `apart` each is a row of its own: rows of inner segments need no
-    padding (the state of linear attention after padding is not the state before it), those of leaves have some.
+    those with the longest way to a leaf first. With `apart` each is a row of its own, which counts as `row` tokens
+    more: rows of inner segments need no padding (the state of linear attention after padding is not the state before
+    it), those of leaves have some.
     """
     ways = [len(segment.ids) for segment in segments]
     children: defaultdict[int, list[int]] = defaultdict(list)
@@ -225,9 +235,9 @@ def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[li
         while ready and len(others) < TRIES and (room >= LEAST_SHARED or not batch):
             way, k = heappop(ready)
             n = len(segments[k].ids)
-            if not batch or (n <= room and not (apart and n != len(segments[batch[0]].ids))):
+            if not batch or (n + row <= room and not (apart and n != len(segments[batch[0]].ids))):
                 batch.append(k)
-                room -= n
+                room -= n + row
             else:
                 others.append((way, k))
         for item in chain(others, ((-ways[child], child) for k in batch for child in children[k])):
@@ -235,18 +245,20 @@ def batches(segments: Sequence[Segment], tokens: int, *, apart: bool) -> list[li
         found.append(batch)
     leaves = [k for k, segment in enumerate(segments) if not segment.inner]
     if apart:
-        return found + _padded(segments, leaves, tokens)
+        return found + _padded(segments, leaves, tokens, row)
     lengths = [len(segments[k].ids) for k in leaves]
     return found + [[leaves[i] for i in part] for part in stretches(lengths, lengths, tokens)]
 
 
-def _padded(segments: Sequence[Segment], leaves: Iterable[int], tokens: int) -> list[list[int]]:
+def _padded(segments: Sequence[Segment], leaves: Iterable[int], tokens: int, row: int) -> list[list[int]]:
     filled: list[list[int]] = []
-    width = real = 0
+    width = 1
+    real = 0
     for k in sorted(leaves, key=lambda k: (-len(segments[k].ids), segments[k].start)):
         n = len(segments[k].ids)
-        padded = (len(filled[-1]) + 1) * width if filled else tokens + 1
-        if padded <= tokens and padded - real - n <= max(LEAST_WASTE, (real + n) // 4):
+        rows = len(filled[-1]) + 1 if filled else tokens + 1
+        waste = rows * width - real - n
+        if rows * (width + row) <= tokens and waste <= max(LEAST_WASTE, (real + n) // 4):
             filled[-1].append(k)
             real += n
         else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rolltap.trainer.training.forward.caches import LinearAttention, State
 from rolltap.trainer.training.forward.decoder import Decoder, idle, most, unwrapped
-from rolltap.trainer.training.forward.forest import Row, batches, build_forest, own_tokens, stretches
+from rolltap.trainer.training.forward.forest import Row, batches, build_forest, leaves_before, own_tokens, stretches
 from rolltap.trainer.training.forward.paths import Batch, Paths
 from rolltap.trainer.training.forward.routing import Replay
 
@@ -104,6 +104,10 @@ class SegmentScorer:
         self.tokens_in_memory = tokens_in_memory
         self.logits_tokens: int | None = None
         """Tokens whose logits are computed at once. None: as many as have `LOGITS`."""
+        self.tokens_per_branch = 0
+        """Number of tokens in memory that a row counts for which leaves another one: see `Costs`."""
+        self.tokens_per_row = 0
+        """Number of tokens of a batch that each row of linear attention counts for besides its own: see `Costs`."""
         self.replay = Replay()
         self.forwarded = 0
         """Number of tokens that the last call put through the model, padding included, in its forward pass."""
@@ -116,9 +120,11 @@ class SegmentScorer:
         decoder = Decoder(model, self._temperature, self._autocast)
         decoder.replay = self.replay
         decoder.head.chunk = self.logits_tokens or decoder.head.chunk
-        parts = [part for part in split_rows(rows, self.tokens_in_memory) if any(len(row.scored) for row in part)]
+        parts = split_rows(rows, self.tokens_in_memory, self.tokens_per_branch)
+        parts = [part for part in parts if any(len(row.scored) for row in part)]
         parts += [[]] * (most(decoder.body, len(parts)) - len(parts))
-        groves = [Grove(decoder, part, self.tokens_per_segment, offload=self._offload) for part in parts]
+        sizes = self.tokens_per_segment, self.tokens_per_row
+        groves = [Grove(decoder, part, *sizes, offload=self._offload) for part in parts]
         self.forwarded = sum(sum(batch.lengths) for grove in groves for batch in grove.batches)
         trains = torch.is_grad_enabled()
         options = {"graphs": trains and self._keep_graph, "states": trains and len(groves) == 1}
@@ -129,24 +135,29 @@ class SegmentScorer:
         return Scores(*(torch.cat(values) for values in zip(*found, strict=True)))
 
 
-def split_rows(rows: Sequence[Row], tokens: int | None) -> list[list[Row]]:
+def split_rows(rows: Sequence[Row], tokens: int | None, branch: int = 0) -> list[list[Row]]:
     """Split rows, in their order, into parts of at most `tokens` tokens, or one row.
 
-    Tokens that a row shares with the row before it in its part count once.
+    Tokens that a row shares with the row before it in its part count once. A row that leaves the one before it counts
+    as `branch` tokens more.
     """
-    parts = stretches([len(row.ids) for row in rows], own_tokens(rows), math.inf if tokens is None else tokens)
+    own = [n + branch * leaves for n, leaves in zip(own_tokens(rows), leaves_before(rows), strict=True)]
+    parts = stretches([len(row.ids) for row in rows], own, math.inf if tokens is None else tokens)
     return [[rows[i] for i in part] for part in parts]
 
 
 class Grove:
     """Rows whose states are kept together: a forest, and its execution."""
 
-    def __init__(self, decoder: Decoder, rows: Sequence[Row], tokens: int, *, offload: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: Sequence[Row], tokens: int, tokens_per_row: int, *, offload: bool
+    ) -> None:
         self._decoder, self._offload = decoder, offload
         self.segments = build_forest(rows, tokens)
         self.paths = Paths(self.segments, offload=offload)
-        self._apart = decoder.layers.linear
-        self.batches = [self._batch(batch) for batch in batches(self.segments, tokens, apart=self._apart)]
+        self._apart = decoder.layers.linear > 0
+        found = batches(self.segments, tokens, apart=self._apart, row=tokens_per_row)
+        self.batches = [self._batch(batch) for batch in found]
         self._states: dict[int, State] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         self._graphs: list[tuple[Tensor, list[LinearAttention]]] = []

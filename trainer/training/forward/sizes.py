@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class Sizes(NamedTuple):
 
     tokens_per_segment: int
     tokens_in_memory: int | None
-    """None if the states of all rows fit."""
+    """None if the states of all rows fit. A branch counts as `Costs.tokens_per_branch` of them."""
     logits_tokens: int
     parts: Parts
 
@@ -70,15 +71,41 @@ class Costs:
     logits_tokens: int
     """Tokens that a chunk of logits has at least."""
 
+    @property
+    def branch(self) -> float:
+        """States of linear attention where two rows part, and their gradient."""
+        return self.state_per_segment + self.gradient_per_segment
+
+    @property
+    def tokens_per_branch(self) -> int:
+        """Tokens whose states and gradients take as much as those of a branch."""
+        token = self.state_per_token + self.gradient_per_token + self.state_per_segment / SIZES[0]
+        return ceil(self.branch / token)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens whose activations take as much as a row of a batch besides its own: the states of
+        linear attention that it continues, those after it, and the gradients of both."""
+        return ceil(4 * self.state_per_segment / max(self.graph_per_token, 1.0))
+
     def parts(
-        self, size: int, in_memory: int, longest: int, *, offload_states: bool = False, logits_tokens: int = 0
+        self,
+        size: int,
+        in_memory: int,
+        longest: int,
+        branches: int = 0,
+        *,
+        offload_states: bool = False,
+        logits_tokens: int = 0,
     ) -> Parts:
         """Return the bytes of batches of `size` tokens, with the states of `in_memory` tokens, in rows of `longest`.
 
-        The backward pass begins with the last segments of all rows. So the keys and values of all tokens have gradients
-        at once, but only one segment of a row has one of its linear attention.
+        `branches` is the number of rows that leave another one. Each adds a segment that others continue, and which has
+        a gradient: the backward pass begins with the last segments of all rows. So the keys and values of all tokens
+        have gradients at once, but of a row that shares nothing only one segment has one of its linear attention.
         """
-        segments, rows = -(-in_memory // size), -(-in_memory // max(longest, 1))
+        segments = -(-in_memory // size) + branches
+        rows = -(-in_memory // max(longest, 1)) + branches
         states = (self.state_per_token + self.gradient_per_token) * in_memory
         states += self.state_per_segment * segments + self.gradient_per_segment * rows
         graph = WORKING * (self.graph + self.graph_per_token * size)
@@ -87,30 +114,44 @@ class Costs:
         return Parts(0.0 if offload_states else states, graph, logits)
 
     def sizes(
-        self, memory: float, tokens: int, longest: int, *, offload_states: bool = False, among: Sequence[int] = SIZES
+        self,
+        memory: float,
+        tokens: int,
+        longest: int,
+        branches: int = 0,
+        *,
+        offload_states: bool = False,
+        among: Sequence[int] = SIZES,
     ) -> Sizes:
         """Return the settings for `memory` bytes, and rows with `tokens` tokens of their own, at most `longest`.
 
-        The result has the largest size `among` these, in descending order, of which all states fit, or else those of
-        the longest row. If none does, the one that takes least: more than `memory`. What is left is for logits.
+        `branches` are those of `parts`. The result has the largest size `among` these, in descending order, of which
+        all states fit, or else those of the longest row. If none does, the one that takes least: more than `memory`.
+        What is left is for logits.
         """
 
-        def left(size: int, in_memory: int) -> float:
-            return memory - sum(self.parts(size, in_memory, longest, offload_states=offload_states))
+        def left(size: int, in_memory: int, branches: int) -> float:
+            return memory - sum(self.parts(size, in_memory, longest, branches, offload_states=offload_states))
 
-        pairs = [(size, in_memory) for in_memory in (tokens, longest) for size in among]
-        fitting = next((pair for pair in pairs if left(*pair) >= 0), None)
-        size, in_memory = fitting or max(pairs[len(among) :], key=lambda pair: left(*pair))
-        if in_memory < tokens:
+        together = [(size, tokens, branches) for size in among]
+        alone = [(size, longest, 0) for size in among]
+        fitting = next((case for case in together + alone if left(*case) >= 0), None)
+        case = fitting or max(alone, key=lambda case: left(*case))
+        size, in_memory, branches = case
+        bound = None
+        if case not in together:
             # whole segments, each of which has states of linear attention; one row more may have begun
             rows = self.gradient_per_segment * size / longest
             one = (self.state_per_token + self.gradient_per_token) * size + self.state_per_segment + rows
-            more = (left(size, in_memory) - self.gradient_per_segment) // one
+            more = (left(*case) - self.gradient_per_segment) // one
             in_memory += max(0, int(more)) * size
-        logits = self.logits_tokens + max(0.0, left(size, in_memory)) // max(self.logits_per_token, 1.0)
+            bound = in_memory
+        logits = self.logits_tokens + max(0.0, left(size, in_memory, branches)) // max(self.logits_per_token, 1.0)
         logits_tokens = max(min(size, int(logits)), self.logits_tokens)
-        parts = self.parts(size, in_memory, longest, offload_states=offload_states, logits_tokens=logits_tokens)
-        return Sizes(size, None if in_memory >= tokens else in_memory, logits_tokens, parts)
+        parts = self.parts(
+            size, in_memory, longest, branches, offload_states=offload_states, logits_tokens=logits_tokens
+        )
+        return Sizes(size, bound, logits_tokens, parts)
 
 
 def measure(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> Costs:

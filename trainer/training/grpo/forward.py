@@ -11,7 +11,8 @@ import torch
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.traces.build import Trace
-from rolltap.trainer.training.forward.forest import Row, own_tokens, trace_row
+from rolltap.trainer.training.forward.forest import Row, leaves_before, own_tokens, trace_row
+from rolltap.trainer.training.forward.linear import in_float32
 from rolltap.trainer.training.forward.passes import PaddedScorer, SegmentScorer
 from rolltap.trainer.training.forward.probe import probe
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
@@ -38,6 +39,7 @@ class Forward:
         A model that segments do not fit runs padded, and a warning says why.
         """
         self._model, self._args = model, args
+        in_float32(model)
         self._merged = merge_again(model)
         self._costs: Costs | None = None
         self.scorer: PaddedScorer | SegmentScorer = PaddedScorer(autocast, args.device)
@@ -76,7 +78,9 @@ class Forward:
         given = self._args.tokens_per_segment
         among = (given,) if given else SIZES
         own, longest = sum(own_tokens(rows)), len(rows[-1].ids)
-        sizes = self._costs.sizes(memory, own, longest, offload_states=self._args.offload_states, among=among)
+        branches = max(sum(leaves_before(part)) for part in micro_batches)
+        offload = self._args.offload_states
+        sizes = self._costs.sizes(memory, own, longest, branches, offload_states=offload, among=among)
         if (expected := sum(sizes.parts)) > memory:
             logger.warning(
                 "the traces need about %.1f GiB besides weights and optimizer, but have %.1f: set offload_states, "
@@ -84,6 +88,8 @@ class Forward:
                 expected / 2**30,
                 memory / 2**30,
             )
+        self.scorer.tokens_per_branch = self._costs.tokens_per_branch
+        self.scorer.tokens_per_row = self._costs.tokens_per_row
         self.scorer.tokens_per_segment = sizes.tokens_per_segment
         self.scorer.tokens_in_memory = sizes.tokens_in_memory
         self.scorer.logits_tokens = sizes.logits_tokens

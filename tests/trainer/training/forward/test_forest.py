@@ -14,6 +14,7 @@ from rolltap.trainer.training.forward.forest import (
     Segment,
     batches,
     build_forest,
+    leaves_before,
 )
 
 
@@ -112,16 +113,17 @@ def test_rows_without_a_scored_token_have_no_segment(rows):
     assert build_forest(rows, 10) == []
 
 
-@given(many_rows(), st.integers(1, 70), st.integers(1, 300), st.booleans())
-def test_batches_run_parents_first_within_their_bounds(rows, size, tokens, apart):
+@given(many_rows(), st.integers(1, 70), st.integers(1, 300), st.sampled_from([None, 0, 9]))
+def test_batches_run_parents_first_within_their_bounds(rows, size, tokens, of_a_row):
     segments = build_forest(rows, size)
-    found = batches(segments, tokens, apart=apart)
+    apart = of_a_row is not None
+    found = batches(segments, tokens, apart=apart, row=of_a_row or 0)
     assert sorted(k for batch in found for k in batch) == list(range(len(segments)))
     when = {k: i for i, batch in enumerate(found) for k in batch}
     for i, batch in enumerate(found):
         lengths = [len(segments[k].ids) for k in batch]
         padded = len(batch) * max(lengths) if apart else sum(lengths)
-        assert len(batch) == 1 or padded <= tokens
+        assert len(batch) == 1 or padded + len(batch) * (of_a_row or 0) <= tokens
         assert padded - sum(lengths) <= max(LEAST_WASTE, sum(lengths) / 4)
         assert all(segments[k].parent < 0 or when[segments[k].parent] < i for k in batch)
         inner = {segments[k].inner for k in batch}
@@ -129,6 +131,12 @@ def test_batches_run_parents_first_within_their_bounds(rows, size, tokens, apart
         assert not apart or inner == {False} or len(set(lengths)) == 1
     kinds = [segments[batch[0]].inner for batch in found]
     assert kinds == sorted(kinds, reverse=True)
+
+
+def test_a_row_branches_where_it_leaves_the_row_before_it():
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2], [1, 2, 6], [7, 8], [7, 8]]
+    assert leaves_before([row(ids) for ids in rows]) == [False, True, False, False, False, False]
+    assert leaves_before([]) == []
 
 
 @pytest.mark.parametrize("apart", [False, True])

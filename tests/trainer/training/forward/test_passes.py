@@ -153,6 +153,8 @@ def test_rows_are_split_where_their_own_tokens_exceed_the_bound():
     assert [len(part) for part in split_rows(rows, 200)] == [2, 2]
     assert [len(part) for part in split_rows(rows, 10)] == [1, 1, 1, 1]
     assert [len(part) for part in split_rows(rows, None)] == [4]
+    assert [len(part) for part in split_rows(rows, 200, branch=1)] == [1, 1, 1, 1]
+    assert [len(part) for part in split_rows(rows, 201, branch=1)] == [2, 2]
     assert split_rows([], 10) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolltap.trainer.training.forward.forest import Row, own_tokens
+from rolltap.trainer.training.forward.forest import Row, build_forest, leaves_before, own_tokens
 from rolltap.trainer.training.forward.passes import Grove, SegmentScorer
 from rolltap.trainer.training.forward.sizes import SIZES, Costs, measure
 from tests.trainer.training.grpo.tiny_models import COMMON, FAMILIES, VOCABULARY, tiny
@@ -85,12 +85,9 @@ def test_costs_predict_what_the_backward_pass_of_a_long_row_saves(family):
     assert most == pytest.approx(costs.graph + costs.graph_per_token * length / 5, rel=0.1)
 
 
-@pytest.mark.parametrize("size", [64, 256])
-@pytest.mark.parametrize("number", [1, 3])
-def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number, monkeypatch):
-    model = tiny("qwen3.5").bfloat16()
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    costs, length, most = measure(model, autocast), 1024 + size, 0
+def most_kept(model: Any, autocast: Any, rows: list[Row], size: int, monkeypatch) -> int:
+    """The most bytes of states and their gradients that a backward pass of `rows` keeps at once."""
+    most = 0
     add = Grove._add
 
     def watched(self, segment, gradients):
@@ -101,11 +98,49 @@ def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number,
         most = max(most, sum(tensor.nbytes for tensor in [*self.paths.tensors, *alive]))
 
     monkeypatch.setattr(Grove, "_add", watched)
-    rows = [Row(np.full(length + 1, 3 + i, np.int32), np.array([length])) for i in range(number)]
     SegmentScorer(autocast, 1.0, tokens_per_segment=size)(model, rows).logprobs.sum().backward()
+    return most
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("number", [1, 3])
+def test_costs_predict_the_states_and_gradients_of_a_backward_pass(size, number, monkeypatch):
+    model = tiny("qwen3.5").bfloat16()
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    costs, length = measure(model, autocast), 1024 + size
+    rows = [Row(np.full(length + 1, 3 + i, np.int32), np.array([length])) for i in range(number)]
+    most = most_kept(model, autocast, rows, size, monkeypatch)
     # the last segments are not continued, and have no states
     inner = length - size
     assert most == pytest.approx(costs.parts(size, number * inner, inner).states, rel=0.01)
+
+
+def hybrid() -> Any:
+    """A model whose state takes as much as the keys and values of 1,728 tokens: in Qwen3.5-4B, as those of 1,584."""
+    kind, config = FAMILIES["qwen3.5"]
+    large = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    return kind(type(config)(**config.to_dict() | large)).train()
+
+
+def session(turns: int) -> list[Row]:
+    """The traces of a session that asks a side question after each turn of 20 tokens. They are sorted."""
+    random = np.random.default_rng(0)
+    line = random.integers(3, VOCABULARY, 20 * (turns + 1)).astype(np.int32)
+    rows = [Row(line, np.array([len(line) - 1]))]
+    for turn in range(1, turns + 1):
+        ids = np.concatenate([line[: 20 * turn], random.integers(3, VOCABULARY, 8).astype(np.int32)])
+        rows.append(Row(ids, np.array([len(ids) - 1])))
+    return sorted(rows, key=lambda row: row.ids.tobytes())
+
+
+def test_a_state_is_budgeted_for_each_branch_of_a_session(monkeypatch):
+    model, rows = hybrid(), session(60)
+    costs, tokens, longest = measure(model, nullcontext), sum(own_tokens(rows)), max(len(row.ids) for row in rows)
+    inner = sum(segment.inner for segment in build_forest(rows, 1024))
+    most = most_kept(model, nullcontext, rows, 1024, monkeypatch)
+    assert most > inner * costs.state_per_segment > 5 * costs.parts(1024, tokens, longest).states
+    planned = costs.parts(1024, tokens, longest, sum(leaves_before(rows)))
+    assert planned.states == pytest.approx(most, rel=0.05)
 
 
 def sizes(memory: float, **options: Any) -> Any:
@@ -132,6 +167,17 @@ def test_parts_of_rows_with_linear_attention_fit_too():
         parts = costs.sizes(memory, 90_000, 10_000, among=[1024, 256])
         assert 10_000 <= parts.tokens_in_memory < 90_000
         assert sum(parts.parts) <= memory
+
+
+def test_branches_that_do_not_fit_together_are_bounded_as_tokens_are():
+    costs = replace(COSTS, state_per_segment=50_000.0, gradient_per_segment=200_000.0)
+    assert costs.sizes(2e8, 90_000, 10_000, 700).tokens_in_memory is None
+    assert costs.sizes(5e7, 90_000, 10_000).tokens_in_memory is None
+    found = costs.sizes(5e7, 90_000, 10_000, 700)
+    assert 10_000 <= found.tokens_in_memory < 90_000 + 700 * costs.tokens_per_branch
+    for branches in (0, 20, 100):
+        tokens = found.tokens_in_memory - branches * costs.tokens_per_branch
+        assert sum(costs.parts(found.tokens_per_segment, tokens, 10_000, branches)) <= 5e7
 
 
 def test_when_nothing_fits_the_sizes_that_take_least_say_what_they_need():
