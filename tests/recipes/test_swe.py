@@ -1,21 +1,28 @@
-"""The recipes for models of real size: their plans are those of the README, and every harness of the table is planned.
+"""The recipes for models of real size: their plans are those of the README, every harness of the table is planned, and
+their engines hold by vLLM's own functions what is planned.
 
 `python -m tests.recipes.test_swe` writes the plans into the README.
 """
 
 import io
+import json
+import os
 import shutil
+import subprocess
 import tempfile
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
+from rolltap.trainer.engine.serve import Parts, engine_command
 from rolltap.trainer.models.loading import kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.training.dry_run import findings, plan
+from rolltap.trainer.training.dry_run.engine import Blocks, sequences_of
 from rolltap.trainer.training.dry_run.model import model_numbers
 from rolltap.trainer.training.dry_run.plan import TrainingPlan
 from rolltap.trainer.training.recipe import load_recipe
@@ -27,20 +34,22 @@ RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
 HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
 pytestmark = pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT, of patterns for experts
 _numbers = {}
+VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
+"""Versions of vLLM -> the variable that names its program."""
 
 
 def planned(name: str, folder: Path) -> TrainingPlan:
-    """Plan a recipe with the model of the tests, as on a machine without a GPU and without kernels."""
+    """Plan a recipe with the model of the tests, on a machine without a GPU and without kernels for one with both."""
     recipe = load_recipe(Path(shutil.copy(SWE / name, folder)))
     model = recipe.model.name
     for source in ("qwen3-4b", model.lower()):  # the tokenizer of the first, if the second has none
         shutil.copytree(ROOT / "tests" / "models" / source, folder / model, dirs_exist_ok=True)
     recipe = recipe.model_copy(update={"model": Path(model)})
 
-    def numbers(recipe, dtype):
+    def numbers(recipe, dtype, gpu):
         key = (recipe.model, repr(recipe.lora), dtype)
         if key not in _numbers:
-            _numbers[key] = model_numbers(recipe, dtype)
+            _numbers[key] = model_numbers(recipe, dtype, gpu=gpu)
         return _numbers[key]
 
     with (
@@ -93,6 +102,72 @@ def test_each_recipe_can_have_each_harness_of_the_table():
         for harness in HARNESSES:
             recipe = load_recipe(SWE / name).model_copy(update={"harness": harness})
             assert Harness.load(recipe.harness).name == harness
+
+
+def ask_vllm(version, engines):
+    """Return what vLLM says of engines. Skips the test without that vLLM."""
+    python = Path(os.environ.get(VERSIONS[version], "")).with_name("python")
+    if not python.is_file():
+        pytest.skip(f"vLLM {version} is not installed: tests/run.sh installs it, or set {VERSIONS[version]}")
+    script = Path(__file__).with_name("in_vllm.py")
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    asked = subprocess.run([python, script], input=json.dumps(engines), capture_output=True, text=True, env=env)
+    assert asked.returncode == 0, asked.stderr
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """The engines of the plans of recipes/swe, and the blocks that they are planned with."""
+    found = []
+    for name in RECIPES:
+        folder = tmp_path_factory.mktemp("recipe")
+        plan = planned(name, folder)
+        engine = {
+            "model": str(folder / plan.recipe.model),
+            "tokens": plan.recipe.max_tokens,
+            "sequences": plan.memory.engine.sequences,
+            "memory": plan.memory.engine.sizes["cache"],
+        }
+        found.append((engine, plan.memory.engine, Blocks.of(plan.model)))
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_recipes_engine_starts_and_holds_the_sessions_that_are_planned(version, engines):
+    answers = ask_vllm(version, [engine for engine, _, _ in engines])
+    assert len(answers) == len(engines) >= 6
+    for (engine, planned_engine, blocks), answer in zip(engines, answers, strict=True):
+        assert answer["refused"] is None
+        assert answer["blocks"] >= engine["sequences"]
+        assert planned_engine.blocks == pytest.approx(answer["blocks"], rel=0.01)
+        assert blocks.bytes == pytest.approx(answer["block"], rel=0.01)
+        assert blocks.session_bytes(engine["tokens"]) == pytest.approx(answer["session"], rel=0.01)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_starts_a_hybrid_with_as_many_blocks_as_sequences_and_not_with_fewer(version, engines):
+    hybrid, _, blocks = next(one for one in engines if one[2].linear)
+    cases = [hybrid | {"sequences": 1024, "memory": memory * blocks.bytes} for memory in (1024, 1023)]
+    enough, short = ask_vllm(version, cases)
+    assert (enough["blocks"], enough["refused"]) == (1024, None)
+    assert "exceeds available Mamba cache blocks (1023)" in short["refused"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_quickstarts_engine_has_a_block_for_each_sequence(version, tiny_model):
+    recipe = load_recipe(ROOT / "recipes" / "quickstart" / "recipe.toml")
+    places = {"host": "", "port": 0, "max_model_len": None, "lora_rank": 0, "ahead": 0}
+    command = engine_command("", str(tiny_model), **places, cpu=True, has=Parts())
+    given = dict(pairwise(command))
+    engine = {
+        "model": str(tiny_model),
+        "tokens": int(given["--max-model-len"]),
+        "sequences": int(given["--max-num-seqs"]),
+        "memory": int(given["--kv-cache-memory-bytes"]),
+    }
+    (answer,) = ask_vllm(version, [engine])
+    assert answer["blocks"] >= engine["sequences"] >= sequences_of(recipe, 1)
 
 
 if __name__ == "__main__":

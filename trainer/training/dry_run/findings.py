@@ -13,7 +13,8 @@ from rolltap.trainer.models.loading import INSTALL, LINEAR_ATTENTION, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
-from rolltap.trainer.training.dry_run.memory import SLACK, Machine, Memory, Rows, gib, session_bytes
+from rolltap.trainer.training.dry_run.engine import Blocks
+from rolltap.trainer.training.dry_run.memory import SLACK, Machine, Memory, Rows, gib
 from rolltap.trainer.training.dry_run.model import ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
 
@@ -24,7 +25,7 @@ class Finding:
 
     level: Literal["error", "warning", "note"]
     """error: a start would be refused or would fail. warning: it starts, and is slow or may fail. note: is missing
-    here, and the plan does without."""
+    here, and the plan does not need it."""
     text: str
     fix: str
 
@@ -67,8 +68,12 @@ def of_numbers(
     missing = [name for name, there in kernels(numbers.model_type).items() if not there]
     if LINEAR_ATTENTION in missing:
         missing.remove(LINEAR_ATTENTION)
-        text = f"linear attention falls back to torch, which is slower: no {LINEAR_ATTENTION} here"
-        yield Finding("warning", text, f"{INSTALL} in a clone, on the machine with the GPU")
+        fix = f"{INSTALL} in a clone, on the machine with the GPU"
+        if numbers.fla:
+            yield Finding("note", f"no {LINEAR_ATTENTION} here, but it is planned with", fix)
+        else:
+            text = f"linear attention falls back to torch, which is slower: no {LINEAR_ATTENTION} here"
+            yield Finding("warning", text, fix)
     if missing:
         text = f"no {' and no '.join(missing)} here: torch does the same"
         fix = f"none is needed; with nvcc, pip install --no-build-isolation {' '.join(missing)}"
@@ -97,11 +102,16 @@ def of_numbers(
         yield Finding("error", text, "a smaller grpo.memory_gib, or none")
     if engine is None:
         return
+    elsewhere = ", or another GPU for the engine" if machine.shared_gpu else ""
+    cache = gib(engine.sizes["cache"])
     if engine.sessions < 1:
-        cache, one = gib(engine.sizes["cache"]), gib(session_bytes(numbers, traces.longest))
+        one = gib(Blocks.of(numbers).session_bytes(traces.longest))
         text = f"the engine's cache of {cache} does not hold a session of {traces.longest:,} tokens ({one})"
-        fix = "a smaller max_tokens" + (", or another GPU for the engine" if machine.shared_gpu else "")
-        yield Finding("error", text, fix)
+        yield Finding("error", text, f"a smaller max_tokens{elsewhere}")
+    elif numbers.linear_layers and engine.blocks < engine.sequences:
+        text = f"the engine's cache of {cache} has {engine.blocks} blocks, and each of its {engine.sequences} calls "
+        text += "needs one for the state of linear attention: vLLM would not start"
+        yield Finding("error", text, f"a smaller concurrency{elsewhere}")
     elif (held := engine.sessions * len(machine.engines)) < recipe.concurrency:
         text = f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the longest: vLLM would "
         fix = "a smaller concurrency, unless most sessions are much shorter"

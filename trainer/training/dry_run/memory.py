@@ -5,13 +5,14 @@ All sizes are bytes. A trace is as long as the recipe allows, and shares no pref
 
 from collections import Counter
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil
 
 import torch
 
 from rolltap.trainer.engine.serve import Parts
 from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
+from rolltap.trainer.training.dry_run.engine import Blocks, sequence_bytes, sequences_of
 from rolltap.trainer.training.dry_run.model import FLOAT32, ModelNumbers
 from rolltap.trainer.training.forward.sizes import SIZES
 from rolltap.trainer.training.grpo.forward import TOKENS_PER_SEGMENT
@@ -27,7 +28,7 @@ SLACK = 0.95
 MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1}
 """Values that an optimizer keeps for each trained one. Others are counted as AdamW, which keeps two."""
 SERVING = 4 * GIB
-"""Activations, CUDA graphs and libraries of an engine. Assumed, not measured."""
+"""Activations, CUDA graphs and libraries of an engine, which do not grow with its sequences. Assumed, not measured."""
 UTILIZATION = 0.92
 """vLLM's default of `--gpu-memory-utilization`: the share of a GPU that an engine takes. vLLM 0.32."""
 
@@ -98,6 +99,11 @@ class EngineShare:
 
     sizes: Sizes
     """Of the cache too: keys and values, and states of linear attention."""
+    sequences: int
+    """Value of `--max-num-seqs`."""
+    blocks: int
+    """Blocks of the cache. vLLM does not start a model with linear attention with fewer than it has sequences: each
+    that is decoded needs one (config/compilation.py, `resolve_cudagraph_mode_and_sizes`)."""
     sessions: int
     """Number of the longest sessions that fit into the cache."""
     utilization: float
@@ -123,7 +129,8 @@ def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: R
     """Return what each process and engine of a machine takes of a GPU. A total that is larger does not fit.
 
     An engine and a training process that share one GPU: the trainer gets what its longest trace needs, in segments of
-    the default size, or `grpo.memory_gib`; the engine what its sessions need, at least for one; the trainer the rest.
+    the default size, or `grpo.memory_gib`; the engine what its sessions need, at least for one and for the states of
+    all its sequences; the trainer the rest.
     """
     gpu, grpo = machine.gpu, recipe.grpo
     always = fixed(recipe, numbers, machine.processes, cuda=gpu is not None)
@@ -131,20 +138,28 @@ def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: R
     if gpu is None:
         return Memory(always, variable(recipe, numbers, traces, memory), memory, None, None)
     adapters = recipe.adapters * numbers.adapter * numbers.item // FLOAT32 if recipe.publish == "lora" else 0
-    held = numbers.weights + adapters + SERVING
+    engines = max(1, len(machine.engines))
+    sequences = sequences_of(recipe, engines)
+    logits = sequences * sequence_bytes(numbers)
+    held = numbers.weights + adapters + logits + SERVING
     cache, utilization = max(0, int(UTILIZATION * gpu) - held), UTILIZATION
-    one = session_bytes(numbers, traces.longest)
+    blocks = Blocks.of(numbers)
+    one = blocks.session_bytes(traces.longest)
     rest = int(SLACK * gpu) - always.total
     if machine.shared_gpu:
         rest -= held
         need = memory or variable(recipe, numbers, Rows(1, traces.longest), None).sizes.total
-        cache = max(0, min(-(-recipe.concurrency // len(machine.engines)) * one, max(rest - need, one), rest))
+        least = max(one, sequences * blocks.bytes if blocks.linear else 0)
+        wanted = max(least, -(-recipe.concurrency // engines) * one)
+        cache = max(0, min(wanted, max(rest - need, least), rest))
+        utilization = ceil(100 * (held + cache) / gpu) / 100
+        cache = int(utilization * gpu) - held
         rest -= cache
-        utilization = floor(100 * (held + cache) / gpu) / 100
     suggested = None if memory or not machine.shared_gpu else max(0, rest) // (GIB // 10) / 10
     memory = memory or max(0, rest)
-    sizes = {"weights": numbers.weights, "adapters": adapters, "working memory": SERVING, "cache": cache}
-    engine = EngineShare(Sizes(sizes), cache // one, utilization)
+    sizes = {"weights": numbers.weights, "adapters": adapters, "logits": logits, "working memory": SERVING}
+    sizes["cache"] = cache
+    engine = EngineShare(Sizes(sizes), sequences, cache // blocks.bytes, cache // one, utilization)
     traced = variable(recipe, numbers, traces, memory)
     return Memory(always, traced, memory, suggested, engine if machine.engines else None)
 
@@ -222,11 +237,6 @@ def variable(recipe: Recipe, numbers: ModelNumbers, traces: Rows, memory: float 
         among = (size,) if size else SIZES
         size, in_memory, _, parts = costs.sizes(memory, tokens, traces.longest, offload_states=offload, among=among)
     return Variable(size, in_memory, Sizes({name: ceil(value) for name, value in parts._asdict().items()}))
-
-
-def session_bytes(numbers: ModelNumbers, tokens: int) -> int:
-    """Return the bytes of a session in the engine's cache."""
-    return int(numbers.costs.state_per_token * tokens + numbers.costs.state_per_segment)
 
 
 def gib(size: float, digits: int = 1) -> str:

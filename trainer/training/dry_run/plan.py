@@ -14,8 +14,10 @@ from rich.text import Text
 
 from rolltap.addons.errors import RolltapError
 from rolltap.addons.options import is_loopback
+from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.training.arguments import LORA_RANKS
 from rolltap.trainer.training.dry_run import findings as found
+from rolltap.trainer.training.dry_run.engine import CALLS_PER_SESSION, LEAST_SEQUENCES, sequences_of
 from rolltap.trainer.training.dry_run.findings import Finding
 from rolltap.trainer.training.dry_run.memory import (
     GIB,
@@ -72,7 +74,7 @@ class TrainingPlan:
         if self.model is not None and self.traces_per_pass is not None and self.memory is not None:
             for name, text in _summary(self, self.model, self.traces_per_pass):
                 yield Text.assemble((f"{name:9}", "dim"), text)
-            for title, sizes, notes in _sizes(self, self.memory):
+            for title, sizes, notes in _sizes(self, self.model, self.memory):
                 yield Text(f"\n{title}", style="bold")
                 for name, size in sizes.items():
                     if size:
@@ -106,7 +108,7 @@ def plan(
     findings = [*found.of_recipe(recipe, machine)]
     try:
         found.check_start(typed, machine)
-        numbers = model_numbers(recipe, machine.dtype)
+        numbers = model_numbers(recipe, machine.dtype, gpu=machine.gpu is not None)
     except RolltapError as error:
         what, _, fix = str(error).rpartition(": ")  # the remedy comes last
         refused = Finding("error", what or fix, fix if what else "correct the recipe")
@@ -157,10 +159,11 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
         own += ["--lora-rank", str(next((size for size in LORA_RANKS if size >= rank), rank))]
         own += ["--ahead", str(recipe.ahead)] if recipe.ahead else []
     own += ["--routing"] if recipe.replays_routing else []
-    extra = ["--dtype", machine.dtype] if recipe.dtype or machine.gpu is not None else []
+    extra = ["--max-num-seqs", str(sequences_of(recipe, len(machine.engines)))]
+    extra += ["--dtype", machine.dtype] if recipe.dtype or machine.gpu is not None else []
     if engine is not None and engine.utilization != UTILIZATION:
         extra += ["--gpu-memory-utilization", f"{engine.utilization:.2f}"]
-    return [*own, "--", *extra] if extra else own
+    return [*own, "--", *extra]
 
 
 def _training(machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> Iterator[str]:
@@ -201,6 +204,13 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     yield "machine", f"training processes: {machine.processes}" + nodes + engines + shared + memory
+    if model.linear_layers:
+        package = LINEAR_ATTENTION if model.fla else "torch"
+        yield "kernels", f"{package} computes linear attention"
+    if machine.engines:
+        number = sequences_of(recipe, len(machine.engines))
+        why = f"{CALLS_PER_SESSION} for each session, with sub-agents and side questions"
+        yield "calls", f"{number} at once in an engine: {why}, and at least {LEAST_SEQUENCES}"
     sessions = f"{work['steps']:,} steps of {work['sessions_per_step']:,} sessions = {work['sessions']:,} sessions"
     yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
     size = gib(work["checkpoint_bytes"], 2)
@@ -210,12 +220,17 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     yield "traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, if each session is one trace"
 
 
-def _sizes(plan: TrainingPlan, memory: Memory) -> Iterator[tuple[str, dict[str, int], dict[str, str]]]:
+def _sizes(
+    plan: TrainingPlan, model: ModelNumbers, memory: Memory
+) -> Iterator[tuple[str, dict[str, int], dict[str, str]]]:
     """Yield titles, bytes by names, and notes on the names."""
     recipe, traces, engine, tokens = plan.recipe, memory.traces, memory.engine, memory.traces.tokens_in_memory
     suggested = f": grpo.memory_gib = {memory.suggested_memory_gib}" if memory.suggested_memory_gib else ""
     full = bool(plan.work["gathered_bytes"])
     shared = full or (plan.machine.processes > 1 and not recipe.lora)
+    states = f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass"
+    if model.linear_layers:
+        states += f"; {gib(model.costs.branch, 2)} more for each branch of a session"
     together = {"together": memory.always.total + traces.sizes.total, "room for traces": memory.planned_traces or 0}
     yield (
         "A training process",
@@ -228,7 +243,7 @@ def _sizes(plan: TrainingPlan, memory: Memory) -> Iterator[tuple[str, dict[str, 
             "reference model": "grpo.beta",
             "merged experts": "a layer's, with the adapter",
             "CUDA": "assumed",
-            "states": f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass",
+            "states": states,
             "activations": f"a batch of {traces.tokens_per_segment:,} tokens, and a quarter of it",
             "logits": "a chunk",
             "room for traces": f"states, activations and logits{suggested}",
@@ -237,5 +252,6 @@ def _sizes(plan: TrainingPlan, memory: Memory) -> Iterator[tuple[str, dict[str, 
     if engine is not None:
         longest = f"{engine.sessions} of the longest sessions at once"
         share = f"--gpu-memory-utilization {engine.utilization:.2f}"
-        notes = {"working memory": "assumed", "cache": longest, "together": share}
+        logits = f"and counts of penalties, of {engine.sequences} calls"
+        notes = {"logits": logits, "working memory": "assumed", "cache": longest, "together": share}
         yield "An engine", engine.sizes | {"together": engine.sizes.total}, notes
