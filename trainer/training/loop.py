@@ -31,6 +31,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import end_with_launcher, processes_started
+from rolltap.trainer.models.devices import require_gpu, use_expandable_segments
 from rolltap.trainer.models.loading import load_policy, load_tokenizer
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.traces.build import TraceBatch
@@ -88,6 +89,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
     `title` is that of the plots. Raises what the source raises, `InputError`, `RunError` and, on processes of which
     another one failed, `RankError`.
     """
+    together(partial(require_gpu, recipe.grpo.get("use_cpu", False)))
     columns = on_main(source.check)
     args = together(partial(arguments.training_arguments, recipe, run, seed))
     with ExitStack() as stack:
@@ -123,6 +125,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
 
 def join_processes(recipe: Recipe | None) -> Recipe:
     """Join the launcher's other processes, if any, and return the main one's recipe. Call it before others can fail."""
+    use_expandable_segments()
     if processes_started() > 1 and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -33,6 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import create_model_from_path
 
 from rolltap.addons.errors import InputError, LedgerError
+from rolltap.trainer.models.devices import require_gpu
 from rolltap.trainer.traces.build import Trace, TraceBatch
 from rolltap.trainer.traces.trained import Scored, StepAccount
 from rolltap.trainer.training.forward.forest import Row
@@ -76,8 +77,9 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
     of the full model as it was given. The divergence from it is a mean over tokens, whatever the weights of sessions.
 
-    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces. Its
-    other arguments are those of `GRPOTrainer`.
+    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces, and on
+    a machine with a GPU that torch cannot use, unless `args.use_cpu` is set. Its other arguments are those of
+    `GRPOTrainer`.
     """
 
     args: TraceGRPOConfig
@@ -109,6 +111,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
         if not 1 <= groups_per_step <= len(train_dataset):
             raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        require_gpu(args.use_cpu)
         args = copy.copy(args)
         if isinstance(model, str):
             # TRL would spread it over all GPUs of this process

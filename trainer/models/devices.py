@@ -1,0 +1,64 @@
+"""The GPUs of this machine, before a training uses them."""
+
+import os
+import re
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from rolltap.addons.errors import InputError
+
+DRIVER = Path("/proc/driver/nvidia/version")
+"""File of the NVIDIA driver with its version. Containers have it too, but WSL does not."""
+DEVICES = Path("/dev")
+_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_SMI_SECONDS = 30.0
+
+
+def require_gpu(use_cpu: bool) -> None:
+    """Raise `InputError` on a machine with a GPU that torch cannot use, unless the CPU is asked for.
+
+    The error has the versions of the driver and of torch, and the reason that torch gives.
+    """
+    if use_cpu or torch.cuda.is_available():
+        return
+    driver = _driver_version()
+    cuda = torch.version.cuda
+    if driver is None or (cuda is None and not any(DEVICES.glob("nvidia[0-9]*"))):
+        return
+    why = "it finds none"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        why = str(error)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    given = "" if hidden is None else f"with CUDA_VISIBLE_DEVICES={hidden!r} "
+    built = "without CUDA" if cuda is None else f"for CUDA {cuda}"
+    raise InputError(
+        f"this machine has an NVIDIA GPU with driver {driver}, and {given}torch {torch.__version__}, "
+        f"built {built}, cannot use it: {why} To train on the CPU, set use_cpu = true in [grpo]"
+    )
+
+
+def _driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None without one."""
+    said = ""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if DRIVER.is_file():
+            said = DRIVER.read_text()
+        else:
+            smi = subprocess.run(_SMI, stdout=subprocess.PIPE, text=True, timeout=_SMI_SECONDS)
+            said = smi.stdout
+    version = re.search(r"\d+\.\d+[.\d]*", said)
+    return None if version is None else version[0]
+
+
+def use_expandable_segments() -> None:
+    """Let the memory of tensors grow in place, unless torch's variables say otherwise.
+
+    Batches have another size each: memory would be cut into pieces. Call it before CUDA starts.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
