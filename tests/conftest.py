@@ -57,6 +57,27 @@ def tokenizer_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_disk():
+    """Return a function of a size and a folder. It returns the prefix of a command line.
+
+    The command sees a tmpfs of that size at the folder. Other processes do not see it.
+    """
+
+    def command(size, folder):
+        mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
+        return [*prefix, "sh", "-c", mount, size, folder]
+
+    for options in ("-rm", "-m"):
+        prefix = ["unshare", options]
+        if (
+            shutil.which("unshare")
+            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode == 0
+        ):
+            return command
+    pytest.skip("this machine lets nobody mount a small disk")
+
+
+@pytest.fixture(scope="session")
 def docker() -> Iterator[None]:
     """Name a Docker daemon of the tests' own in the environment. Skips the test where none can run."""
     with docker_daemon() as host, pytest.MonkeyPatch.context() as environment:

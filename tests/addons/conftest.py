@@ -1,5 +1,3 @@
-import shutil
-import subprocess
 import warnings
 from functools import partial
 from pathlib import Path
@@ -57,27 +55,6 @@ def patient(harness, monkeypatch):
     monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
     harness.endpoint.engines.patience = 60.0
     return harness
-
-
-@pytest.fixture(scope="session")
-def small_disk():
-    """Return a function of a size and a folder. It returns the prefix of a command line.
-
-    The command sees a tmpfs of that size at the folder. Other processes do not see it.
-    """
-
-    def command(size, folder):
-        mount = 'mount -t tmpfs -o "size=$0" none "$1" && shift && exec "$@"'
-        return [*prefix, "sh", "-c", mount, size, folder]
-
-    for options in ("-rm", "-m"):
-        prefix = ["unshare", options]
-        if (
-            shutil.which("unshare")
-            and subprocess.run([*command("1m", "/mnt"), "true"], capture_output=True).returncode == 0
-        ):
-            return command
-    pytest.skip("this machine lets nobody mount a small disk")
 
 
 @pytest.fixture

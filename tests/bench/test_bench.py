@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.bench.processes import ROOT
+from tests.conftest import vllm_program
 
 deep = pytest.mark.deep
 """Most benches run to their end in the deep suite only. The code that they measure has tests of its own."""
@@ -71,6 +72,16 @@ def test_the_view_of_a_run_is_measured(tokenizer_folder):
     assert (found["run"][0]["tokens"], found["file"][0].pop("wrong")) == (600, 0)
     for rows in found.values():
         assert_above_zero(rows)
+
+
+@deep
+@pytest.mark.engine
+def test_publications_are_measured_on_the_disk_and_in_memory(tokenizer_folder):
+    small = ["--vllm", vllm_program(), "--layers", 1, "--rounds", 1]
+    ((disk, memory),) = measured("publish", "--model", tokenizer_folder, *small).values()
+    assert (disk["folder"], memory["folder"]) == ("disk", "/dev/shm")
+    assert disk["most_gb"] == memory["most_gb"]  # two checkpoints
+    assert_above_zero([disk, memory])
 
 
 def test_traces_are_measured_for_a_run_and_for_one_four_times_as_large():

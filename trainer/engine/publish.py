@@ -3,17 +3,23 @@
 The engines read weights from a folder, which they must see under the publisher's path.
 """
 
+import math
+import shutil
 from pathlib import Path
 from typing import Literal, Protocol
 
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from rolltap.addons.errors import InputError
+from rolltap.addons.errors import InputError, RunError
 from rolltap.trainer.engine import weights
 from rolltap.trainer.engine.engines import Engines, Weights
 from rolltap.trainer.engine.weights import Agrees
+from rolltap.trainer.models.loading import stored_weights
 from rolltap.trainer.models.saving import save_adapter, save_weights
+
+_BYTES = 2
+"""Bytes of a value in a checkpoint, at least."""
 
 
 class CheckpointPublisher:
@@ -23,13 +29,14 @@ class CheckpointPublisher:
     request is sampled by two versions. A call that is continued after an engine failure takes several requests.
     Adapters are unloaded: they were made for other weights of the base model.
     `folder` may be shared with other runs. The published checkpoint stays there: a publication that fails goes back
-    to it, or to the model in `base` if there is none.
+    to it, or to the model in `base` if there is none. The constructor raises `RunError` for a folder without room.
     """
 
     def __init__(self, engines: Engines, *, folder: Path, run: Path, base: Path) -> None:
         self._engines, self._run, self._base = engines, run, base
         self._folder = folder.absolute()
         self._served: Weights | None = None
+        _require_room(self._folder, base)
 
     def publish(self, model: PreTrainedModel | PeftModel, version: str, agrees: Agrees) -> None:
         """See `Publisher.publish`."""
@@ -54,6 +61,23 @@ class CheckpointPublisher:
         self._served = new
         self._engines.unload(lambda _: True, weights.OTHER_BASE)
         weights.keep_only(self._folder, version, [new.folder])
+
+
+def _require_room(folder: Path, base: Path) -> None:
+    """Raise `RunError` unless two checkpoints fit into a folder: the served one, and the next."""
+    values = 0
+    for shapes in stored_weights(base).shapes.values():
+        values += sum(map(math.prod, shapes.values()))
+    needed = 2 * _BYTES * values
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    free += sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    if free < needed:
+        raise RunError(
+            f"{folder} has {free / 2**30:.1f} GiB for checkpoints, and two of them take "
+            f"{needed / 2**30:.1f} GiB or more: choose another publish_folder, or give a container "
+            "more memory for /dev/shm (docker run --shm-size; its default is 64 MB)"
+        )
 
 
 class LoraPublisher:
@@ -115,7 +139,7 @@ def make_publisher(kind: Way, engines: Engines, *, folder: Path, run: Path, base
     """Return the publisher of a recipe's `publish`.
 
     `folder` is for weights on their way to the engines, `run` the run folder, and `base` the recipe's model. `adapters`
-    stay loaded.
+    stay loaded. Raises `RunError` when checkpoints have no room in `folder`.
     """
     if kind == "lora":
         return LoraPublisher(engines, folder=folder, run=run, base=base, adapters=adapters)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rolltap.trainer.engine import publish
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
+from tests.conftest import ROOT
 from tests.trainer.engine.acting import acting, agreed
 from tests.trainer.training.grpo.tiny import tiny_model
 
@@ -199,6 +202,17 @@ class TestCheckpoints:
         assert before == [f".{name(3, attempt=1)}.partial", OTHER]
         assert published() == [name(3, attempt=1), OTHER]
 
+    def test_a_folder_without_room_for_two_checkpoints_is_refused_at_the_start(self, start, base, monkeypatch):
+        size = 2 * sum(weight.numel() for weight in tiny_model().state_dict().values())  # in 16 bits
+        usage = shutil.disk_usage(base)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2 * size))
+        start("checkpoint").publish(tiny_model(), version(0), agreed)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=size // 2))
+        start("checkpoint")  # the checkpoint of the earlier start makes room
+        shutil.rmtree(base.parent / "published")
+        with pytest.raises(RunError, match=r"published has 0\.0 GiB .* \(docker run --shm-size"):
+            start("checkpoint")
+
     @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
     def test_an_incomplete_checkpoint_is_refused_before_an_engine_is_touched(self, pair, start, monkeypatch, missing):
         save = publish.save_weights
@@ -244,6 +258,30 @@ def test_a_folder_that_cannot_be_written_is_named_and_the_engines_are_unchanged(
     with pytest.raises(RunError, match=rf"published/{name(1)} could not be written: .*the engines are unchanged"):
         start(kind).publish(model, version(1), agreed)
     assert not {"/pause", "/v1/load_lora_adapter"} & {*pair[0].paths, *pair[1].paths}
+
+
+FULL = """
+import sys
+from pathlib import Path
+from rolltap.addons.errors import RunError
+from rolltap.trainer.engine import weights
+from rolltap.trainer.models.saving import save_weights
+from tests.trainer.training.grpo.tiny import tiny_model
+base, folder = map(Path, sys.argv[1:])
+try:
+    weights.save(folder / "policy", lambda part: save_weights(tiny_model(), part, base))
+except RunError as error:
+    print(error)
+"""
+
+
+def test_a_full_memory_file_system_is_an_error_that_names_it(base, tmp_path, small_disk):
+    (tmp_path / "shm").mkdir()
+    command = [*small_disk("16k", tmp_path / "shm"), sys.executable, "-c", FULL, base, tmp_path / "shm"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
+    assert f"{tmp_path}/shm/policy could not be written" in printed
+    assert "No space left on device" in printed
+    assert "the engines are unchanged" in printed
 
 
 def test_adapters_are_saved_by_the_names_of_the_base(start, base, model, monkeypatch):
