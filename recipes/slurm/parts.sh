@@ -1,4 +1,4 @@
-# The parts of a job, each a step of Slurm with one task on each of its nodes. The batch files source it.
+# The parts of a job, each a step of Slurm on some of its nodes. The batch files source it.
 # shellcheck shell=bash
 
 set -euo pipefail
@@ -8,10 +8,11 @@ export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key
 [ -e engine.key ] || (umask 077 && head -c 32 /dev/urandom | base64 > engine.key)
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT # the other parts end with the last one
 
-# on FIRST NUMBER COMMAND...: become a step that runs a command on so many nodes. When it fails on one, it ends on all.
+# on FIRST NUMBER TIMES COMMAND...: become a step that runs a command so many times on each of so many nodes. When one
+# of them fails, all end.
 on() {
-    exec srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1 \
-        --overlap --cpu-bind=none --kill-on-bad-exit=1 "${@:3}"
+    exec srun --relative="$1" --nodes="$2" --ntasks=$(($2 * $3)) --ntasks-per-node="$3" \
+        --overlap --cpu-bind=none --kill-on-bad-exit=1 "${@:4}"
 }
 
 # await PROCESS COMMAND...: wait until a command succeeds, which it cannot once the part with this process has ended.
@@ -22,13 +23,18 @@ await() {
     done
 }
 
-# start_engines FIRST NUMBER ARGUMENTS...: one engine on each node, by `rolltap serve`. Sets ENGINES, their URLs.
+# start_engines FIRST NUMBER ARGUMENTS...: PER_NODE engines on each node, by `rolltap serve`. Sets ENGINES, their URLs.
 start_engines() {
-    # shellcheck disable=SC2016 # the node's own name
-    on "$1" "$2" bash -c 'exec rolltap serve --host "$SLURMD_NODENAME" --port 8000 "$@"' serve "${@:3}" &
-    ENGINES=$(printf ',http://%s:8000' "${NODES[@]:$1:$2}")
+    # shellcheck disable=SC2016 # the node's own name, and the number of the engine on it
+    on "$1" "$2" "$PER_NODE" bash -c '
+        if ((PER_NODE > 1)); then export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID; fi
+        exec rolltap serve --host "$SLURMD_NODENAME" --port $((8000 + SLURM_LOCALID)) "$@"' serve "${@:3}" &
+    local node gpu url
+    ENGINES=""
+    for node in "${NODES[@]:$1:$2}"; do
+        for ((gpu = 0; gpu < PER_NODE; gpu++)); do ENGINES+=",http://$node:$((8000 + gpu))"; done
+    done
     ENGINES=${ENGINES:1}
-    local url
     for url in ${ENGINES//,/ }; do await $! rolltap engine status "$url"; done
 }
 
@@ -36,7 +42,7 @@ start_engines() {
 start_fleet() {
     export FLEET=$HEAD:6379
     # shellcheck disable=SC2016
-    on 0 ${#NODES[@]} bash -c '
+    on 0 ${#NODES[@]} 1 bash -c '
         if [ "$SLURM_NODEID" = 0 ]; then first=(--head --port=6379); else first=(--address="$FLEET"); fi
         exec ray start "${first[@]}" --num-gpus=0 --disable-usage-stats --block' &
     await $! rolltap fleet status --ray "$FLEET"
@@ -45,6 +51,6 @@ start_fleet() {
 # train NUMBER PROCESSES ARGUMENTS...: `rolltap train` on the first nodes, in so many processes on each.
 train() {
     # shellcheck disable=SC2016
-    (on 0 "$1" bash -c 'exec torchrun --nnodes "$1" --node-rank "$SLURM_NODEID" --master-addr "$HEAD" \
+    (on 0 "$1" 1 bash -c 'exec torchrun --nnodes "$1" --node-rank "$SLURM_NODEID" --master-addr "$HEAD" \
         --master-port "$PORT" --nproc-per-node "$2" -m rolltap train "${@:3}"' train "$@")
 }

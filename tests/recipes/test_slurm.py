@@ -19,7 +19,6 @@ from tests.trainer.training.trainings import running
 
 SLURM = ROOT / "recipes" / "slurm"
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-ENGINES = "http://127.0.0.3:8000,http://127.0.0.4:8000"
 
 
 class Job:
@@ -83,8 +82,19 @@ def test_each_file_is_bash(file):
     assert subprocess.run(["bash", "-n", SLURM / file], capture_output=True, text=True).stderr == ""
 
 
-def serving(node, *arguments):
-    return [node, "rolltap", "serve", "--host", node, "--port", "8000", "models/Qwen3-8B", *arguments]
+def engines_on(nodes, *arguments, gpus=range(8)):
+    """Return the calls that start an engine on each GPU of some nodes."""
+    calls = []
+    for node in nodes:
+        for gpu in gpus:
+            where = ["--host", node, "--port", str(8000 + gpu)]
+            serve = ["rolltap", "serve", *where, "models/Qwen3-8B", *arguments]
+            calls.append([f"{node} {gpu}", *serve])
+    return calls
+
+
+def urls_on(nodes, gpus=range(8)):
+    return ",".join(f"http://{node}:{8000 + gpu}" for node in nodes for gpu in gpus)
 
 
 FLEET = [
@@ -96,15 +106,16 @@ FLEET = [
 ]
 
 
-def test_a_training_has_its_nodes_engines_on_the_others_and_a_fleet_on_all(job):
+def test_a_training_has_its_nodes_an_engine_on_each_other_gpu_and_a_fleet_on_all(job):
     status, said = job.run("train.sbatch", "recipe.toml", "--out", "runs/grpo")
     assert status == 0, said
-    fleet, engines, trainers = job.calls()[:4], job.calls()[4:6], job.calls()[6:]
+    fleet, engines, trainers = job.calls()[:4], job.calls()[4:20], job.calls()[20:]
     assert fleet == FLEET
-    assert engines == [serving(node, "--lora-rank", "16", "--", "--tensor-parallel-size", "8") for node in NODES[2:]]
+    assert engines == engines_on(NODES[2:], "--lora-rank", "16")
     port = trainers[0][trainers[0].index("--master-port") + 1]
     launched = ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "8", "-m", "rolltap", "train"]
-    trained = ["recipe.toml", "--out", "runs/grpo", "--engine", ENGINES, "--ray", "127.0.0.1:6379"]
+    online = ["--engine", urls_on(NODES[2:]), "--ray", "127.0.0.1:6379"]
+    trained = ["recipe.toml", "--out", "runs/grpo", *online]
     assert trainers == [
         [node, "torchrun", "--nnodes", "2", "--node-rank", str(rank), *launched, *trained]
         for rank, node in enumerate(NODES[:2])
@@ -113,15 +124,24 @@ def test_a_training_has_its_nodes_engines_on_the_others_and_a_fleet_on_all(job):
     assert (len(key.read_text()), key.stat().st_mode & 0o777) == (45, 0o600)
 
 
-def test_rollouts_run_on_the_first_node_with_an_engine_and_a_fleet_on_all(job):
-    status, said = job.run("rollout.sbatch", "rollout", "tasks.jsonl", "--out", "runs/first")
+def test_rollouts_run_on_the_first_node_with_engines_and_a_fleet_on_all(job):
+    status, said = job.run("rollout.sbatch", "rollout", "tasks.jsonl", "--out", "runs/first", PER_NODE="2")
     assert status == 0, said
     (rolled_out,) = (call for call in job.calls() if call[2] == "rollout")
-    engines = ",".join(f"http://{node}:8000" for node in NODES)
+    engines = urls_on(NODES, range(2))
     given = ["--model", "models/Qwen3-8B", "--engine", engines, "--ray", "127.0.0.1:6379"]
     assert rolled_out == ["batch", "rolltap", "rollout", "tasks.jsonl", "--out", "runs/first", *given]
     others = [call for call in job.calls() if call != rolled_out]
-    assert others == FLEET + [serving(node, "--", "--tensor-parallel-size", "8") for node in NODES]
+    assert others == FLEET + engines_on(NODES, gpus=range(2))
+
+
+def test_one_engine_of_a_node_has_all_its_gpus(job):
+    large = {"PER_NODE": "1", "SERVE": "-- --tensor-parallel-size 8"}
+    status, said = job.run("rollout.sbatch", "rollout", nodes=NODES[:1], **large)
+    assert status == 0, said
+    (engine,) = (call for call in job.calls() if call[2] == "serve")
+    assert engine[0] == "127.0.0.1 all"
+    assert engine[-3:] == ["--", "--tensor-parallel-size", "8"]
 
 
 def test_a_job_ends_when_an_engine_has_ended_or_the_training_of_a_node_fails(job):
