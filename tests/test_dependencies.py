@@ -1,4 +1,4 @@
-"""What `pip` is asked for: bounds around the tested versions, and extras that can be installed."""
+"""Packages that `pip` is asked for: bounds around tested versions, and extras with a solution."""
 
 import os
 import re
@@ -16,8 +16,8 @@ from tests.readme.blocks import DOCUMENTS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-INSTALLS = re.compile(r"""pip install[^\n]*?['"]\.\[([\w,-]+)\]['"]""")
-"""An installation from a clone, with the names of the extras."""
+INSTALLS = re.compile(r"""pip install([^\n]*?) ['"]\.\[([\w,-]+)\]['"]""")
+"""An installation from a clone: its options, and the names of the extras."""
 
 
 def requirement(extra: str, name: str) -> Requirement:
@@ -77,28 +77,30 @@ TEXTS = [
 """Files with commands that install rolltap: pages, messages, scripts."""
 
 
-def extras_of_pages() -> list[str]:
-    """Return the sets of extras that they install, such as `record,service`."""
-    return sorted({extras for file in TEXTS for extras in INSTALLS.findall(file.read_text())})
+def installs() -> list[tuple[str, str]]:
+    """Return the options and the extras that they install with, such as `record,service`."""
+    return sorted({found for file in TEXTS for found in INSTALLS.findall(file.read_text())})
 
 
 def test_pages_and_messages_install_extras_that_there_are_from_a_clone():
-    found = extras_of_pages()
-    assert {"vllm", "record,service,train", "train,kernels"} <= {*found}
-    assert {extra for extras in found for extra in extras.split(",")} <= EXTRAS.keys()
+    found = installs()
+    assert (" -c constraints.txt", "record,service,train") in found
+    assert {("", "vllm"), ("", "train,kernels")} <= {*found}
+    assert {extra for _, extras in found for extra in extras.split(",")} <= EXTRAS.keys()
     for file in TEXTS:
         assert not re.search(r"rolltap\[[a-z]+", file.read_text()), f"{file}: it is on no index"
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-@pytest.mark.parametrize("extras", extras_of_pages())
-def test_every_set_of_extras_of_the_pages_has_a_solution_with_cuda(extras, python, tmp_path):
+@pytest.mark.parametrize(("options", "extras"), installs())
+def test_every_set_of_extras_of_the_pages_has_a_solution_with_cuda(options, extras, python):
     uv = ROOT / ".venvs" / "uv" / "bin" / "uv"
     if not uv.exists():
         pytest.skip("there is no uv: recipes/environments.sh installs it")
     command = [uv, "pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", python, "--python-platform", "x86_64-unknown-linux-gnu"]
+    command += options.split()
     for extra in extras.split(","):
         command += ["--extra", extra]
     # wheels of this machine may be CPU builds
