@@ -59,8 +59,8 @@ def serve_command(
     """Start vLLM for recording and publishing.
 
     It serves MODEL with endpoints and flags that these and the model need, on GPUs, or on a CPU with vLLM's CPU build.
-    Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. A start-up that takes
-    more than two hours is stopped.
+    Every route but /health requires a key. Arguments after `--` are passed on to `vllm serve`. They win over those that
+    rolltap gives, such as `--max-num-seqs 64`. A start-up that takes more than two hours is stopped.
     """
     server = rolltap.EngineServer(
         model,

@@ -181,7 +181,8 @@ class EngineServer:
     `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
     window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted, as many as a training with
     `ahead` needs. With `routing`, the experts of each token are returned to recorders that ask (`rolltap_routing`).
-    The output goes to `log`, by default to this process's. `extra` are further arguments of `vllm serve`.
+    The output goes to `log`, by default to this process's. `extra` are further arguments of `vllm serve`. They win over
+    the same ones of this class, such as `--max-num-seqs`.
 
     Every route but `/health` requires the key in `key_file`. This is the file that the environment variable
     `ROLLTAP_ENGINE_KEY_FILE` names, and is made if it does not exist. Without the variable it is a new one, which is
