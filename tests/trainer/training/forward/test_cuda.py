@@ -28,5 +28,5 @@ def errors(tmp_path_factory) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_on_cuda_runs_and_gives_each_trained_parameter_its_gradient(case, errors):
+def test_what_a_step_does_on_cuda_runs_and_gives_each_trained_parameter_its_gradient(case, errors):
     assert errors[case] is None, errors[case]
