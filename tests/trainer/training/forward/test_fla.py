@@ -24,6 +24,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
+from rolltap.trainer.training.forward.linear import as_fla_saves
 from tests.trainer.training.forward.test_passes import gradients, plain, row, scorer, tokens
 from tests.trainer.training.grpo.tiny import relative_difference
 from tests.trainer.training.grpo.tiny_models import COMMON
@@ -102,6 +103,30 @@ def test_sequences_in_one_row_begin_with_states_of_their_own():
         by_sequence = 0 if name in ("state", "initial_state") else 1
         wanted = torch.cat([one[name] for one in alone], by_sequence)
         assert_close({name: found}, {name: wanted})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begins", [False, True], ids=["from zeros", "from a state"])
+def test_the_stand_in_of_a_plan_saves_the_tensors_that_the_kernel_saves(dtype, begins):
+    given = inputs(2, 70)
+    for name in ("query", "key", "value", "beta"):
+        given[name] = given[name].to(dtype)
+    if not begins:
+        del given["initial_state"]
+    positional = [given.pop(name).requires_grad_() for name in ("query", "key", "value")]
+
+    def saved() -> list[tuple[Any, ...]]:
+        found = []
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        with torch.autograd.graph.saved_tensors_hooks(found.append, lambda _: None):
+            modeling_qwen3_5.torch_chunk_gated_delta_rule(*positional, **given, **options)
+        # fla names beta twice
+        once = {x.data_ptr(): (str(x.dtype), *x.shape) for x in found}
+        return sorted(once.values())
+
+    by_kernel = saved()
+    with as_fla_saves(small()):
+        assert saved() == by_kernel
 
 
 def small() -> Any:
