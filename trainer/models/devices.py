@@ -20,9 +20,20 @@ _SMI_SECONDS = 30.0
 def require_gpu(use_cpu: bool) -> None:
     """Raise `InputError` on a machine with a GPU that torch cannot use, unless the CPU is asked for.
 
-    The error has the versions of the driver and of torch, and the reason that torch gives.
+    The error has the versions of the driver and of torch, and the reason that torch gives. A process
+    without a launcher that sees several GPUs is refused too: transformers would train on all of them
+    with `DataParallel`, which TRL does not support.
     """
-    if use_cpu or torch.cuda.is_available():
+    if use_cpu:
+        return
+    if torch.cuda.is_available():
+        visible = torch.cuda.device_count()
+        if visible > 1 and "LOCAL_RANK" not in os.environ:
+            raise InputError(
+                f"a training process uses one GPU, and this one sees {visible} GPUs: set CUDA_VISIBLE_DEVICES to "
+                f"one that no engine uses, or train on several with `torchrun --standalone --nproc-per-node {visible} "
+                "-m rolltap train ...`"
+            )
         return
     driver = _driver_version()
     cuda = torch.version.cuda

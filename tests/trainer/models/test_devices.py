@@ -90,6 +90,19 @@ def test_a_gpu_that_torch_uses_and_a_training_on_the_cpu_are_left_alone(gpu, mon
     require_gpu(use_cpu=False)
 
 
+def test_one_process_that_sees_several_gpus_is_refused(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    said = refusal()
+    assert "sees 4 GPUs" in said
+    assert "CUDA_VISIBLE_DEVICES" in said
+    assert "--nproc-per-node 4" in said
+    require_gpu(use_cpu=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    require_gpu(use_cpu=False)
+
+
 def test_a_training_is_refused_before_it_claims_an_engine(gpu, tmp_path, monkeypatch):
     training = Training(tmp_path)
     assert "driver 550.54.15" in str(training.here(monkeypatch).exception)
