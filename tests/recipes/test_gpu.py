@@ -1,5 +1,6 @@
+import copy
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,186 +10,491 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from rolltap.addons.errors import RolltapError
+from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.training.dry_run.plan import plan
 from rolltap.trainer.training.recipe import load_recipe
-from tests.conftest import ROOT
+from tests.conftest import ROOT, vllm_program
+from tests.readme.test_reference import section
+from tests.trainer.training.grpo.tiny_models import FAMILIES
 from tests.trainer.training.test_loop import restore
 
 GPU = ROOT / "recipes" / "gpu"
-TINY = ROOT / "tests" / "models" / "qwen3-4b"
-"""A model without weights, which can be planned."""
+QWEN3 = ROOT / "tests" / "models" / "qwen3-4b"
+"""A model without weights."""
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(GPU)
+    import check
+    import engine_half
+    import lines
+    import machine
+    import plans
+    import trainer_half
+    import trainings
 
 
-def check(program, *arguments):
-    command = [sys.executable, GPU / program, *arguments]
-    environment = {**os.environ, "COLUMNS": "100", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+def named(found):
+    """Lines by what they say."""
+    return {line.what: line for line in found}
 
 
-def test_without_a_gpu_the_whole_check_says_that_there_is_none(tmp_path):
-    ended = check("trainer_half.py", "--out", tmp_path / "check.json")
-    assert ended.returncode == 1
-    assert "--cpu" in ended.stderr
-    assert not list(tmp_path.iterdir())
+def results(found):
+    return [line.result for line in found]
 
 
 @pytest.fixture
-def half(monkeypatch):
-    monkeypatch.syspath_prepend(GPU)
-    import engine_half
-
-    return engine_half
+def setting(tmp_path):
+    """The small form, with a model that is not there."""
+    return plans.Setting(tmp_path / "model", "vllm", True, tmp_path)
 
 
-@pytest.mark.deep  # its parts are tested with a real engine in test_loop and test_publish
-@pytest.mark.engine
-@pytest.mark.harness
-def test_the_engine_half_records_trains_and_publishes_in_two_ways_and_each_line_passes(half, engine, tmp_path):
-    if shutil.which("mini") is None:
-        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
-    plans = {way: half.plan_of(engine.model_dir, way, True, tmp_path) for way in half.TRAININGS}
-    try:
-        lines = list(half.with_engine(engine.url, engine.model_dir, True, tmp_path, plans))
-    finally:
-        restore(engine)
-    assert [line for line in lines if line.result == "failed"] == []
-    skipped = {line.what for line in lines if line.result == "skipped"}
-    assert skipped == {f"{way}: peak memory over the plan" for way in ("checkpoint", "lora")}
-    passed = {line.what: line for line in lines if line.result == "passed"}
-    assert passed.keys() >= {"record: sessions with a fault", "check: root prompts, nats", "verify: damage in lora"}
-    for way in half.TRAININGS:
-        assert passed[f"{way}: engine and trainer after the step, nats"].number < 1e-3
-        assert passed[f"{way}: of what the steps changed"].number < 0.1
+@pytest.fixture
+def on_gpu(tmp_path):
+    """The whole form with one GPU, likewise."""
+    return plans.Setting(tmp_path / "model", "vllm", False, tmp_path, gpus=["0"])
 
 
-def test_a_recipe_shares_the_gpu_as_its_plan_says_and_every_second_session_gets_a_reward(half, tmp_path):
-    for way in half.TRAININGS:
-        recipe = load_recipe(half.write_recipe(tmp_path, TINY, way, False, memory_gib=20.5))
-        assert (recipe.publish, recipe.machine.shared_gpu, recipe.grpo["memory_gib"]) == (way, True, 20.5)
-        assert half.write_recipe(tmp_path, TINY, way, True).read_text().count("memory_gib") == 0
-        [task] = load_tasks(recipe.tasks)
-        assert [subprocess.run(task.evaluate).returncode for _ in range(4)] == [0, 1, 0, 1]
+class TestMachine:
+    @pytest.fixture(autouse=True)
+    def programs(self, tmp_path, monkeypatch):
+        """Return a function that makes a program which prints a text. No other is on the PATH."""
+        folder = tmp_path / "programs"
+        folder.mkdir()
+        monkeypatch.setenv("PATH", str(folder))
+        for name in ("CC", "CUDA_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name, raising=False)
+
+        def make(name, printed=""):
+            program = folder / name
+            program.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{printed}\nEND\n")
+            program.chmod(0o700)
+
+        return make
+
+    def test_an_old_driver_fails_and_says_which_is_needed(self, programs):
+        programs("gcc")
+        programs("nvidia-smi", "0, NVIDIA H100 80GB HBM3, 81559, 575.57.08")
+        found = named(machine.machine_lines(False))
+        driver = found["machine: driver"]
+        assert (driver.result, driver.measured, driver.limit) == ("failed", 575, 580)
+        assert driver.note.startswith("575.57.08: ")
+        assert driver.note.endswith("install the driver 580 or newer")
+        memory = found["machine: GiB of GPU 0"]
+        assert (memory.result, memory.note) == ("passed", "NVIDIA H100 80GB HBM3")
+        assert memory.measured == pytest.approx(79.6, abs=0.1)
+
+    def test_a_machine_with_all_of_it_passes_and_nvcc_is_a_remark(self, programs, monkeypatch):
+        programs("gcc")
+        gpu = "NVIDIA H100, 81559, 580.65.06"
+        programs("nvidia-smi", f"0, {gpu}\n1, {gpu}")
+        found = named(machine.machine_lines(False))
+        assert set(results(found.values())) == {"passed"}
+        assert found["machine: nvcc"].note.startswith("none")
+        assert found["machine: GPUs that are used"].measured == 2
+        for variable, names in (("1", ["1"]), ("", [])):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+            assert machine.visible(machine.gpus()) == names
+
+    def test_what_is_missing_is_a_line_that_says_how_to_get_it(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+        found = machine.machine_lines(False)
+        failed = {line.what: line.note for line in found if line.result == "failed"}
+        assert [*failed] == ["machine: driver", "machine: C compiler", "machine: Python headers"]
+        assert "580" in failed.pop("machine: driver")
+        for note in failed.values():
+            assert "build-essential python3-dev" in note
+        assert set(results(machine.machine_lines(True))) == {"passed"}
+
+    def test_the_program_needs_nothing_but_python_and_ends_with_1_for_a_failed_line(self):
+        command = [sys.executable, "-S", "-E", GPU / "machine.py"]
+        small = subprocess.run([*command, "--cpu"], capture_output=True, text=True)
+        assert (small.returncode, small.stderr) == (0, "")
+        assert "machine: GPUs  passed  0" in small.stdout
+        whole = subprocess.run(command, capture_output=True, text=True)
+        assert whole.returncode == 1
+        assert "machine: driver  failed" in whole.stdout
 
 
-def test_an_engine_that_did_not_apply_the_step_fails(half):
-    for sampled, change in ((0.02, 0.0), (0.02, 0.02), (float("nan"), 0.2)):
-        assert half.applied("lora", sampled=sampled, change=change, note="").result == "failed"
-    assert half.applied("lora", sampled=0.02, change=0.2, note="").result == "passed"
-    line = half.applied("lora", sampled=0.02, change=0.0, note="")
-    assert json.loads(json.dumps(line.to_json(), allow_nan=False))["number"] is None  # JSON lacks infinity
+class TestCommand:
+    @pytest.fixture
+    def script(self, tmp_path):
+        """Return a function that runs check.sh in a copy of the checkout.
+
+        Its environments are stand-ins, and so is the program that looks at the machine, which ends
+        with `status`. The function returns the status of check.sh and the lines that it prints.
+        """
+        for environment in ("rolltap", "gpu"):
+            python = tmp_path / environment / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.write_text(f'#!/bin/sh\necho "{environment} runs $*"\n')
+            python.chmod(0o700)
+        folder = tmp_path / "recipes" / "gpu"
+        folder.mkdir(parents=True)
+        shutil.copy(GPU / "check.sh", folder)
+
+        def script(*arguments, gpu="", status=0):
+            (folder / "machine.py").write_text(f"raise SystemExit({status})")
+            (tmp_path / "recipes" / "environments.sh").write_text(f"""
+                set -euo pipefail
+                cd {tmp_path}
+                VENVS={tmp_path}
+                GPU='{gpu}'
+                say() {{ echo $*; }}
+                fail() {{ echo $*; exit 1; }}
+                environment_rolltap() {{ echo made rolltap; }}
+                environment_gpu() {{ echo made gpu; }}
+                environment_mini_swe_agent() {{ echo made mini; }}
+                environment_vllm() {{ fail no index; }}
+            """)
+            command = ["bash", folder / "check.sh", *arguments]
+            ended = subprocess.run(command, capture_output=True, text=True)
+            return ended.returncode, ended.stdout.splitlines()
+
+        return script
+
+    def test_it_goes_on_when_vllm_cannot_be_installed(self, script, tmp_path):
+        called = f"rolltap runs recipes/gpu/check.py --vllm {tmp_path}/vllm/bin/vllm --cpu"
+        failure = ["no index", "vLLM could not be installed (see above)"]
+        everything = ["made rolltap", *failure, "made mini", f"{called} --model a b"]
+        assert script("--cpu", "--model", "a b") == (0, everything)
+        half = ["made rolltap", f"{called} --trainer-only"]
+        assert script("--cpu", "--trainer-only") == (0, half)
+
+    def test_on_a_machine_with_a_gpu_it_installs_the_kernels(self, script):
+        status, printed = script("--trainer-only", gpu="GPU 0: NVIDIA H100")
+        assert (status, printed[0]) == (0, "made gpu")
+        assert printed[1].startswith("gpu runs recipes/gpu/check.py")
+
+    def test_it_installs_nothing_on_a_machine_that_lacks_something(self, script):
+        status, printed = script(status=1)
+        assert status == 1
+        assert len(printed) == 1
+        assert printed[0].startswith("this machine lacks something")
 
 
-def test_an_error_is_a_failed_line_after_those_that_were_made_and_is_shown_as_it_is(half, capsys):
-    import lines
+class TestTable:
+    def test_a_number_passes_up_to_its_limit_or_from_it_on(self):
+        assert lines.at_most("a", 1, 1).result == lines.at_least("a", 1, 1).result == "passed"
+        assert lines.at_most("a", 2, 1).result == lines.at_least("a", 1, 2).result == "failed"
+        nothing = float("nan")
+        for line in (lines.at_most("a", nothing, 1), lines.at_least("a", nothing, 1)):
+            assert line.result == "failed"
+            assert json.loads(json.dumps(line.to_json(), allow_nan=False))["measured"] is None
 
-    def made():
-        yield half.measured("first", 0, 1)
-        raise OSError("[Errno 28] no [/] space")
+    def test_the_table_shows_measured_planned_and_limit_and_text_as_it_is(self, capsys):
+        row = lines.at_least("serve: cache", 17.3, 18.9, "no [/] space", planned=21)
+        Console(width=120).print(check.table([row]))
+        *_, shown, _ = capsys.readouterr().out.splitlines()
+        cells = [cell.strip() for cell in shown.strip("│").split("│")]
+        assert cells == ["serve: cache", "failed", "17.3", "21", ">= 18.9", "no [/] space"]
 
-    first, second = half.guarded("second", made)
-    assert first.result == "passed"
-    assert (second.what, second.result, second.note) == ("second", "failed", "OSError: [Errno 28] no [/] space")
-    Console(width=100).print(lines.table([second]))
-    assert "[Errno 28] no [/] space" in capsys.readouterr().out
-
-
-def test_without_a_harness_nothing_of_the_engine_half_passes(half, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    lines = list(half.with_engine("http://127.0.0.1:9", TINY, True, tmp_path, {}))
-    assert {line.result for line in lines} == {"skipped"}
-    assert all("mini-swe-agent" in line.note for line in lines)
+    def test_the_stages_are_those_that_the_first_page_lists_as_not_run_on_cuda(self):
+        listed = re.findall(r"^  - `(\w+)`", section("README.md", "Limits"), re.MULTILINE)
+        assert listed == [name for name in check.STAGES if name not in ("machine", "verify")]
 
 
-def test_an_engine_that_does_not_start_is_a_failed_line(half, tmp_path, monkeypatch):
-    monkeypatch.setattr(half, "plan_of", lambda *_: {"can_start": True, "memory": {"engine": None}})
+class TestWalk:
+    @pytest.fixture
+    def stage(self, monkeypatch):
+        """Let every stage pass. Return a function that lets one yield other lines."""
+
+        def stage(name, *found, url="", error=None):
+            def made(setting):
+                setting.url = url
+                yield from found
+                if error is not None:
+                    raise error
+
+            monkeypatch.setitem(check.STAGES, name, made)
+
+        for name in check.STAGES:
+            stage(name, lines.fact(name), url="http://127.0.0.1:9")
+        return stage
+
+    def test_an_error_is_a_failed_line_after_others_and_the_stages_go_on(self, stage, setting):
+        stage("record", lines.at_most("record: first", 0, 1), error=OSError("no space"))
+        found = named(check.walk(setting, ""))
+        assert found.keys() == {*check.STAGES, "record: first"}
+        failed = found.pop("record")
+        assert (failed.result, failed.note) == ("failed", "OSError: no space")
+        assert set(results(found.values())) == {"passed"}
+
+    def test_without_an_engine_its_stages_are_skipped_with_the_reason(self, stage, setting):
+        found = named(check.walk(setting, "--trainer-only"))
+        passed = [name for name, line in found.items() if line.result == "passed"]
+        assert passed == ["machine", "kernels", "trainer"]
+        assert found["lora"].note == "--trainer-only"
+        stage("serve", lines.failed("serve", "no memory"))
+        found = named(check.walk(setting, ""))
+        assert found["serve"].note == "no memory"
+        for name in ("record", "sharding", "verify"):
+            assert found[name] == lines.skipped(name, "the engine did not start")
+
+    def test_nothing_goes_on_without_the_machine(self, stage, setting):
+        stage("machine", lines.failed("machine: driver", "575"), lines.fact("machine: nvcc"))
+        driver, nvcc, *others = check.walk(setting, "")
+        assert results([driver, nvcc]) == ["failed", "passed"]
+        assert [line.what for line in others] == [*check.STAGES][1:]
+        assert set(results(others)) == {"skipped"}
+
+    def test_a_failed_line_is_exit_status_1_and_is_in_the_file_with_versions(self, stage, tmp_path):
+        stage("trainer", lines.failed("trainer", "no room"))
+        out = tmp_path / "made" / "check.json"
+        command = ["--cpu", "--trainer-only", "--out", str(out)]
+        ended = CliRunner().invoke(check.main, command)
+        assert ended.exit_code == 1
+        assert ended.stdout.splitlines()[-1].endswith(f"may be sent to the project: {out}")
+        found = json.loads(out.read_text())
+        rows = {row["what"]: row for row in found["checks"]}
+        assert (rows["trainer"]["result"], rows["trainer"]["note"]) == ("failed", "no room")
+        assert rows["serve"]["note"] == "--trainer-only"
+        assert found["trainer"]["torch"] == torch.__version__
+        assert found["model"] == "model"
+        stage("trainer", lines.fact("trainer"))
+        assert CliRunner().invoke(check.main, command).exit_code == 0
+
+
+class TestTrainer:
+    def test_the_small_form_compares_attention_and_the_gradients_of_both_models(self, setting):
+        *attention, qwen3, hybrid = check.trainer(setting)
+        assert results(attention) == ["passed"] * 3
+        assert max(line.measured for line in attention) < 0.01
+        for line, model in ((qwen3, "qwen3-tiny"), (hybrid, "qwen3.5-tiny")):
+            assert line.result == "passed"
+            assert line.measured < 1e-5
+            assert line.what.endswith(f", {model}")
+
+    def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(self, monkeypatch):
+        def kernels(model_type):
+            return {LINEAR_ATTENTION: True} if model_type.startswith("qwen3_5") else {}
+
+        monkeypatch.setattr(trainer_half, "kernels", kernels)
+        hybrid = QWEN3.with_name("qwen3.5-4b")
+        assert trainer_half.float32_limit(hybrid, "cuda") == 5e-3
+        for model, device in ((hybrid, "cpu"), (QWEN3, "cuda"), (QWEN3, "cpu")):
+            assert trainer_half.float32_limit(model, device) == 1e-4
+
+    def test_a_model_without_room_on_the_gpu_is_a_failed_line(self, monkeypatch):
+        def full(*_):
+            raise torch.OutOfMemoryError("no room")
+            yield
+
+        monkeypatch.setattr(trainer_half, "_memory", full)
+        [line] = trainer_half._memory_or_none(QWEN3, trainer_half.LORA)
+        assert (line.result, line.what) == ("failed", "trainer: memory, qwen3-4b, LoRA")
+
+    def test_a_gpu_without_fla_is_a_failed_line(self, on_gpu, monkeypatch):
+        for importable, result in ((False, "failed"), (True, "passed")):
+            packages = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
+            monkeypatch.setattr(check, "kernels", lambda kind, packages=packages: packages)
+            [line] = check.linear_attention(on_gpu)
+            assert line.result == result
+        assert line.note == LINEAR_ATTENTION
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """The plans of three trainings of a tiny model on a GPU of 80 GiB, as JSON."""
+    folder = tmp_path_factory.mktemp("plans")
+    config = copy.deepcopy(FAMILIES["qwen3"][1])
+    config.max_position_embeddings = plans.CONTEXT
+    config.save_pretrained(folder / "model")
+    setting = plans.Setting(folder / "model", "vllm", False, folder)
+    found = {}
+    for name in ("checkpoint", "lora", "ahead"):
+        recipe = load_recipe(plans.write_recipe(setting, name))
+        sized = recipe.machine.model_copy(update={"gpu_gib": 80.0})
+        found[name] = plan(recipe.model_copy(update={"machine": sized})).to_json()
+    return json.dumps(found)
+
+
+class TestPlans:
+    @pytest.fixture
+    def on_gpu(self, on_gpu, planned):
+        """The setting, with the plans of three trainings."""
+        on_gpu.plans = json.loads(planned)
+        return on_gpu
+
+    def test_a_recipe_has_the_room_of_its_plan(self, on_gpu):
+        planned = on_gpu.plans["lora"]
+        recipe = load_recipe(plans.write_recipe(on_gpu, "lora", planned))
+        assert (recipe.publish, recipe.machine.shared_gpu) == ("lora", True)
+        assert recipe.grpo["memory_gib"] == planned["memory"]["suggested_memory_gib"] > 1
+
+    def test_a_recipe_publishes_in_memory_where_the_weights_fit(self, on_gpu, monkeypatch):
+        for room, folder in ((True, plans.SHARED_MEMORY), (False, None)):
+            monkeypatch.setattr(plans, "has_room", lambda weights, room=room: room)
+            recipe = load_recipe(plans.write_recipe(on_gpu, "lora", on_gpu.plans["lora"]))
+            assert recipe.publish_folder == folder
+
+    def test_more_sessions_run_ahead_than_in_the_other_trainings(self, setting):
+        recipes = {name: load_recipe(plans.write_recipe(setting, name)) for name in plans.TRAININGS}
+        ahead = recipes.pop("ahead")
+        assert ahead.ahead == 1
+        assert ahead.concurrency > max(recipe.concurrency for recipe in recipes.values())
+        assert recipes["engines"].machine.engines == 2
+        assert recipes["sharding"].grpo["sharding"] == "full"
+        assert recipes["sharding"].machine.processes == 2
+        moving = [name for name, recipe in recipes.items() if recipe.iterations == 2]
+        assert moving == ["checkpoint", "lora"]
+        grpo = recipes["lora"].grpo
+        assert grpo["max_grad_norm"] * grpo["learning_rate"] == pytest.approx(plans.LENGTH)
+
+    def test_every_second_session_of_a_task_gets_a_reward(self, setting):
+        for task in load_tasks(plans.write_tasks(setting.folder, "record")):
+            assert [subprocess.run(task.evaluate).returncode for _ in range(4)] == [0, 1, 0, 1]
+
+    def test_the_engine_gets_the_share_and_the_calls_that_all_plans_leave_it(self, on_gpu, setting):
+        shares = [each["memory"]["engine"] for each in on_gpu.plans.values()]
+        least = min(share["utilization"] for share in shares)
+        most = max(share["sequences"] for share in shares)
+        expected = ["--gpu-memory-utilization", f"{least:.2f}", "--max-num-seqs", str(most)]
+        assert engine_half.engine_arguments(on_gpu)[-4:] == expected
+        on_gpu.plans["checkpoint"]["can_start"] = False
+        assert len(engine_half.shares(on_gpu)) == len(shares) - 1
+        assert engine_half.engine_arguments(setting) == ["--seed", "0"]
+
+    def test_vllms_own_number_for_its_cache_is_held_against_the_plan(self, on_gpu, setting):
+        of_log = "(EngineCore pid=9) INFO [gpu_worker.py:760] Available KV cache memory: {} GiB\n"
+        least = min(engine_half.shares(on_gpu), key=lambda share: share["utilization"])
+        planned = least["sizes"]["cache"] / 2**30
+        for share, result in ((0.95, "passed"), (0.85, "failed")):
+            log = of_log.format(f"{share * planned:.2f}")
+            line = engine_half.cache_line(on_gpu, log)
+            assert (line.result, line.planned) == (result, planned)
+            assert line.measured == pytest.approx(share * planned, abs=0.01)
+        assert engine_half.cache_line(on_gpu, "nothing").result == "skipped"
+        assert engine_half.cache_line(setting, log).result == "skipped"
+
+    def test_a_peak_is_held_against_the_weights_and_traces_of_the_plan(self, on_gpu, setting):
+        memory = on_gpu.plans["lora"]["memory"]
+        planned = trainings.planned_peak(memory)
+        assert planned > memory["always"]["weights"] / 2**30
+        for peak, result in ((planned, "passed"), (1.2 * planned, "failed")):
+            steps = [{"peak_memory_gib": 0.0}, {"peak_memory_gib": peak}]
+            line = trainings.peak(on_gpu, "lora", steps)
+            assert (line.result, line.measured, line.planned) == (result, peak, planned)
+        assert trainings.peak(setting, "lora", []).result == "skipped"
+
+    def test_a_training_that_cannot_start_by_its_plan_is_refused_with_the_reasons(self, on_gpu):
+        on_gpu.plans["lora"]["can_start"] = False
+        on_gpu.plans["lora"]["findings"] = [{"level": "error", "text": "no room"}]
+        with pytest.raises(RolltapError, match="the plan: no room"):
+            list(trainings.lora(on_gpu))
+
+
+def step(of, value):
+    """Metrics of an optimizer step with two kinds of prompts, of which the second is rare."""
+    return {f"{of}/root": value, "tokens/root": 90, f"{of}/bridged": value, "tokens/bridged": 10}
+
+
+def steps(before, moved, after):
+    """Metrics of two batches with two optimizer steps each."""
+    second = step("off_policy", moved)
+    return [step("difference", before), second, step("difference", after), second]
+
+
+class TestSteps:
+    def test_an_engine_that_did_not_apply_the_step_fails(self):
+        assert trainings.applied("lora", steps(0.01, 0.2, 0.02)).result == "passed"
+        for after in (0.2, 0.11, float("nan")):
+            line = trainings.applied("lora", steps(0.01, 0.2, after))
+            assert line.result == "failed"
+            assert "0.2 nats" in line.note
+
+    def test_a_step_that_does_not_show_tells_nothing_and_both_numbers_are_named(self):
+        line = trainings.applied("lora", steps(0.011, 0.03, 0.012))
+        assert line.result == "skipped"
+        assert "moved tokens by 0.03 nats, the base weights differ by 0.011" in line.note
+        assert trainings.applied("lora", [{}, {}, {}, {}]).result == "skipped"
+        assert trainings.applied("lora", [{}]).result == "failed"
+
+    def test_kinds_of_prompts_count_by_their_tokens(self):
+        metrics = step("difference", 0.1) | {"difference/bridged": 1.1}
+        assert trainings.difference(metrics, "difference") == pytest.approx(0.2)
+        assert trainings.difference(metrics, "off_policy") is None
+
+    def test_every_publication_and_every_step_is_held_against_the_limit(self):
+        metrics = steps(0.01, 0.2, 0.02)
+        metrics[0]["engine_difference"] = 0.01
+        metrics[2]["engine_difference"] = 0.3
+        published, sampled = trainings.agreement("lora", metrics, 0.1)
+        assert (published.result, published.measured) == ("failed", 0.3)
+        assert (sampled.result, sampled.measured) == ("passed", 0.02)
+
+    def test_of_recorded_runs_the_first_step_is_held_against_the_limit(self):
+        metrics = [step("off_policy", 0.2), step("off_policy", 0.4)]
+        [line] = trainings.agreement("sharding", metrics, 0.1)
+        assert (line.result, line.measured) == ("failed", pytest.approx(0.2))
+
+    def test_a_step_takes_its_rollouts_its_publication_and_its_trainer(self, setting):
+        (setting.folder / "lora.log").write_text(
+            "step 1/4  2 sessions in 5.0 s, weights published in 0.5 s\n"
+            "step 3/4  2 sessions (1 recorded before) waited for 3.0 s, "
+            "weights published in 1.5 s\n"
+        )
+        metrics = [{"tokens_in_rows": 100, "tokens_per_second": 50.0}, {"tokens_in_rows": 0}]
+        seconds, tokens = trainings.speed(setting, "lora", metrics)
+        assert seconds.measured == pytest.approx(4 + 1 + 1)
+        assert tokens.measured == 50.0
+
+
+def test_with_one_gpu_the_lines_of_several_are_skipped_with_the_reason(on_gpu):
+    for line in (*trainings.engines(on_gpu), *trainings.sharding(on_gpu)):
+        assert (line.result, line.note) == ("skipped", "there is one GPU: it needs two")
+
+
+def test_an_engine_that_does_not_start_is_a_failed_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_half, "SHARING", ())  # nothing is planned
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
     vllm = tmp_path / "vllm"
     vllm.write_text("#!/bin/sh\necho no memory; exit 3\n")
     vllm.chmod(0o700)
-    [line] = half.engine_half(TINY, str(vllm), True, tmp_path)
+    setting = plans.Setting(QWEN3, str(vllm), True, tmp_path)
+    [line] = check.guarded("serve", engine_half.serve, setting)
     assert (line.what, line.result) == ("serve", "failed")
     assert "no memory" in line.note
 
 
-def test_the_engine_gets_the_share_that_both_plans_leave_it(half, tmp_path):
-    plans = {
-        "checkpoint": {"can_start": False, "memory": None},
-        "lora": {"can_start": True, "memory": {"engine": {"utilization": 0.3}}},
-        "other": {"can_start": True, "memory": {"engine": {"utilization": 0.2}}},
-    }
-    arguments = half.engine_arguments(plans, False)
-    assert arguments[-2:] == ["--gpu-memory-utilization", "0.20"]
-    assert "--gpu-memory-utilization" not in half.engine_arguments(plans, True)
+def require_mini():
+    if shutil.which("mini") is None:
+        pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
 
 
-def test_without_vllm_the_trainers_half_alone_runs_and_says_so(tmp_path):
-    out = tmp_path / "made" / "check.json"
-    ended = check("check.py", "--cpu", "--out", out, "--vllm", tmp_path / "none")
-    assert ended.returncode == 0, ended.stderr
-    assert "only the trainer's half is checked: there is no vLLM" in ended.stderr
-    found = json.loads(out.read_text())
-    *attention, qwen3, hybrid, engine = found["checks"]
-    assert [(line["result"], line["number"] < 0.01) for line in attention] == [("passed", True)] * 3
-    models = [qwen3, hybrid]
-    assert [(line["result"], line["number"] < 1e-5) for line in models] == [("passed", True)] * 2
-    assert [line["what"].rpartition(", ")[2] for line in models] == ["qwen3-tiny", "qwen3.5-tiny"]
-    assert engine["result"] == "skipped"
-    assert found["device"] == "CPU"
+@pytest.mark.engine
+@pytest.mark.harness
+def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engine, tmp_path):
+    require_mini()
+    setting = plans.Setting(engine.model_dir, "vllm", True, tmp_path, url=engine.url)
+    try:
+        found = named([*trainings.lora(setting), *trainings.verify(setting)])
+    finally:
+        restore(engine)
+    assert [line for line in found.values() if line.result == "failed"] == []
+    assert found["lora: kill -9"].result == "passed"
+    assert found["lora: engine and trainer after a publication, nats"].measured < 1e-3
+    assert found["lora: of what the step moved"].measured < 0.1
+    assert found["verify: damage in lora"].measured == 0
+    metrics = trainings.read_metrics(tmp_path / "lora")
+    assert [step["step"] for step in metrics] == [1, 2, 3, 4]
 
 
-def test_a_model_without_room_on_the_gpu_is_a_failed_line_and_the_others_go_on(half, monkeypatch):
-    import check as whole
-    import trainer_half
-
-    def full(*_):
-        raise torch.OutOfMemoryError("no room")
-        yield
-
-    monkeypatch.setattr(trainer_half, "_memory", full)
-    [result] = trainer_half._memory_or_none(TINY, trainer_half.LORA)
-    assert (result.ok, result.model) == (False, "qwen3-4b, LoRA")
-    line = whole._line({"check": result.check, "model": result.model, "value": None, "limit": result.limit})
-    assert line.result == "failed"
-
-
-def test_the_command_goes_on_when_vllm_cannot_be_installed_and_takes_one_gpu(tmp_path):
-    python = tmp_path / "rolltap" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES runs $*"\n')
-    python.chmod(0o700)
-    (tmp_path / "recipes" / "gpu").mkdir(parents=True)
-    (tmp_path / "recipes" / "environments.sh").write_text(
-        f"set -euo pipefail; VENVS={tmp_path}; GPU='GPU 0'\n"
-        "say() { echo $*; }\nfail() { echo $*; exit 1; }\n"
-        "environment_rolltap() { echo made rolltap; }\nenvironment_mini_swe_agent() { echo made mini; }\n"
-        "environment_vllm() { fail no index; }\n"
-    )
-    copy = shutil.copy(GPU / "check.sh", tmp_path / "recipes" / "gpu")
-
-    def script(*arguments, **environment):
-        environment = {"PATH": os.environ["PATH"], **environment}
-        ended = subprocess.run(["bash", copy, *arguments], capture_output=True, text=True, env=environment)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.splitlines()
-
-    called = f"recipes/gpu/check.py --vllm {tmp_path}/vllm/bin/vllm"
-    *before, last = script("--model", "a b")
-    assert before == ["made rolltap", "no index", "vLLM could not be installed (see above)", "made mini"]
-    assert last == f"GPU 0 runs {called} --model a b"
-    half = script("--trainer-only", CUDA_VISIBLE_DEVICES="3,4")
-    assert half == ["made rolltap", f"GPU 3 runs {called} --trainer-only"]
-
-
-def test_a_failed_line_is_exit_status_1_and_is_in_the_json(half, monkeypatch, tmp_path):
-    import check as whole
-
-    monkeypatch.setattr(whole, "trainer_half", lambda cpu: ([whole.failed("trainer half", "no room")], {}))
+@pytest.mark.deep  # its hardest stage runs above, and other tests train in the ways of the others
+@pytest.mark.engine
+@pytest.mark.harness
+def test_the_small_form_goes_through_all_stages_and_no_line_fails(tmp_path):
+    require_mini()
     out = tmp_path / "check.json"
-    ended = CliRunner().invoke(whole.main, ["--cpu", "--trainer-only", "--out", str(out)])
-    assert ended.exit_code == 1
-    checks = json.loads(out.read_text())["checks"]
-    assert [(line["what"], line["result"], line["note"]) for line in checks] == [
-        ("trainer half", "failed", "no room"),
-        ("engine half", "skipped", "--trainer-only"),
-    ]
+    command = [sys.executable, GPU / "check.py", "--cpu", "--vllm", vllm_program(), "--out", out]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(out.read_text())
+    rows = found["checks"]
+    assert {row["what"].partition(":")[0] for row in rows} == {*check.STAGES}
+    skipped = {row["what"] for row in rows if row["result"] == "skipped"}
+    peaks = {f"{name}: peak of memory, GiB" for name in plans.TRAININGS}
+    assert skipped == {"serve: GiB of cache", *peaks}
+    assert found["engine"]["vllm"]
