@@ -62,7 +62,7 @@ SHARING = ("checkpoint", "lora", "ahead", "engines")
 
 @dataclass
 class Setting:
-    """What the stages of a check share."""
+    """Settings that the stages of a check share."""
 
     model: Path
     vllm: str

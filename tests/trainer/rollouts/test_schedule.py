@@ -22,6 +22,7 @@ from rolltap.trainer.rollouts.schedule import Evaluation, Schedule, run_groups
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.addons.harness import until
 from tests.scripted_engine import Say
 from tests.trainer.rollouts.stages import ONE_CALL, stage_of
 
@@ -199,13 +200,11 @@ async def test_a_session_is_as_old_as_its_first_call_and_without_one_it_is_not_t
     (name,) = group.session_ids
     async with Schedule(stage_of(recorder, tmp_path, script), lambda *_: None) as schedule:
         result = await schedule.submit(group)
-        while not runs.exists():
-            await asyncio.sleep(0.01)
+        await until(runs.exists)
         schedule.cancel_running(lambda version: True, "too old")
         assert schedule.running_versions() == {}
         call.touch()
-        while not schedule.running_versions():
-            await asyncio.sleep(0.01)
+        await until(schedule.running_versions)
         assert schedule.running_versions() == {name: "3"}
         schedule.cancel_running(lambda version: version != "3", "too old")
         schedule.cancel_running(lambda version: version == "3", "its weights are too old")
