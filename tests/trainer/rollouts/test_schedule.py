@@ -217,8 +217,8 @@ async def test_a_group_of_forks_runs_beside_others_and_each_keeps_the_digest_of_
     (first,) = await run([group_of(tmp_path, 0)], stage)
     ((asked,),) = recorder.rows.of("calls", first.session_id, ("started_at",))
     groups = [group_of(tmp_path, 1)]
-    for number, until in enumerate((asked, asked + timedelta(seconds=1))):
-        source = RecordedFrom(recorder.path.absolute(), first.session_id, until)
+    for number, begun in enumerate((asked, asked + timedelta(seconds=1))):
+        source = RecordedFrom(recorder.path.absolute(), first.session_id, begun)
         name = f"{tmp_path.name}-fork{number}"
         groups.append(Group(TASK, name, [f"{name}-0"], fork=source))
     ended = {session.group_id: session for session in await run(groups, stage)}
