@@ -1,6 +1,6 @@
-"""What vLLM's own functions say of an engine's cache on a GPU. Runs in vLLM's environment, on any machine.
+"""Prints an engine's cache on a GPU by vLLM's own functions. Runs in vLLM's environment, on any machine.
 
-Reads a list of engines as JSON: `model`, `tokens` (the longest session), `sequences`, `memory` (bytes of the cache).
+Reads engines by name as JSON: `model`, `tokens` (the longest session), `sequences`, `memory` (bytes of the cache).
 Prints for each `blocks`, `block` (bytes) and `session` (bytes), and `refused`, why vLLM would not start, or null.
 """
 
@@ -83,4 +83,4 @@ def specs(config):
     return {f"layer {i}": kinds[name] for i, name in enumerate(text.layer_types)}
 
 
-print(json.dumps([examined(engine) for engine in json.load(sys.stdin)]))
+print(json.dumps({name: examined(engine) for name, engine in json.load(sys.stdin).items()}))

@@ -34,6 +34,7 @@ RECIPES = sorted(path.name for path in SWE.glob("*.toml"))
 HARNESSES = ["codex", "claude-code", "qwen-code", "pi"]
 pytestmark = pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT, of patterns for experts
 _numbers = {}
+HYBRID = "one-gpu-lora.toml"
 VERSIONS = {"0.32": "ROLLTAP_VLLM", "0.33": "ROLLTAP_VLLM_NEXT"}
 """Versions of vLLM -> the variable that names its program."""
 
@@ -104,70 +105,72 @@ def test_each_recipe_can_have_each_harness_of_the_table():
             assert Harness.load(recipe.harness).name == harness
 
 
-def ask_vllm(version, engines):
-    """Return what vLLM says of engines. Skips the test without that vLLM."""
-    python = Path(os.environ.get(VERSIONS[version], "")).with_name("python")
-    if not python.is_file():
-        pytest.skip(f"vLLM {version} is not installed: tests/run.sh installs it, or set {VERSIONS[version]}")
-    script = Path(__file__).with_name("in_vllm.py")
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    asked = subprocess.run([python, script], input=json.dumps(engines), capture_output=True, text=True, env=env)
-    assert asked.returncode == 0, asked.stderr
-    return json.loads(asked.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    """The engines of the plans of recipes/swe, and the blocks that they are planned with."""
-    found = []
+def engines(tmp_path_factory, tiny_model):
+    """The engines of the recipes, by name, as vLLM is asked for them, and the plans of recipes/swe.
+
+    `limit` and `beyond` have as many blocks as calls, and one less.
+    """
+    found, plans = {}, {}
     for name in RECIPES:
         folder = tmp_path_factory.mktemp("recipe")
-        plan = planned(name, folder)
-        engine = {
-            "model": str(folder / plan.recipe.model),
-            "tokens": plan.recipe.max_tokens,
-            "sequences": plan.memory.engine.sequences,
-            "memory": plan.memory.engine.sizes["cache"],
+        plans[name] = planned(name, folder)
+        found[name] = {
+            "model": str(folder / plans[name].recipe.model),
+            "tokens": plans[name].recipe.max_tokens,
+            "sequences": plans[name].memory.engine.sequences,
+            "memory": plans[name].memory.engine.sizes["cache"],
         }
-        found.append((engine, plan.memory.engine, Blocks.of(plan.model)))
-    return found
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_each_recipes_engine_starts_and_holds_the_sessions_that_are_planned(version, engines):
-    answers = ask_vllm(version, [engine for engine, _, _ in engines])
-    assert len(answers) == len(engines) >= 6
-    for (engine, planned_engine, blocks), answer in zip(engines, answers, strict=True):
-        assert answer["refused"] is None
-        assert answer["blocks"] >= engine["sequences"]
-        assert planned_engine.blocks == pytest.approx(answer["blocks"], rel=0.01)
-        assert blocks.bytes == pytest.approx(answer["block"], rel=0.01)
-        assert blocks.session_bytes(engine["tokens"]) == pytest.approx(answer["session"], rel=0.01)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_vllm_starts_a_hybrid_with_as_many_blocks_as_sequences_and_not_with_fewer(version, engines):
-    hybrid, _, blocks = next(one for one in engines if one[2].linear)
-    cases = [hybrid | {"sequences": 1024, "memory": memory * blocks.bytes} for memory in (1024, 1023)]
-    enough, short = ask_vllm(version, cases)
-    assert (enough["blocks"], enough["refused"]) == (1024, None)
-    assert "exceeds available Mamba cache blocks (1023)" in short["refused"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_quickstarts_engine_has_a_block_for_each_sequence(version, tiny_model):
-    recipe = load_recipe(ROOT / "recipes" / "quickstart" / "recipe.toml")
+    block = Blocks.of(plans[HYBRID].model).bytes
+    for name, blocks in (("limit", 1024), ("beyond", 1023)):
+        found[name] = found[HYBRID] | {"sequences": 1024, "memory": blocks * block}
     places = {"host": "", "port": 0, "max_model_len": None, "lora_rank": 0, "ahead": 0}
     command = engine_command("", str(tiny_model), **places, cpu=True, has=Parts())
     given = dict(pairwise(command))
-    engine = {
+    found["quickstart"] = {
         "model": str(tiny_model),
         "tokens": int(given["--max-model-len"]),
         "sequences": int(given["--max-num-seqs"]),
         "memory": int(given["--kv-cache-memory-bytes"]),
     }
-    (answer,) = ask_vllm(version, [engine])
-    assert answer["blocks"] >= engine["sequences"] >= sequences_of(recipe, 1)
+    return found, plans
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def answers(request, engines):
+    """Return the numbers of each engine by a version of vLLM. Skips the tests without that vLLM."""
+    variable = VERSIONS[request.param]
+    python = Path(os.environ.get(variable, "")).with_name("python")
+    if not python.is_file():
+        pytest.skip(f"vLLM {request.param} is not installed: tests/run.sh installs it, or set {variable}")
+    script = Path(__file__).with_name("in_vllm.py")
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    asked = subprocess.run([python, script], input=json.dumps(engines[0]), capture_output=True, text=True, env=env)
+    assert asked.returncode == 0, asked.stderr
+    return json.loads(asked.stdout.splitlines()[-1])
+
+
+def test_each_recipes_engine_starts_and_holds_the_sessions_that_are_planned(engines, answers):
+    asked, plans = engines
+    for name, each in plans.items():
+        answer = answers[name]
+        blocks = Blocks.of(each.model)
+        assert answer["refused"] is None
+        assert answer["blocks"] >= each.memory.engine.sequences
+        assert each.memory.engine.blocks == pytest.approx(answer["blocks"], rel=0.01)
+        assert blocks.bytes == pytest.approx(answer["block"], rel=0.01)
+        assert blocks.session_bytes(asked[name]["tokens"]) == pytest.approx(answer["session"], rel=0.01)
+
+
+def test_vllm_starts_a_hybrid_with_as_many_blocks_as_calls_and_not_with_fewer(answers):
+    assert (answers["limit"]["blocks"], answers["limit"]["refused"]) == (1024, None)
+    assert "exceeds available Mamba cache blocks (1023)" in answers["beyond"]["refused"]
+
+
+def test_the_quickstarts_engine_has_a_block_for_each_call(engines, answers):
+    recipe = load_recipe(ROOT / "recipes" / "quickstart" / "recipe.toml")
+    calls = engines[0]["quickstart"]["sequences"]
+    assert answers["quickstart"]["blocks"] >= calls >= sequences_of(recipe, 1)
 
 
 if __name__ == "__main__":

@@ -209,8 +209,8 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
         yield "kernels", f"{package} computes linear attention"
     if machine.engines:
         number = sequences_of(recipe, len(machine.engines))
-        why = f"{CALLS_PER_SESSION} for each session, with sub-agents and side questions"
-        yield "calls", f"{number} at once in an engine: {why}, and at least {LEAST_SEQUENCES}"
+        why = f"{CALLS_PER_SESSION} for each session, as sub-agents and side questions call too"
+        yield "calls", f"{number} at once in an engine: {why}; at least {LEAST_SEQUENCES}"
     sessions = f"{work['steps']:,} steps of {work['sessions_per_step']:,} sessions = {work['sessions']:,} sessions"
     yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
     size = gib(work["checkpoint_bytes"], 2)
