@@ -18,7 +18,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENVS="$PWD/.venvs"
-HARNESSES="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}/harnesses"
+CACHE="${ROLLTAP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/rolltap}"
+HARNESSES="$CACHE/harnesses"
 # images set it for one program: a recorder that compiles what it imports takes twice as long to start
 unset PYTHONDONTWRITEBYTECODE
 # uv does not read pip's settings: pass on where pip looks for wheels
@@ -152,6 +153,19 @@ import sys, zipfile
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if not name.endswith((".so", "/vllm-rs"))])
 '
+
+# quickstart_model: make the quickstart's model in minutes, or copy it from the last checkout that made it. Its sources
+# decide whether it is made again.
+quickstart_model() {
+    local folder=runs/quickstart/model kept="$CACHE/quickstart-model"
+    if [ ! -d "$folder" ] && [ -d "$kept" ]; then
+        mkdir -p "${folder%/*}" && cp -r "$kept" "$folder.$$" && mv -T "$folder.$$" "$folder"
+    fi
+    python recipes/quickstart/make_model.py "$folder"
+    if ! cmp -s "$folder/recipe.json" "$kept/recipe.json"; then
+        mkdir -p "$CACHE" && rm -rf "$kept" "$kept.$$" && cp -r "$folder" "$kept.$$" && mv -T "$kept.$$" "$kept"
+    fi
+}
 
 # preset NAME KEY: print a string of a harness's preset
 preset() { sed -n "s/^$2 = \"\(.*\)\"\$/\1/p" "recipes/harnesses/$1.toml"; }

@@ -11,8 +11,7 @@ fi
 environment_rolltap
 export PATH="$VENVS/rolltap/bin:$PATH"
 trap 'kill $(jobs -p) 2>/dev/null || :' EXIT
-# takes a minute, in parallel with the downloads
-python recipes/quickstart/make_model.py runs/quickstart/model & model=$!
+quickstart_model & model=$!
 environment_vllm
 environment_vllm_0_33 & next=$!
 environment_kernels & kernels=$!
