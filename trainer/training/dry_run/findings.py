@@ -47,7 +47,7 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
         text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
         yield Finding("warning", text, f"add {missing[0]}")
-    elif recipe.tasks is not None and not recipe.tasks.is_file():
+    elif recipe.tasks is not None and not recipe.tasks.exists():
         yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
     with suppress(RolltapError):  # a folder without a tokenizer is left to the start
         for problem in diagnose(str(recipe.model), recipe.recorder).problems:
@@ -123,8 +123,8 @@ def check_start(recipe: Recipe, machine: Machine) -> None:
     check_arguments(recipe, machine.processes, len(machine.engines) or None)
     if not machine.engines:
         return
-    if recipe.tasks and recipe.tasks.is_file():
-        tasks = len(load_tasks(recipe.tasks))
+    if recipe.tasks and recipe.tasks.exists():
+        tasks = len(load_tasks(recipe.tasks, repositories=recipe.repositories))
         require_rows(recipe, tasks, f"{recipe.tasks} has {tasks} tasks")
     sampling(recipe)
     if recipe.harness:

@@ -59,6 +59,13 @@ def test_a_recipe_without_weights_and_tasks_can_start_and_is_told_what_is_missin
     assert said(found, "note") == ["the folder model has no weights", "the task file tasks.jsonl is not there"]
 
 
+def test_a_folder_of_tasks_is_there_and_its_tasks_are_counted(model):
+    harbor = MODELS.parents[1] / "recipes" / "swe" / "mini"  # of which one folder is a task
+    assert said(planned(model, tasks=harbor, lora=LORA, publish="lora"), "note") == ["the folder model has no weights"]
+    found = planned(model, tasks=harbor, groups_per_step=2, lora=LORA, publish="lora")
+    assert "has 1 tasks" in said(found, "error")[0]
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
