@@ -1,5 +1,8 @@
 """The differences between the blocks of the pages and the tests: blocks that are not run, files, and substitutions."""
 
+from tests.conftest import ROOT
+from tests.readme.blocks import blocks_of
+
 SKIPPED = {
     "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
     "python3 -m venv engine && engine/bin/pip install '.[vllm]'": "downloads gigabytes of CUDA libraries",
@@ -36,6 +39,11 @@ SKIPPED = {
 SKIPPED |= {
     f"$ rolltap train recipes/swe/{name}.toml --out runs/swe --dry-run": "tests/recipes/test_swe.py compares the output"
     for name in ("one-gpu-lora", "eight-gpus-lora", "eight-gpus-full", "long-lora", "sharded-full", "sharded-experts")
+}
+
+SKIPPED |= {
+    block.first_line: "most of it needs a GPU; tests/recipes/test_gpu.py reads its commands"
+    for block in blocks_of(ROOT / "recipes" / "gpu" / "README.md")
 }
 
 FILES = {

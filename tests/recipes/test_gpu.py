@@ -1,9 +1,12 @@
 import copy
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +14,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from rolltap.addons.errors import RolltapError
+from rolltap.trainer.cli.main import rolltap as command_line
 from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.dry_run.plan import plan
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT, vllm_program
+from tests.readme.blocks import blocks_of
 from tests.readme.test_reference import section
 from tests.trainer.training.grpo.tiny_models import FAMILIES
 from tests.trainer.training.test_loop import restore
@@ -392,8 +397,9 @@ def step(of, value):
 
 def steps(before, moved, after):
     """Metrics of two batches with two optimizer steps each."""
+    first = step("difference", before) | {"grad_norm": 0.1}
     second = step("off_policy", moved)
-    return [step("difference", before), second, step("difference", after), second]
+    return [first, second, step("difference", after), second]
 
 
 class TestSteps:
@@ -410,6 +416,13 @@ class TestSteps:
         assert "moved tokens by 0.03 nats, the base weights differ by 0.011" in line.note
         assert trainings.applied("lora", [{}, {}, {}, {}]).result == "skipped"
         assert trainings.applied("lora", [{}]).result == "failed"
+
+    def test_gradients_that_cancel_make_no_step(self):
+        metrics = steps(1e-8, 2e-7, 5e-7)
+        metrics[0]["grad_norm"] = 1e-9
+        line = trainings.applied("lora", metrics)
+        assert line.result == "skipped"
+        assert "gradients cancel" in line.note
 
     def test_kinds_of_prompts_count_by_their_tokens(self):
         metrics = step("difference", 0.1) | {"difference/bridged": 1.1}
@@ -459,6 +472,67 @@ def test_an_engine_that_does_not_start_is_a_failed_line(tmp_path, monkeypatch):
     assert "no memory" in line.note
 
 
+def first_day():
+    """The commands of the page, in their order."""
+    shown = "".join(block.text for block in blocks_of(GPU / "README.md"))
+    return [line[2:] for line in shown.splitlines() if line.startswith("$ ")]
+
+
+class TestFirstDay:
+    @pytest.fixture
+    def clone(self, tmp_path, monkeypatch):
+        """A folder with the recipes, and the model without its weights; the programs run there."""
+        model = tmp_path / "recipes" / "swe" / "Qwen3.5-4B"
+        shutil.copytree(ROOT / "recipes" / "swe", model.parent)
+        shutil.copytree(QWEN3.with_name("qwen3.5-4b"), model)
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    @pytest.fixture
+    def recipe(self, clone):
+        """The recipe that the page's command makes, with its task."""
+        subprocess.run(["bash", "-c", first_day()[6]], check=True, capture_output=True)
+        return clone / "recipes" / "swe" / "first-day.toml"
+
+    def test_it_has_ten_commands_and_their_options_exist(self, recipe):
+        commands = first_day()
+        assert len(commands) == 10
+        checked = []
+        for command in commands:
+            program, *arguments = shlex.split(command.partition(" > ")[0])
+            if program == "rolltap":
+                name, *arguments = arguments
+                checked.append(name)
+                with command_line.commands[name].make_context(name, arguments):
+                    pass
+            elif program.endswith("check.sh"):
+                checked.append(program)
+                with check.main.make_context(program, arguments):
+                    pass
+        script = "recipes/gpu/check.sh"
+        assert checked == [script, script, "train", "serve", "train"]
+
+    def test_its_recipe_is_that_of_one_gpu_with_a_task_and_a_program_that_are_there(self, recipe):
+        found = load_recipe(recipe)
+        [task] = load_tasks(found.tasks)
+        assert task.id == "example__spans-6"
+        assert (found.harness, found.runtime) == ("mini-swe-agent", "sandbox")
+        others = load_recipe(recipe.with_name("one-gpu-lora.toml"))
+        changed = {"tasks", "runtime", "harness", "steps", "groups_per_step"}
+        assert {key for key, value in found if value != getattr(others, key)} == changed
+
+    @pytest.mark.deep  # half a minute; tests/recipes/test_swe.py compares the plans of the recipes
+    def test_it_starts_the_engine_and_the_training_as_the_plan_says(self, recipe):
+        made = plan(load_recipe(recipe), file=recipe, out=Path("runs/first-day"))
+        assert made.can_start
+        _, serve, train = made.lines
+        *_, page_serve, page_train = first_day()
+        page_serve = page_serve.partition(" > ")[0]
+        assert page_serve.partition(" --port ")[2] == serve.partition(" --port ")[2]
+        assert page_train.partition(" --engine ")[2] == train.partition(" --engine ")[2]
+
+
 def require_mini():
     if shutil.which("mini") is None:
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
@@ -469,6 +543,8 @@ def require_mini():
 def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engine, tmp_path):
     require_mini()
     setting = plans.Setting(engine.model_dir, "vllm", True, tmp_path, url=engine.url)
+    plans.write_recipe(setting, "lora")
+    setting.plans["lora"] = {"can_start": True}  # another process would make the plan
     try:
         found = named([*trainings.lora(setting), *trainings.verify(setting)])
     finally:
@@ -476,7 +552,8 @@ def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engi
     assert [line for line in found.values() if line.result == "failed"] == []
     assert found["lora: kill -9"].result == "passed"
     assert found["lora: engine and trainer after a publication, nats"].measured < 1e-3
-    assert found["lora: of what the step moved"].measured < 0.1
+    moved = found["lora: of what the step moved"]
+    assert moved.result == "skipped" or moved.measured < 0.1  # two sessions can be alike
     assert found["verify: damage in lora"].measured == 0
     metrics = trainings.read_metrics(tmp_path / "lora")
     assert [step["step"] for step in metrics] == [1, 2, 3, 4]
@@ -495,6 +572,8 @@ def test_the_small_form_goes_through_all_stages_and_no_line_fails(tmp_path):
     rows = found["checks"]
     assert {row["what"].partition(":")[0] for row in rows} == {*check.STAGES}
     skipped = {row["what"] for row in rows if row["result"] == "skipped"}
-    peaks = {f"{name}: peak of memory, GiB" for name in plans.TRAININGS}
-    assert skipped == {"serve: GiB of cache", *peaks}
+    without_gpu = {"serve: GiB of cache"}
+    without_gpu |= {f"{name}: peak of memory, GiB" for name in plans.TRAININGS}
+    alike = {f"{name}: of what the step moved" for name in ("checkpoint", "lora")}
+    assert without_gpu <= skipped <= without_gpu | alike  # two sessions can be alike
     assert found["engine"]["vllm"]
