@@ -71,7 +71,7 @@ vllm_0_33() {
 others() {
     part ruff-check ruff check .
     part ruff-format ruff format --check .
-    part mypy mypy
+    part mypy mypy --cache-dir "$CACHE/mypy"
     part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
     if [ -x "$ROLLTAP_VLLM_NEXT" ]; then part vllm-0.33 vllm_0_33; fi
     if [ -f "$VENVS/kernels/installed" ]; then
