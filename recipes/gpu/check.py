@@ -26,7 +26,8 @@ from rich.text import Text
 from trainings import ahead, checkpoint, engines, lora, sharding, verify
 
 import rolltap
-from rolltap.trainer.models.loading import LINEAR_ATTENTION, kernels
+from rolltap.trainer.cli.main import run
+from rolltap.trainer.models.loading import LINEAR_ATTENTION
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -45,6 +46,12 @@ PACKAGES = (
     "vllm",
 )
 """Packages of the trainer and of the engine whose versions are in the JSON file."""
+KERNELS = """
+import json
+from rolltap.trainer.models.loading import kernels
+print(json.dumps(kernels("qwen3_5")))
+"""
+"""A program that prints the packages of kernels for Qwen3.5."""
 VERSIONS = """
 import importlib.metadata, json
 found = importlib.metadata.distributions()
@@ -68,8 +75,7 @@ def machine(setting: Setting) -> Iterator[Line]:
 def linear_attention(setting: Setting) -> Iterator[Line]:
     """Say what computes the linear attention of Qwen3.5."""
     what = "kernels: linear attention of Qwen3.5"
-    packages = kernels("qwen3_5")
-    used = [name for name, importable in packages.items() if importable]
+    used = [name for name, importable in packages().items() if importable]
     if setting.cpu or LINEAR_ATTENTION in used:
         yield fact(what, note=", ".join(used) or "torch")
     else:
@@ -77,19 +83,28 @@ def linear_attention(setting: Setting) -> Iterator[Line]:
         yield failed(what, why)
 
 
+def packages() -> dict[str, bool]:
+    """Return the packages for Qwen3.5, and whether each can be imported.
+
+    Imported here, fla would stay on the GPU.
+    """
+    ended = subprocess.run([sys.executable, "-c", KERNELS], stdout=subprocess.PIPE, check=True)
+    found: dict[str, bool] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
 def trainer(setting: Setting) -> Iterator[Line]:
     """Run trainer_half.py in a process of its own, whose memory is free afterwards."""
     with tempfile.TemporaryDirectory() as made, console.status("the trainer's half"):
-        file = Path(made, "lines.json")
+        file = Path(made, "lines.jsonl")
         command: list[str | Path] = [sys.executable, HERE / "trainer_half.py", "--out", file]
         if setting.cpu:
             command.append("--cpu")
         ended = subprocess.run(command, capture_output=True, text=True)
-        if not file.exists():
+        for row in file.read_text().splitlines() if file.exists() else ():
+            yield Line(**json.loads(row))
+        if ended.returncode:
             yield failed("trainer", "\n".join(ended.stderr.splitlines()[-3:]))
-            return
-        for row in json.loads(file.read_text()):
-            yield Line(**row)
 
 
 Stage = Callable[[Setting], Iterator[Line]]
@@ -150,7 +165,7 @@ def main(model: Path | None, vllm: str, trainer_only: bool, cpu: bool, out: Path
         "started_at": started.isoformat(),
         "seconds": (datetime.now(UTC) - started).total_seconds(),
         "rolltap": rolltap.__version__,
-        "model": setting.model.name,
+        "model": model.name if model else "the quickstart's",
         "gpus": [f"{gpu.name}, {gpu.memory_mib:.0f} MiB, driver {gpu.driver}" for gpu in gpus()],
         "trainer": versions(sys.executable),
         "engine": versions(Path(vllm).with_name("python")),
@@ -212,4 +227,4 @@ def versions(python: str | Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

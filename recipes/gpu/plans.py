@@ -1,6 +1,7 @@
 """The trainings of the check: recipes, and plans by which engine and trainer divide one GPU."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -104,13 +105,23 @@ def make_plan(setting: Setting, name: str) -> dict[str, Any]:
     command: list[str | Path] = [*ROLLTAP, "train", recipe, "--dry-run", "--json"]
     if TRAININGS[name].sharded:
         command += ["--from", setting.folder / "record"]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    variables = environment_of(setting, name)
+    ended = subprocess.run(command, capture_output=True, text=True, env=variables)
     if not ended.stdout:
         raise rolltap.RolltapError(f"{recipe} has no plan: {ended.stderr.strip()[-500:]}")
     plan: dict[str, Any] = json.loads(ended.stdout)
     setting.plans[name] = plan
     write_recipe(setting, name, plan)
     return plan
+
+
+def environment_of(setting: Setting, name: str) -> dict[str, str]:
+    """Return the environment of a training: with the GPUs that it uses, and wide lines."""
+    gpus = setting.gpus if TRAININGS[name].sharded else setting.gpus[:1]
+    environment = {**os.environ, "COLUMNS": "200"}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
 
 
 def require_start(setting: Setting, name: str) -> None:

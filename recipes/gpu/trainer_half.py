@@ -1,6 +1,6 @@
 """The trainer's half of the check: gradients, attention's kernels, and memory against the plan.
 
-python recipes/gpu/trainer_half.py --out lines.json [--cpu]
+python recipes/gpu/trainer_half.py --out lines.jsonl [--cpu]
 
 The models have random weights. Without `--cpu`, two of 4B dimensions are among them, which need
 80 GB. check.py starts this as a process of its own, and reads the lines.
@@ -71,13 +71,14 @@ FILE = click.Path(path_type=Path)
 
 @click.command()
 @click.option("--cpu", is_flag=True, help="Check tiny models on the CPU.")
-@click.option("--out", type=FILE, required=True, help="File for the lines, as JSON.")
+@click.option("--out", type=FILE, required=True, help="File for the lines.")
 def main(cpu: bool, out: Path) -> None:
-    """Write the lines."""
+    """Write the lines, each when it is known, as JSON Lines."""
     warnings.simplefilter("ignore", FutureWarning)
     use_expandable_segments()  # as a training
-    lines = trainer_lines("cpu" if cpu else "cuda")
-    out.write_text(json.dumps([line.to_json() for line in lines]))
+    with out.open("w") as file:
+        for line in trainer_lines("cpu" if cpu else "cuda"):
+            file.write(json.dumps(line.to_json()) + "\n")
 
 
 def trainer_lines(device: str) -> Iterator[Line]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_half import start_engine
 from lines import Line, at_least, at_most, fact, failed, skipped
-from plans import ROLLTAP, SHORT, TRAININGS, Setting, require_start
+from plans import ROLLTAP, SHORT, TRAININGS, Setting, environment_of, require_start
 
 import rolltap
 from rolltap.trainer.engine.admin import EngineAdmin
@@ -132,7 +132,6 @@ def start_training(
         "--out",
         setting.folder / name,
     ]
-    environment = {**os.environ, "COLUMNS": "200"}
     if TRAININGS[name].sharded:
         launcher = [
             ROLLTAP[0],
@@ -143,12 +142,11 @@ def start_training(
             "2",
         ]
         command = [*launcher, *command[1:], "--from", setting.folder / "record"]
-        if setting.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(setting.gpus)
     else:
         command += ["--engine", ",".join(urls or [setting.url])]
     with log_of(setting, name).open("a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        variables = environment_of(setting, name)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
 
 
 def log_of(setting: Setting, name: str) -> Path:

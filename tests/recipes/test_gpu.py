@@ -256,7 +256,7 @@ class TestWalk:
         assert (rows["trainer"]["result"], rows["trainer"]["note"]) == ("failed", "no room")
         assert rows["serve"]["note"] == "--trainer-only"
         assert found["trainer"]["torch"] == torch.__version__
-        assert found["model"] == "model"
+        assert found["model"] == "the quickstart's"
         stage("trainer", lines.fact("trainer"))
         assert CliRunner().invoke(check.main, command).exit_code == 0
 
@@ -270,6 +270,19 @@ class TestTrainer:
             assert line.result == "passed"
             assert line.measured < 1e-5
             assert line.what.endswith(f", {model}")
+
+    def test_lines_before_a_crash_stay_and_its_end_is_one(self, setting, monkeypatch, tmp_path):
+        first = lines.fact("trainer: attention")
+        (tmp_path / "trainer_half.py").write_text(
+            "import sys\n"
+            f"with open(sys.argv[2], 'w') as file: file.write({json.dumps(first.to_json())!r})\n"
+            "raise RuntimeError('no kernel')\n"
+        )
+        monkeypatch.setattr(check, "HERE", tmp_path)
+        before, last = check.trainer(setting)
+        assert before == first
+        assert last.result == "failed"
+        assert last.note.endswith("RuntimeError: no kernel")
 
     def test_the_limit_of_float32_is_that_of_tf32_where_fla_runs(self, monkeypatch):
         def kernels(model_type):
@@ -292,8 +305,8 @@ class TestTrainer:
 
     def test_a_gpu_without_fla_is_a_failed_line(self, on_gpu, monkeypatch):
         for importable, result in ((False, "failed"), (True, "passed")):
-            packages = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
-            monkeypatch.setattr(check, "kernels", lambda kind, packages=packages: packages)
+            found = {LINEAR_ATTENTION: importable, "causal-conv1d": False}
+            monkeypatch.setattr(check, "packages", lambda found=found: found)
             [line] = check.linear_attention(on_gpu)
             assert line.result == result
         assert line.note == LINEAR_ATTENTION
@@ -346,6 +359,14 @@ class TestPlans:
         assert moving == ["checkpoint", "lora"]
         grpo = recipes["lora"].grpo
         assert grpo["max_grad_norm"] * grpo["learning_rate"] == pytest.approx(plans.LENGTH)
+
+    def test_a_training_and_its_plan_see_the_gpus_that_it_uses(self, on_gpu, setting, monkeypatch):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        on_gpu.gpus = ["3", "4"]
+        for name in plans.TRAININGS:
+            visible = plans.environment_of(on_gpu, name)["CUDA_VISIBLE_DEVICES"]
+            assert visible == ("3,4" if name == "sharding" else "3")
+            assert "CUDA_VISIBLE_DEVICES" not in plans.environment_of(setting, name)
 
     def test_every_second_session_of_a_task_gets_a_reward(self, setting):
         for task in load_tasks(plans.write_tasks(setting.folder, "record")):
