@@ -159,8 +159,8 @@ def main(model: Path | None, vllm: str, trainer_only: bool, cpu: bool, out: Path
         cells = [cell for cell in line.cells() if cell]
         console.print("  ".join(cells), markup=False, highlight=False, soft_wrap=True)
         lines.append(line)
-    shown = Console()
-    shown.print(table(lines), width=shown.width if shown.is_terminal else 140)
+    width = None if sys.stdout.isatty() else 140
+    Console(width=width).print(table(lines))
     found = {
         "started_at": started.isoformat(),
         "seconds": (datetime.now(UTC) - started).total_seconds(),
