@@ -140,8 +140,9 @@ ENGINE_HALF = tuple(STAGES)[3:]
 def main(model: Path | None, vllm: str, trainer_only: bool, cpu: bool, out: Path) -> None:
     """Check this machine."""
     started = datetime.now(UTC)
-    folder = out.absolute().parent / f"{started:%Y%m%d-%H%M%S}"
-    folder.mkdir(parents=True)
+    beside = out.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{started:%Y%m%d-%H%M%S}-", dir=beside))
     setting = Setting(model or MODEL, vllm, cpu, folder)
     if not cpu:
         setting.gpus = visible(gpus())[:2]
