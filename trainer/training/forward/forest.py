@@ -1,5 +1,6 @@
 """Traces as rows of token ids, rows as a forest whose segments hold each shared token once, and batches of segments."""
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace
-from rolltap.trainer.traces.tokens import common_length
+from rolltap.trainer.traces.tokens import TOKEN_BYTES, common_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Segment:
     flat: NDArray[np.int64]
     """Index of each in the flat vector of scored tokens (row by row, each row's positions in order), shape (E,)."""
     experts: NDArray[np.integer[Any]] | None = None
-    """Experts of its tokens in the first of its rows, shape (n, layers, top_k)."""
+    """Experts of its tokens, the same in all of its rows, shape (n, layers, top_k)."""
 
     @property
     def end(self) -> int:
@@ -96,12 +97,12 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     A segment that others continue has at least two tokens: kernels of linear attention have no gradient for one. A row
     counts up to the token before its last scored one. Takes O(n log n) comparisons of n rows, and O(tokens) besides.
     """
-    used = {i: row.ids[: row.scored[-1]].tobytes() for i, row in enumerate(rows) if len(row.scored)}
+    used = {i: packed(row)[: row.scored[-1] * _BYTES] for i, row in enumerate(rows) if len(row.scored)}
     order = sorted(used, key=used.__getitem__)
     # a row that the next one begins with has no tokens of its own
     covered = {i for i, after in pairwise(order) if used[after].startswith(used[i])}
     whole = [i for i in order if i not in covered]
-    shared = [0] * bool(whole) + [common_length(used[a], used[b]) for a, b in pairwise(whole)]
+    shared = _shared([used[i] for i in whole])
     owners, branches = _branches(shared)
     parents: list[int] = []
     spans: list[tuple[int, int, int]] = []  # row, start, end
@@ -114,7 +115,7 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
             if depth - cuts[-1] >= LEAST_SHARED:
                 cuts.append(depth)
             starts[child] = cuts[-1]
-        cuts.append(len(used[i]) // 4)
+        cuts.append(len(used[i]) // _BYTES)
         # parts as equal as they can be
         parts = [(a, b, -(-(b - a) // max(tokens_per_segment, LEAST_SIZE))) for a, b in pairwise(cuts)]
         ends = [a + (b - a) * part // n for a, b, n in parts for part in range(1, n + 1)]
@@ -128,20 +129,39 @@ def build_forest(rows: Sequence[Row], tokens_per_segment: int) -> list[Segment]:
     return _with_targets(rows, spans, parents, {i: of_row[i] for i in order})
 
 
+def packed(row: Row) -> bytes:
+    """Return a row's tokens with their experts: rows can share states as far as these agree."""
+    columns = np.zeros((len(row.ids), _COLUMNS), np.int32)
+    columns[:, 0] = row.ids
+    if row.experts is not None:
+        experts = row.experts[: len(row.ids)].reshape(-1, math.prod(row.experts.shape[1:]))
+        # 64 bits of a digest: the experts themselves take kilobytes for each token
+        factors = np.random.default_rng(0).integers(2**63, size=experts.shape[1])
+        columns[: len(experts), 1:] = (experts @ factors)[:, None].view(np.int32)
+    return columns.tobytes()
+
+
+_COLUMNS = 3
+"""Numbers of a packed token: its id, and the digest of its experts."""
+_BYTES = TOKEN_BYTES * _COLUMNS
+
+
 def own_tokens(rows: Sequence[Row]) -> list[int]:
     """Return for each row its number of tokens that the row before it does not share."""
-    return [len(row.ids) - n for row, n in zip(rows, _shared(rows), strict=True)]
+    shared = _shared([*map(packed, rows)])
+    return [len(row.ids) - n for row, n in zip(rows, shared, strict=True)]
 
 
 def leaves_before(rows: Sequence[Row]) -> list[bool]:
     """Return for each row whether it shares tokens with the row before it, and goes on otherwise: there both branch."""
     before = [0, *(len(row.ids) for row in rows)]
-    return [0 < n < min(before[k], len(rows[k].ids)) for k, n in enumerate(_shared(rows))]
+    shared = _shared([*map(packed, rows)])
+    return [0 < n < min(before[k], len(rows[k].ids)) for k, n in enumerate(shared)]
 
 
-def _shared(rows: Sequence[Row]) -> list[int]:
-    packed = [row.ids.tobytes() for row in rows]
-    return [0] * bool(rows) + [common_length(a, b) for a, b in pairwise(packed)]
+def _shared(rows: Sequence[bytes]) -> list[int]:
+    """Return for each packed row the number of tokens that it shares with the row before it."""
+    return [0] * bool(rows) + [common_length(a, b) // _COLUMNS for a, b in pairwise(rows)]
 
 
 def stretches(whole: Sequence[int], own: Sequence[int], room: float) -> list[list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace, TraceBatch
-from rolltap.trainer.training.forward.forest import Row, own_tokens, stretches
+from rolltap.trainer.training.forward.forest import Row, own_tokens, packed, stretches
 from rolltap.trainer.training.grpo.advantages import GROUP, rewards_by, rewards_differ
 from rolltap.trainer.training.grpo.metrics import KINDS
 
@@ -113,11 +113,11 @@ def spread_by_length(rows: Sequence[Row], parts: int) -> list[list[int]]:
 def spread_by_prefix(rows: Sequence[Row], parts: int) -> list[list[int]]:
     """Split rows into `parts` lists of indices, some perhaps empty, such that shared prefixes stay together.
 
-    In the order of their ids, rows with a common prefix are adjacent. That order is cut into stretches whose largest
-    number of distinct tokens is the smallest possible. The largest stretch comes first. Takes O(total tokens).
+    In the order of their tokens (`packed`), rows with a common prefix are adjacent. That order is cut
+    into stretches whose largest number of distinct tokens is the smallest possible. The largest
+    stretch comes first. Takes O(total tokens).
     """
-    packed = [row.ids.tobytes() for row in rows]
-    order = sorted(range(len(rows)), key=packed.__getitem__)
+    order = sorted(range(len(rows)), key=[*map(packed, rows)].__getitem__)
     whole = [len(rows[i].ids) for i in order]
     new = own_tokens([rows[i] for i in order])
     least = range(max(whole, default=0), sum(new))

@@ -12,7 +12,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3_5MoeForC
 from trl.trainer.utils import add_fused_lm_head
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.forward.forest import Row, build_forest
 from rolltap.trainer.training.forward.passes import PaddedScorer, Scores, SegmentScorer
 from tests.deep import cases
 from tests.trainer.training.forward.test_passes import forest, gradients, plain
@@ -153,6 +153,24 @@ def test_replayed_experts_are_those_of_a_forced_router(family, score):
     assert relative_difference(exact, gradients(model, got)) < tolerance
     replayed, differ = score.replay.taken().tolist()
     assert 0 < differ < replayed
+
+
+@pytest.mark.parametrize(
+    ("family", "score"),
+    cases([("qwen3-moe", segments()), ("gpt-oss", segments(tokens_in_memory=100)), ("qwen3.5-moe", segments())], 0),
+)
+def test_sessions_share_a_prefix_only_as_far_as_their_experts_agree(family, score):
+    model = tiny(family)
+    rows = routed(model)
+    for number, row in enumerate(rows):
+        row.experts[20 + 3 * (number // 2) :] = (row.experts[20 + 3 * (number // 2) :] + number // 2) % EXPERTS
+    wanted = forced(model, rows)
+    exact = gradients(model, wanted)
+    got = score(model, rows)
+    torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
+    assert relative_difference(exact, gradients(model, got)) < (2e-4 if "3.5" in family else 1e-5)
+    apart = [replace(row, ids=row.ids + 100 * number) for number, row in enumerate(rows)]
+    assert score.forwarded < sum(len(segment.ids) for segment in build_forest(apart, 30))
 
 
 def test_adapters_of_routers_and_experts_get_the_gradients_of_replayed_passes():
