@@ -19,7 +19,7 @@ from typing import Any
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.judges.checkout import LAUNCH, Checkout
-from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, parse_text
+from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, best_reward, parse_text, worst_reward
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
@@ -70,7 +70,7 @@ def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") 
         raise UnjudgedError(
             f"the judge ended with status 1 and without the module {module[1]}: install it for the judge"
         )
-    return Reward(float(status == 0), {})
+    return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:

@@ -6,7 +6,7 @@ applied to all else, and the judge runs in a box without network. Nothing of the
 A judge without a verdict (a time limit, a signal, no report, words that are no reward) may be broken itself, or by the
 agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
 per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
-is 0. Without a verdict on the untouched start, the session is unjudged.
+is the worst of the judge's range. Without a verdict on the untouched start, the session is unjudged.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
 from rolltap.trainer.rollouts.judges.protected import OneJudge, runs_pytest
 from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
-from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError
+from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, best_reward, worst_reward
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
 
 
@@ -77,7 +77,7 @@ async def judge(job: JudgeJob) -> Judged:
     try:
         changes = await in_folder_thread(find_changes, job.start.folder, job.result.workspace)
     except TooMuchError as error:
-        return Judged(reward=0.0, evidence={"judge": spec.kind, "too_much": str(error)})
+        return Judged(reward=worst_reward(spec), evidence={"judge": spec.kind, "too_much": str(error)})
     (job.logs / f"{job.name}.diff").write_text(changes.diff, encoding="utf-8")
     archive = job.logs / f"{job.name}{SUFFIX}"
     await in_folder_thread(keep_changes, changes, job.start, job.result.workspace, archive)
@@ -108,13 +108,13 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
 
 
 async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
-    """Return no reward when the judge's own files were changed while it ran, unless that is so on the start too."""
-    if not judged.reward or "rewritten" not in judged.evidence or not job.changes:
+    """Return the worst reward when the judge's own files were changed while it ran, unless the start's are too."""
+    if judged.reward == worst_reward(spec) or "rewritten" not in judged.evidence or not job.changes:
         return judged
     baseline = (await _judge_baseline(spec, job)).judged
     if {*judged.evidence["rewritten"]} <= {*baseline.evidence.get("rewritten", [])}:
         return judged
-    return judged.forged("the judge's own files were changed while it ran")
+    return judged.forged("the judge's own files were changed while it ran", worst_reward(spec))
 
 
 async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None = None) -> Judged:
@@ -128,7 +128,8 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         try:
             if reports:
                 judged = await _ask_judge(by_report, job, keep)
-                reward = judged.reward if judged.evidence["exit_status"] == 0 else 0.0
+                passed = judged.reward == best_reward(by_report) and judged.evidence["exit_status"] == 0
+                reward = best_reward(spec) if passed else worst_reward(spec)
                 return dataclasses.replace(judged, reward=reward).and_evidence(judge=spec.kind)
         except UnjudgedError:
             if keep is None:
@@ -209,7 +210,7 @@ async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, 
         if not second.broke:
             return Judged(unjudged=f"{error}; judged again: {second}", evidence=evidence)
     evidence |= {"broke_judge": str(error), "untouched_start": baseline.reward}
-    return Judged(reward=0.0, evidence=evidence)
+    return Judged(reward=worst_reward(spec), evidence=evidence)
 
 
 async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
@@ -219,7 +220,7 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
     passed before and none of which passes on the untouched start are the sign of a broken installation.
     """
     none_passes = judged.parts.get("pass_to_pass") == 0.0
-    if not none_passes and not (judged.reward and judged.evidence["canary"] == "absent"):
+    if not none_passes and not (judged.reward != worst_reward(spec) and judged.evidence["canary"] == "absent"):
         return judged
     baseline = (await _judge_baseline(spec, job)).judged
     if none_passes:
@@ -232,7 +233,7 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
         return Judged(unjudged=why, evidence=judged.evidence)
     if baseline.evidence["canary"] == "absent":
         return judged
-    return judged.forged("tests are not in it that pytest ran on the untouched start")
+    return judged.forged("tests are not in it that pytest ran on the untouched start", worst_reward(spec))
 
 
 async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:

@@ -4,13 +4,14 @@ A reward is one number that was meant as one, or a JSON object with one.
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.trainer.tasks.task import Bound
+from rolltap.trainer.tasks.task import Bound, CommandJudge, Judge, PythonJudge, SeveralJudges
 from rolltap.trainer.toml import describe
 
 
@@ -34,9 +35,28 @@ class Judged:
         """Return the judgement with further evidence."""
         return replace(self, evidence={**self.evidence, **evidence})
 
-    def forged(self, why: str) -> "Judged":
-        """Return the judgement with the reward 0, for a report that is not the judge's own."""
-        return replace(self.and_evidence(forged_report=why), reward=0.0)
+    def forged(self, why: str, worst: float) -> "Judged":
+        """Return the judgement with the worst reward, for a report that is not the judge's own."""
+        return replace(self.and_evidence(forged_report=why), reward=worst)
+
+
+def worst_reward(spec: Judge) -> float:
+    """Return the least reward that a judge gives: for a judge that was broken, or a report that was forged."""
+    return _end_of_range(spec, 0)
+
+
+def best_reward(spec: Judge) -> float:
+    """Return the reward of a solved task."""
+    return _end_of_range(spec, 1)
+
+
+def _end_of_range(spec: Judge, end: Literal[0, 1]) -> float:
+    if isinstance(spec, SeveralJudges):
+        whole = math.fsum(one.weight * _end_of_range(one.judge, end) for one in spec.judges)
+        return whole / math.fsum(one.weight for one in spec.judges)
+    if isinstance(spec, PythonJudge | CommandJudge):
+        return spec.range[end]
+    return float(end)
 
 
 class UnjudgedError(Exception):

@@ -22,14 +22,14 @@ from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.folders import write_file
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.protected import own_files
-from rolltap.trainer.rollouts.judges.verdict import Judged
+from rolltap.trainer.rollouts.judges.verdict import Judged, best_reward
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder, scratch_folder
 from rolltap.trainer.rollouts.trials.cheats import CHEATS, Ground
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.git import git
-from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PythonJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import LLMJudge, Task
 
 _SOLVE_SECONDS = 1800.0
 
@@ -72,16 +72,6 @@ class TaskCheck:
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
         return {"passed": self.passed, **asdict(self)}
-
-
-def best_reward(judge: Judge) -> float:
-    """Return the reward of a solved task."""
-    if isinstance(judge, SeveralJudges):
-        weights = sum(one.weight for one in judge.judges)
-        return sum(one.weight / weights * best_reward(one.judge) for one in judge.judges)
-    if isinstance(judge, PythonJudge) or (isinstance(judge, CommandJudge) and not judge.by_status):
-        return judge.range[1]
-    return 1.0
 
 
 async def try_tasks(tasks: Sequence[Task], runtime: Runtime, *, concurrency: int, progress: bool) -> list[TaskCheck]:

@@ -3,6 +3,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from rolltap.trainer.rollouts.judges import changes
 from rolltap.trainer.rollouts.judges import judge as module
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.deep import cases
@@ -196,6 +197,35 @@ async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
     left = Left(tmp_path, start, did={"metric.py": code})
     judged = await left.judge({"kind": "command", "command": [sys.executable, "bench.py"], "result": "number"})
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
+
+
+BY_NUMBER = f"{sys.executable} -c 'import calc'; echo -0.5 >&$ROLLTAP_REWARD_FD"
+SPOILED = {
+    "broken": "import os; os.kill(os.getppid(), 9)",
+    "its files changed": "open('own.txt', 'w').write('mine')",
+    "too much": "",
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_the_worst_reward_is_the_end_of_the_range(tmp_path, monkeypatch, how):
+    left = Left(tmp_path, {"calc.py": "", "own.txt": "own"}, did={"calc.py": SPOILED[how]})
+    spec = shell(BY_NUMBER, result="number", range=[-1, 0], files=["own.txt"])
+    if how == "too much":
+        monkeypatch.setattr(changes, "MAX_CHANGED_BYTES", 0)
+        left.do({"big": "x"})
+    assert (await left.judge(spec)).reward == -1.0
+    weighted = [{"name": "a", "weight": 3, "judge": spec}, {"name": "b", "judge": shell("exit 1")}]
+    assert (await left.judge({"kind": "several", "judges": weighted})).reward == -0.75
+
+
+async def test_an_exit_status_is_an_end_of_the_range(tmp_path):
+    left = Left(tmp_path, START)
+    for spec in (shell(f"{sys.executable} -m pytest -q || exit 1"), shell("grep -q 'a + b' calc.py")):
+        left.do({"calc.py": START["calc.py"]})
+        assert (await left.judge({**spec, "range": [-1, 0], "paths": ["*.py"]})).reward == -1.0
+        left.do({"calc.py": GOOD})
+        assert (await left.judge({**spec, "range": [-1, 0], "paths": ["*.py"]})).reward == 0.0
 
 
 async def test_a_judge_that_breaks_once_is_asked_again(tmp_path):
