@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.bounds import Cores, Seconds
 from rolltap.trainer.tasks.task import Build, CommandJudge, Limits, Task
 from rolltap.trainer.toml import load_toml
 
@@ -141,7 +142,7 @@ def _megabytes(value: object) -> object:
     return float(match[1]) * _MEBIBYTES[match[2].upper()] if match else value
 
 
-_Megabytes = Annotated[float | None, BeforeValidator(_megabytes), Field(gt=0)]
+_Megabytes = Annotated[float | None, BeforeValidator(_megabytes), Field(ge=1, le=1 << 30)]
 _Anything = Any  # a key that is refused when it has a value
 
 
@@ -155,15 +156,15 @@ class _Network(_Table):
 
 
 class _Agent(_Network):
-    timeout_sec: float | None = Field(default=None, gt=0)
+    timeout_sec: Seconds | None = None
     user: _Anything = None
 
 
 class _Environment(_Network):
-    build_timeout_sec: float = Field(default=600.0, gt=0)
+    build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: str = "linux"
-    cpus: float | None = Field(default=None, gt=0)
+    cpus: Cores | None = None
     memory_mb: _Megabytes = Field(default=None, validation_alias=AliasChoices("memory_mb", "memory"))
     storage_mb: _Megabytes = Field(default=None, validation_alias=AliasChoices("storage_mb", "storage"))
     gpus: int | None = None
@@ -183,7 +184,7 @@ class _Environment(_Network):
 
 
 class _Verifier(_Network):
-    timeout_sec: float = Field(default=600.0, gt=0)
+    timeout_sec: Seconds = 600.0
     env: dict[str, str] = {}
     user: _Anything = None
     environment_mode: Literal["shared", "separate"] | None = None

@@ -8,6 +8,16 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.tasks.bounds import (
+    Command,
+    Cores,
+    Gibibytes,
+    Processes,
+    Seconds,
+    Text,
+    Variables,
+    Weight,
+)
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.toml import describe
 
@@ -26,7 +36,7 @@ class _Judge(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    timeout: float = Field(default=600.0, gt=0)
+    timeout: Seconds = 600.0
 
 
 class _WorkspaceJudge(_Judge):
@@ -77,12 +87,12 @@ class CommandJudge(_ValueJudge):
     """
 
     kind: Literal["command"] = "command"
-    command: list[str] = Field(min_length=1)
+    command: Command = Field(min_length=1)
     result: Literal["status", "number", "json"] = "status"
     reward_files: list[Annotated[str, Field(pattern=r"^/[^/]")]] = []
     mounts: dict[str, Path] = {}
     writable: list[str] = []
-    env: dict[str, str] = {}
+    env: Variables = {}
 
     @property
     def by_status(self) -> bool:
@@ -113,12 +123,12 @@ class PytestJudge(_WorkspaceJudge):
     """
 
     kind: Literal["pytest"] = "pytest"
-    command: list[str] = ["python", "-m", "pytest", "-p", "no:cacheprovider"]
+    command: Command = ["python", "-m", "pytest", "-p", "no:cacheprovider"]
     fail_to_pass: list[str] = []
     pass_to_pass: list[str] = []
     test_patch: str | None = None
     log_parser: str | None = None
-    env: dict[str, str] = {}
+    env: Variables = {}
 
 
 class PythonJudge(_ValueJudge):
@@ -144,7 +154,7 @@ class LLMJudge(_Judge):
     """
 
     kind: Literal["llm"] = "llm"
-    rubric: str = Field(min_length=1)
+    rubric: Text = Field(min_length=1)
     url: str
     model: str
     key_env: str | None = None
@@ -157,7 +167,7 @@ class WeightedJudge(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0)
+    weight: Weight = 1.0
     judge: "Judge"
 
 
@@ -200,10 +210,10 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    cpus: float | None = Field(default=None, gt=0)
-    memory_gib: float | None = Field(default=None, gt=0)
-    processes: int | None = Field(default=None, ge=1)
-    disk_gib: float | None = Field(default=None, gt=0)
+    cpus: Cores | None = None
+    memory_gib: Gibibytes | None = None
+    processes: Processes | None = None
+    disk_gib: Gibibytes | None = None
 
     def of_isolated(self) -> Self:
         """Return these limits as a runtime that isolates holds them: its own in place of those that are None."""
@@ -222,7 +232,7 @@ class Build(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Path
-    timeout: float = Field(default=600.0, gt=0)
+    timeout: Seconds = 600.0
     why: str = ""
 
 
@@ -269,7 +279,7 @@ class Task(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    instruction: str = Field(min_length=1)
+    instruction: Text = Field(min_length=1)
     workspace: Path | None = None
     commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,64}$")
     files: dict[Annotated[str, AfterValidator(_inside)], Path] = {}
@@ -277,11 +287,11 @@ class Task(BaseModel):
     image_optional: bool = False
     build: Build | None = None
     workdir: str = Field(default="/workspace", pattern=r"^/[^/].*$")
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: Seconds | None = None
     limits: Limits = Limits()
-    env: dict[str, str] = {}
+    env: Variables = {}
     needs_network: str | None = None
-    evaluate: list[str] = []
+    evaluate: Command = []
     judge: Judge | None = None
     solution: Path | None = None
     gold_patch: str = Field(default="", exclude=True, repr=False)

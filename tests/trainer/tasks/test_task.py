@@ -47,6 +47,38 @@ def test_a_mistake_is_refused_in_one_line(fields, message):
     assert "\n" not in str(refused.value)
 
 
+SHELL = {"kind": "command", "command": ["true"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(({"limits": {key: value}}, f"'limits.{key}' is") for key in ("cpus", "memory_gib", "disk_gib")
+          for value in (1e308, float("inf"), float("nan"), 0, 1e-9)),
+        ({"limits": {"processes": 1 << 30}}, "'limits.processes' is"),
+        ({"timeout": float("inf")}, "'timeout' is inf"),
+        ({"timeout": 1e300}, "'timeout' is 1e"),
+        ({"evaluate": [], "judge": {**SHELL, "timeout": float("inf")}}, "'judge.timeout' is inf"),
+        *(({"evaluate": [], "judge": {"kind": "several", "judges": [{"name": "a", "weight": weight, "judge": SHELL}]}},
+           "weight' is") for weight in (float("inf"), 1e308, 5e-324)),
+        ({"instruction": "a\0b"}, "'instruction' is .* NUL character, which no program can be given"),
+        ({"instruction": "a\ud800"}, "'instruction' is .* unicode string"),
+        ({"evaluate": ["true", "\0"]}, "'evaluate.1' is .* NUL"),
+        ({"evaluate": ["true", "x" * 200_000]}, "'evaluate.1' is .* it has 200,001 bytes, and Linux takes 131,072"),
+        ({"evaluate": ["true"] + ["x" * 100_000] * 20}, "'evaluate' is .* lay them into files"),
+        ({"env": {"A=B": "c"}}, "'env.A=B"),
+        ({"env": {"": "c"}}, "'env"),
+        ({"env": {"-v": "c"}}, "'env"),
+        ({"env": {"A": "x" * 200_000}}, "'env' is .* Linux takes 131,072"),
+        ({"env": {"A": "\0"}}, "'env' is .* NUL"),
+        ({"evaluate": [], "judge": {**SHELL, "env": {"A=B": "c"}}}, "'judge.env.A=B"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_holds_and_no_program_can_be_given_is_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        make_task(**fields)
+
+
 def test_missing_fields_are_named_and_a_text_is_a_path():
     with pytest.raises(InputError, match="task '': 'id' is missing; 'instruction' is missing"):
         Task(evaluate=["true"])

@@ -1,0 +1,57 @@
+"""Bounded numbers and texts of a task: what a machine can hold, and what a program can be given."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+ARGUMENT_BYTES = 131_072
+"""Size of one argument or variable of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
+COMMAND_BYTES = 1 << 20
+"""Size of a command, and of all variables: half of what Linux takes for both together."""
+
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+"""A time limit of at most three years."""
+Cores = Annotated[float, Field(ge=0.01, le=65_536, allow_inf_nan=False)]
+Gibibytes = Annotated[float, Field(ge=1 / 1024, le=1 << 20, allow_inf_nan=False)]
+"""A size from a mebibyte, because an engine takes 0 for no limit, to a pebibyte."""
+Processes = Annotated[int, Field(ge=1, le=1 << 22)]
+"""A number of processes, at most the kernel's own limit."""
+Weight = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+
+
+def plain_text(text: str) -> str:
+    """Return a text that a program can be given. Raises `ValueError`."""
+    if "\0" in text:
+        raise ValueError("it has a NUL character, which no program can be given: remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it has half of a surrogate pair, which is no character: remove it") from error
+    return text
+
+
+def _argument(text: str) -> str:
+    size = len(plain_text(text).encode()) + 1
+    if size > ARGUMENT_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and Linux takes {ARGUMENT_BYTES:,}: lay it into a file")
+    return text
+
+
+def _command(arguments: list[str]) -> list[str]:
+    size = sum(len(argument.encode()) + 9 for argument in arguments)  # with its NUL, and a pointer
+    if size > COMMAND_BYTES:
+        raise ValueError(f"it has {size:,} bytes, at most {COMMAND_BYTES:,} can be given: lay them into files")
+    return arguments
+
+
+def _variables(variables: dict[str, str]) -> dict[str, str]:
+    assigned = [_argument(f"{name}={value}") for name, value in variables.items()]
+    _command(assigned)
+    return variables
+
+
+Text = Annotated[str, AfterValidator(plain_text)]
+Command = Annotated[list[Annotated[str, AfterValidator(_argument)]], AfterValidator(_command)]
+_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+Variables = Annotated[dict[_Variable, str], AfterValidator(_variables)]
+"""Environment variables. A name begins with a letter: programs take other ones for something else."""
