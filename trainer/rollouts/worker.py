@@ -1,7 +1,6 @@
 """The worker, by which `rolltap rollout` and the training loop run groups of sessions into one run folder."""
 
 import asyncio
-import os
 import reprlib
 import sys
 from collections import Counter
@@ -74,7 +73,8 @@ class Worker:
             tools = self.runtime.tools
             private = [*private, *self.recorder.private_files()]
             self.runtime.hide(private_paths(self.recorder.path, tasks, private, tools))
-            self.runtime.layers([self.harness.program], os.environ.get("PATH", os.defpath))
+            self.runtime.show(self.harness.program)
+            self.runtime.layers()
         fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):
             self.harness.require_program()

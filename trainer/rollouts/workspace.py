@@ -8,7 +8,7 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import Once, in_folder_thread
 from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime, remove_folder
 from rolltap.trainer.tasks.content import Start, content_digest, copy_content, is_bare
-from rolltap.trainer.tasks.git import give_history
+from rolltap.trainer.tasks.git import give_history, require_inside
 from rolltap.trainer.tasks.task import Task
 
 
@@ -74,6 +74,7 @@ def make_start(source: Path, target: Path, commit: str | None) -> None:
 def _make_start_of_image(source: Path, target: Path, commit: str | None) -> None:
     """Do so with a workspace of an image: its files count, also those that its builder changed after the commit."""
     for checkout in copy_content(source, target, any_links=True):
+        require_inside(source / checkout, source)
         give_history(source / checkout, target / checkout, commit if checkout == Path() else None, files=False)
     if commit is not None and not (target / ".git").exists():
         raise InputError(f"the image has no git checkout, so it has no commit {commit}")

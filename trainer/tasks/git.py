@@ -78,6 +78,23 @@ def head_commit(checkout: Path) -> str | None:
     return commit_id(checkout, "HEAD")
 
 
+def require_inside(checkout: Path, around: Path) -> None:
+    """Raise `InputError` when a part of a checkout's repository is outside of the folder `around`.
+
+    git follows links, `gitdir:`, `commondir` and alternates to any folder of this machine, and whoever
+    made the checkout wrote them.
+    """
+    top = around.resolve()
+    outside = InputError(f"the git checkout {checkout.relative_to(around)} has a part outside of the image")
+    for name in ("--git-dir", "--git-common-dir"):
+        folder = Path(git("rev-parse", "--path-format=absolute", name, folder=checkout)).resolve()
+        if not folder.is_relative_to(top) or (folder / "objects" / "info" / "alternates").exists():
+            raise outside
+        for path in folder.rglob("*"):
+            if path.is_symlink() and not path.resolve().is_relative_to(top):
+                raise outside
+
+
 def give_history(source: Path, target: Path, commit: str | None, *, files: bool) -> None:
     """Make `target` a repository with the commits up to one of `source`, and nothing else of it.
 

@@ -18,6 +18,7 @@ from rolltap.trainer.tasks.bounds import (
     Variables,
     Weight,
 )
+from rolltap.trainer.tasks.box_paths import BoxPath
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.toml import describe
 
@@ -89,9 +90,9 @@ class CommandJudge(_ValueJudge):
     kind: Literal["command"] = "command"
     command: Command = Field(min_length=1)
     result: Literal["status", "number", "json"] = "status"
-    reward_files: list[Annotated[str, Field(pattern=r"^/[^/]")]] = []
-    mounts: dict[str, Path] = {}
-    writable: list[str] = []
+    reward_files: list[BoxPath] = []
+    mounts: dict[BoxPath, Path] = {}
+    writable: list[BoxPath] = []
     env: Variables = {}
 
     @property
@@ -286,7 +287,7 @@ class Task(BaseModel):
     image: str | None = Field(default=None, min_length=1)
     image_optional: bool = False
     build: Build | None = None
-    workdir: str = Field(default="/workspace", pattern=r"^/[^/].*$")
+    workdir: BoxPath = "/workspace"
     timeout: Seconds | None = None
     limits: Limits = Limits()
     env: Variables = {}

@@ -24,7 +24,6 @@ import psutil
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
 from rolltap.trainer.rollouts.runtimes.runtime import (
-    HOME,
     BoxSpec,
     Ended,
     HidingRuntime,
@@ -33,6 +32,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
 )
 from rolltap.trainer.rollouts.runtimes.supervised import Output, Supervised, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import exceeded, out_of_memory_kills, processes_in, written_folders
+from rolltap.trainer.tasks.box_paths import HOME
 
 KEEPER = ("/bin/sh", "-c", "while :; do sleep 86400; done")
 """First process of a box. It collects the processes that end; no signal from inside ends it (pid_namespaces(7))."""

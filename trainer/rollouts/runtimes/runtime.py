@@ -130,8 +130,6 @@ class ImageRuntime(Runtime, Protocol):
         """Copy what the folder `workdir` of an image holds into the folder `dest`. Raises `InputError` without it."""
 
 
-HOME = "/home/agent"
-"""The home folder in a box that has files of its own."""
 _ROW = re.compile(r"(:|, )[^/]*$")
 """The place in a file at the end of a task's `source`."""
 
@@ -141,12 +139,18 @@ class HidingRuntime:
 
     def __init__(self, tools: Iterable[Path] = (), hidden: Iterable[Path] = ()) -> None:
         self.tools = [Path(os.path.abspath(tool)) for tool in tools]
+        self.programs: set[str] = set()
+        """Programs of the operator's, by name or path: a sandbox shows what they need."""
         self._hidden: dict[str, Path] = {}
         self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
         """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
         self._hidden |= {os.path.join(real, ""): real for real in map(Path.resolve, paths)}
+
+    def show(self, program: str) -> None:
+        """Show what a program of the operator's needs, where a box shows no folder that nobody named."""
+        self.programs.add(program)
 
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
         """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
@@ -156,8 +160,8 @@ class HidingRuntime:
             found += [tool / real.relative_to(place) for real in inside if real.exists()]
         return list(dict.fromkeys(found))
 
-    def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
-        """Return what a box with `command` shows and hides of this machine: see `layered`. `path` is its PATH.
+    def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
+        """Return what a box with `command` shows and hides of this machine: see `layered`.
 
         Raises `InputError` when what it needs would be hidden, and for a tool folder that contains the user's home.
         """

@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.inside.seccomp_filter import seccomp_filter
 from rolltap.trainer.rollouts.runtimes.relay import PORT, Relay
 from rolltap.trainer.rollouts.runtimes.runtime import (
-    HOME,
     SYSTEM,
     BoxSpec,
     Ended,
@@ -34,6 +33,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
 )
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start, written_to
 from rolltap.trainer.rollouts.runtimes.watch import choose_cores, descendants, exceeded, rlimits
+from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
 """User and group in the box. Not 0: programs that unpack files as root try to give them to other users."""
@@ -121,6 +121,26 @@ def _empty(path: Path) -> list[str]:
     return ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", "/dev/null", str(path)]
 
 
+def _require_no_link(spec: BoxSpec) -> None:
+    """Raise `OSError` for a mount on whose way there is a link in a folder that programs of the box write to.
+
+    bubblewrap follows such a link while the machine's own files are still there, below /oldroot.
+    """
+    written = {spec.workdir: spec.workspace, HOME: spec.home}
+    targets = [spec.workdir]
+    for mount in spec.mounts:
+        targets.append(mount.target)
+        if mount.writable:
+            written[mount.target] = mount.source
+    for target in targets:
+        place = PurePosixPath(target)
+        for way in (place, *place.parents):
+            for top, source in written.items():
+                inside = way.is_relative_to(top) and way != PurePosixPath(top)
+                if inside and (source / way.relative_to(top)).is_symlink():
+                    raise OSError(f"{way} is a link, and the box has {target} there: remove the link")
+
+
 _COMMON = ("bash", "git", "node", "python", "python3")
 """Programs that tools of agents and judges start: seen in every box, from where the PATH has them."""
 _INSTALL = "apt-get install bubblewrap (0.8 or newer), or choose another --runtime"
@@ -138,7 +158,8 @@ class SandboxBox:
 
     async def run(self, command: Sequence[str], *, env: Mapping[str, str], timeout: float, log: Path) -> Ended:
         """Run a program: see `Box.run`."""
-        view = View(self._spec, self._etc, self._runtime.layers(command, env.get("PATH", os.defpath)))
+        _require_no_link(self._spec)
+        view = View(self._spec, self._etc, self._runtime.layers(command))
         with _Pipes() as pipes:
             pipes.write_arguments(view.arguments(env))
             async with (
@@ -199,6 +220,8 @@ class _Pipes:
         status_write, block_read, *_ = self.theirs
         options = [*options, "--json-status-fd", str(status_write), "--block-fd", str(block_read)]
         options += ["--seccomp", str(self.filter)]
+        if any("\0" in option for option in options):
+            raise OSError("a variable or a path has a NUL, after which bubblewrap reads an option: remove it")
         for descriptor, content in (
             (self.arguments, os.fsencode("".join(f"{option}\0" for option in options))),
             (self.filter, seccomp_filter()),
@@ -272,13 +295,16 @@ class SandboxRuntime(HidingRuntime):
             spec = replace(spec, limits=spec.limits.of_isolated())
             yield SandboxBox(self, spec, write_etc(folder), _find_bwrap())
 
-    def layers(self, command: Sequence[str] = (), path: str = "") -> dict[Path, bool]:
-        """See `HidingRuntime.layers`. Shown are the system, the tools, and what `command` and `_COMMON` need.
+    def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:
+        """See `HidingRuntime.layers`. Shown are the system, the tools, and what programs of the operator need.
 
-        A program may start another one: a word counts that is a name on the PATH, but no path, as of an instruction.
+        These are `_COMMON`, those of `show`, and each word of `command` that is a name on this process's PATH: a
+        program may start another one. A path in a command shows nothing, because a task may have written it.
         """
         super().layers()
-        names = [*command[:1], *(word for word in command[1:] if "/" not in word and word.split() == [word])]
+        path = os.environ.get("PATH", os.defpath)
+        names = [word for word in command if "/" not in word and word.split() == [word]]
+        names += sorted(self.programs)
         needed = [part for name in (*names, *_COMMON) for part in tool_folders(name, path)]
         shown = [*SYSTEM, *self.tools, *(tool.resolve() for tool in self.tools), *needed]
         # what a link leads to is seen under its own path only

@@ -1,5 +1,6 @@
 """The sandbox: its view as data, and its boxes. `tests/security/test_boxes.py` attacks it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ class TestArguments:
     def view(self, tmp_path, tools=(), **fields):
         return View(spec_in(tmp_path, **fields), tmp_path / "etc", SandboxRuntime(tools).layers())
 
-    def test_of_the_machine_only_system_folders_are_seen(self, tmp_path):
+    def test_of_the_machine_only_system_folders_are_seen(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
         arguments = self.view(tmp_path).arguments({})
         options = ("--ro-bind", "--ro-bind-try", "--bind")
         sources = {arguments[number + 1] for number, option in enumerate(arguments) if option in options}
@@ -47,7 +49,7 @@ class TestBox:
         with pytest.raises(OSError, match=r"the sandbox could not be made: bwrap: .*nowhere"):
             await run(tmp_path, "true", mounts=[Mount(Path("/nowhere"), "/x")])
 
-    async def test_a_program_that_is_found_shows_nothing_that_is_hidden(self, tmp_path):
+    async def test_a_program_that_is_found_shows_nothing_that_is_hidden(self, tmp_path, monkeypatch):
         for name in ("node/lib/node_modules", "node/bin", "node/run"):
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "node" / "run" / "secret").write_text("s3cret")
@@ -56,8 +58,8 @@ class TestBox:
         runtime = SandboxRuntime()
         runtime.hide([tmp_path / "node" / "run"])
         async with runtime.box(spec_in(tmp_path)) as box:
-            env = {"PATH": f"{tmp_path}/node/bin:/usr/bin:/bin"}
-            await box.run(["agent"], env=env, timeout=60, log=tmp_path / "log")
+            monkeypatch.setenv("PATH", f"{tmp_path}/node/bin:/usr/bin:/bin")
+            await box.run(["agent"], env={"PATH": os.environ["PATH"]}, timeout=60, log=tmp_path / "log")
         said = (tmp_path / "log").read_text()
         assert "lib" in said
         assert "s3cret" not in said
