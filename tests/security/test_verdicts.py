@@ -80,11 +80,11 @@ async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_clo
 
 async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_there(tmp_path):
     require_podman()
-    left = Left(
-        tmp_path, {"tool.sh": "printf 5", "check.py": SCRIPT}, Container(), did={"tool.sh": AT_FILES["written"]}
-    )
+    left = Left(tmp_path, {"tool.sh": "printf 5", "check.py": SCRIPT}, Container())
     by_file = {**shell(BY_FILE, **VERIFIER), "paths": ["tool.sh"]}
-    assert (await left.judge(by_file)).reward == 0.0, left.log
+    for how in ("written", "written where the judge has no descriptors left"):
+        left.do({"tool.sh": AT_FILES[how]})
+        assert (await left.judge(by_file)).reward == 0.0, left.log
     left.do({"tool.sh": "printf 4"})
     assert (await left.judge(by_file)).reward == 1.0, left.log
     assert (await left.judge(command("python3", "check.py", result="number"))).reward == 0.5, left.log
@@ -128,12 +128,16 @@ AT_FILES = {
     "replaced by a file": "echo 1 > /logs/r; mv -f /logs/r /logs/reward.txt; echo 1 > /logs/reward.txt",
     "in another folder": "mv /logs /other; mkdir /logs; echo 1 > /logs/reward.txt",
     "read": "chmod 666 /logs/reward.txt; (timeout 5 cat /logs/reward.txt &); echo 1 > /logs/reward.txt",
+    "written where the judge has no descriptors left": (
+        "for p in /proc/[0-9]*; do [ $p = /proc/$$ ] || prlimit --pid ${p#/proc/} --nofile=3:3; done 2> /dev/null\n"
+        "echo 1 > /logs/reward.txt"
+    ),
     "written by what stays": "(while :; do echo 1; done > /logs/reward.txt &) 2> /dev/null",
 }
 
 
 @sandboxed
-@pytest.mark.parametrize("how", cases(AT_FILES, 2, 4))
+@pytest.mark.parametrize("how", cases(AT_FILES, 2, 4, 7))
 async def test_a_reward_file_that_the_agent_writes_too_earns_nothing(tmp_path, how):
     left = Left(tmp_path, {"tool.sh": "printf 5"}, SandboxRuntime(), did={"tool.sh": AT_FILES[how]})
     spec = {**shell(BY_FILE, **VERIFIER), "paths": ["tool.sh"]}

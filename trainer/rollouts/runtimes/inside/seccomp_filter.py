@@ -27,21 +27,27 @@ class Architecture:
     """Numbers of the calls in `DENIED`, in that order."""
     sockets: tuple[int, int]
     """Numbers of socket(2) and socketpair(2)."""
+    limits: int
+    """Number of prlimit64(2)."""
     foreign: int | None = None
     """The smallest number of the calls of another data model, x32."""
 
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        0xC000003E, (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250, 425, 426, 427), (41, 53), 0x40000000
+        0xC000003E,
+        (101, 310, 311, 440, 438, 312, 298, 321, 323, 248, 249, 250, 425, 426, 427),
+        (41, 53),
+        302,
+        0x40000000,
     ),
     "aarch64": Architecture(
-        0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427), (198, 199)
+        0xC00000B7, (117, 270, 271, 440, 438, 272, 241, 280, 282, 217, 218, 219, 425, 426, 427), (198, 199), 261
     ),
 }
 
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family, which comes first here."""
+"""Offsets in `struct seccomp_data`. The kernel takes the low half of a family or process id, which comes first here."""
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """Operations of classic BPF: of 32 bits, with a constant."""
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
@@ -52,8 +58,9 @@ def seccomp_filter(machine: str = "") -> bytes:
     """Return the filter for an architecture, by default this machine's: an array of `struct sock_filter`.
 
     The calls in `DENIED` and those of x32 fail with EPERM, and sockets of other families than `FAMILIES` with
-    EAFNOSUPPORT. A program of another architecture, for instance of 32 bits,
-    is killed at its first call: its calls have other numbers. Raises `InputError` for an architecture that is not
+    EAFNOSUPPORT. A program has prlimit64 for itself alone: lower limits of a judge's process would make it fail. A
+    program of another architecture, for instance of 32 bits, is killed at its first call: its calls have other numbers.
+    Raises `InputError` for an architecture that is not
     known.
     """
     machine = machine or platform.machine()
@@ -68,6 +75,11 @@ def seccomp_filter(machine: str = "") -> bytes:
         checks.append((_AT_LEAST, architecture.foreign))
     socket, pair = architecture.sockets
     rest = [
+        _instruction(_EQUAL, architecture.limits, 0, 4),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_EQUAL, 0, 0, 1),
+        _instruction(_RETURN, _ALLOW),
+        _instruction(_RETURN, _FAIL),
         _instruction(_EQUAL, socket, 1, 0),
         _instruction(_EQUAL, pair, 0, len(FAMILIES) + 2),
         _instruction(_LOAD, _FIRST_ARGUMENT),
@@ -101,22 +113,23 @@ _CLONE_FLAGS = 0x7E020000
 """Flags of clone(2) that make namespaces."""
 _SOCKETS = frozenset({"socket", "socketpair", "socketcall"})
 """Calls that make sockets. A filter sees no argument of the last, which programs of 32 bits have."""
+_LIMITS = "prlimit64"
 _ENOSYS = 38
 
 
 def without_namespaces(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return a profile of system calls without namespaces, the calls in `DENIED`, and sockets beside `FAMILIES`.
+    """Return a profile without namespaces, `DENIED`, limits of other processes, and sockets beside `FAMILIES`.
 
     Podman's own profile allows it, Docker's does not. Processes and threads can be made as ever: clone3(2) hides its
     flags from a filter, so it is called unknown, and the C library takes clone(2).
     """
-    ours = _NAMESPACES | _SOCKETS | set(DENIED)
+    ours = _NAMESPACES | _SOCKETS | {_LIMITS, *DENIED}
     rules = [
         {**rule, "names": [name for name in rule["names"] if name not in ours]} for rule in profile.get("syscalls", [])
     ]
-    for family in FAMILIES:
-        equal = {"index": 0, "value": family, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
-        rules.append({"names": ["socket", "socketpair"], "action": "SCMP_ACT_ALLOW", "args": [equal]})
+    for names, value in [(["socket", "socketpair"], family) for family in FAMILIES] + [([_LIMITS], 0)]:
+        equal = {"index": 0, "value": value, "valueTwo": 0, "op": "SCMP_CMP_EQ"}
+        rules.append({"names": names, "action": "SCMP_ACT_ALLOW", "args": [equal]})
     no_flags = {"index": 0, "value": _CLONE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
     rules += [
         {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_flags]},

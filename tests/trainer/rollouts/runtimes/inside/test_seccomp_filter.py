@@ -42,8 +42,8 @@ def test_exactly_the_calls_of_the_table_fail(machine):
     architecture = ARCHITECTURES[machine]
     program = seccomp_filter(machine)
     failing = {number for number in range(1000) if answer(program, number, architecture.audit) == DENIED_CALL}
-    assert failing == set(architecture.numbers)
-    assert len(failing) == len(DENIED)
+    assert failing == {*architecture.numbers, architecture.limits}
+    assert len(failing) == len(DENIED) + 1
     assert all(
         answer(program, number, architecture.audit) == ALLOWED for number in range(1000) if number not in failing
     )
@@ -58,6 +58,13 @@ def test_a_socket_has_one_of_a_few_families_whatever_the_high_half_of_the_argume
             made = {family: answer(program, number, architecture.audit, family | high) for family in range(-1, 100)}
             assert {family for family, said in made.items() if said == ALLOWED} == set(FAMILIES)
             assert set(made.values()) == {ALLOWED, 0x00050000 | errno.EAFNOSUPPORT}
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_a_program_changes_its_own_limits_alone(machine):
+    architecture, program = ARCHITECTURES[machine], seccomp_filter(machine)
+    said = {pid: answer(program, architecture.limits, architecture.audit, pid) for pid in (0, 1 << 32, 1, 7, -1)}
+    assert said == {0: ALLOWED, 1 << 32: ALLOWED, 1: DENIED_CALL, 7: DENIED_CALL, -1: DENIED_CALL}
 
 
 @pytest.mark.parametrize(("machine", "audit"), [("x86_64", 0x40000003), ("x86_64", ARM), ("aarch64", X86)])
@@ -81,12 +88,13 @@ def test_no_program_can_make_namespaces_or_sockets_of_other_families():
         "syscalls": [
             {"names": ["read", "clone", "unshare", "ptrace", "pidfd_getfd"], "action": "SCMP_ACT_ALLOW"},
             {"names": ["clone3", "setns"], "action": "SCMP_ACT_ALLOW"},
-            {"names": ["socket", "socketcall"], "action": "SCMP_ACT_ALLOW"},
+            {"names": ["socket", "socketcall", "prlimit64"], "action": "SCMP_ACT_ALLOW"},
         ],
     }
     narrowed = without_namespaces(profile)
-    first, *sockets, clone, clone3 = narrowed["syscalls"]
+    first, *sockets, limits, clone, clone3 = narrowed["syscalls"]
     assert first["names"] == ["read"]
+    assert (limits["names"], limits["args"][0]["value"]) == (["prlimit64"], 0)
     assert (clone["names"], clone["args"][0]["value"]) == (["clone"], 0x7E020000)
     assert (clone3["names"], clone3["action"], clone3["errnoRet"]) == (["clone3"], "SCMP_ACT_ERRNO", 38)
     assert {tuple(rule["names"]) for rule in sockets} == {("socket", "socketpair")}
