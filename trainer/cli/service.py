@@ -39,6 +39,12 @@ from rolltap.types import Budget, RolloutConfig
     show_default=True,
     help="Share of the slots that groups with `evaluation` have while others wait too.",
 )
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Host that a client's own task may name: of an LLM judge, or the registry of an image (docker.io is one).",
+)
 @rollout_options
 def service_command(
     run: Path, tasks: Path, preset: str, engine: str, model: str, settings: dict[str, list[str]], **given: Any
@@ -50,7 +56,7 @@ def service_command(
     groups. See /docs for the interface and /health for what is wrong.
     """
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
-    how = {name: given.pop(name) for name in ("host", "port", "token_file", "queue", "evaluation_share")}
+    how = {name: given.pop(name) for name in ("host", "port", "token_file", "queue", "evaluation_share", "allow_host")}
     config = RolloutConfig.of({**given, "budget": budget, "recorder": settings})
     how["say"] = plain_console().print
     serve_rollouts(tasks, harness=preset, engine=engine, model=model, out=run, config=config, **how)

@@ -16,14 +16,12 @@ from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
-from rolltap.trainer.rollouts.runtimes.runtime import ImageRuntime, Runtime
+from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, ImageRuntime, Runtime
+from rolltap.trainer.tasks.bounds import ARGUMENT_BYTES
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import Build, CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
 logger = logging.getLogger(__name__)
-
-_ARGUMENT_BYTES = 131_072
-"""Size of one argument of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
 
 
 def check_engines(engine: str, run: Path, say: Callable[[str], None]) -> str:
@@ -130,9 +128,9 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
     where = _where(task)
     command = [task.instruction] if harness is None else harness.command_for(task.instruction)
     size = max(len(os.fsencode(argument)) for argument in command) + 1
-    if size > _ARGUMENT_BYTES:
+    if size > ARGUMENT_BYTES:
         raise RefusedError(
-            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {_ARGUMENT_BYTES:,}: "
+            f"{where}: its instruction makes an argument of {size:,} bytes, and Linux takes {ARGUMENT_BYTES:,}: "
             "shorten it, or lay its text into the workspace ('files') and let the instruction name that file"
         )
     judges = list(judges_of(task.effective_judge))
@@ -143,6 +141,8 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
                 f"{where}: the judge's command names {shared[0]}, and the instruction does too: is it the judge's or "
                 "the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
             )
+    if runtime.isolated and not isinstance(runtime, ImageRuntime):
+        _require_room_in_a_sandbox(task, judges, where)
     own_paths = any(isinstance(judge, CommandJudge) and judge.own_paths for judge in judges)
     if task.needs_network is not None and (runtime.isolated or own_paths):
         raise RefusedError(
@@ -177,6 +177,20 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
         f"{where} needs the image {task.image}, and the runtime {runtime.name} has no images: use the runtime "
         "container, or set 'image_optional' if this machine's own programs serve"
     )
+
+
+def _require_room_in_a_sandbox(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:
+    """Refuse a path of the box below the system's folders, which a sandbox shows as this machine has them."""
+    paths = [task.workdir]
+    for judge in judges:
+        if isinstance(judge, CommandJudge):
+            paths += [*judge.mounts, *judge.writable, *judge.reward_files]
+    for path in paths:
+        if any(Path(path).is_relative_to(top) for top in (*SYSTEM, "/etc")):
+            raise RefusedError(
+                f"{where} has {path} in its box, and a sandbox shows this machine's folder there: choose another "
+                "path, or use the runtime container"
+            )
 
 
 def _start_files(task: Task) -> Iterator[str]:

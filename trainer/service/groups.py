@@ -79,12 +79,14 @@ class Groups:
     """The groups of a service. `run` runs them; other methods may be called at any time, by the same event loop.
 
     `worker` has not started; `tasks` are as it runs them. At most `most` sessions wait or run. `share` is that of the
-    slots which groups that evaluate have, see `Schedule`.
+    slots which groups that evaluate have, see `Schedule`. `hosts` are those of `require_portable`.
 
     The constructor raises as `Journal`.
     """
 
-    def __init__(self, worker: Worker, tasks: Sequence[Task], *, most: int, share: float) -> None:
+    def __init__(
+        self, worker: Worker, tasks: Sequence[Task], *, most: int, share: float, hosts: Sequence[str] = ()
+    ) -> None:
         self.worker, self.path = worker, worker.recorder.path
         self.tasks = {task.id: task for task in tasks}
         self.digests: dict[str, str] = {}
@@ -99,6 +101,7 @@ class Groups:
         self.observe: Callable[[Session, float, Ledger], object] = lambda *_: None
         """Gets each session that has ended, the seconds for which it was judged, and the ledger of its tokens."""
         self._most, self._share = most, share
+        self._hosts = {host.lower() for host in hosts}
         self._accepted: dict[str, _Accepted] = {}
         self._open: dict[str, _Open] = {}
         self._changes = asyncio.Lock()
@@ -128,7 +131,7 @@ class Groups:
                 case "policy":
                     self.policies.setdefault(event["version"], len(self.policies))
         for name, group in self._open.items():
-            group.task = requested_task(group.request, self.tasks, self.worker)
+            group.task = requested_task(group.request, self.tasks, self.worker, self._hosts)
             if group.task.id not in self.digests:
                 self.digests[group.task.id] = await asyncio.to_thread(group.task.digest)
             if self.digests[group.task.id] != group.task_digest:
@@ -188,7 +191,7 @@ class Groups:
                     f"'sessions' are {len(request.sessions)} beside {waiting} that wait or run, and together at most "
                     f"{self._most} may: send it again later, or start the service with a larger --queue"
                 )
-            task = requested_task(request, self.tasks, self.worker)
+            task = requested_task(request, self.tasks, self.worker, self._hosts)
             digest = self.digests.get(task.id)
             if digest is None or task.id not in self.tasks:
                 digest = await asyncio.to_thread(task.digest)

@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rolltap.addons.engine.key import make_key
@@ -25,12 +25,13 @@ async def serve(
     token_file: Path | None = None,
     queue: int = 4096,
     evaluation_share: float = 0.25,
+    allow_host: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> None:
     """Serve the rollouts of a worker that has not started, until it is cancelled or gets a signal.
 
     `port` 0 is a free one; `say` is told the URL. The token file is made if it does not exist. At most `queue` sessions
-    wait or run.
+    wait or run. Tasks of requests may name the hosts `allow_host`, see `require_portable`.
 
     Raises `MissingPackageError` without FastAPI and uvicorn, `InputError` for wrong tasks, harness or runtime,
     `EngineError` when an engine does not answer, `RunError` when another rollout runs in the folder, and `OSError` for
@@ -56,7 +57,7 @@ async def serve(
     with socket.create_server((host, port), backlog=1024) as listening:
         # asyncio sets it for its own sockets only; without it a client waits 40 ms for the second packet of an answer
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        groups = Groups(worker, fitting, most=queue, share=evaluation_share)
+        groups = Groups(worker, fitting, most=queue, share=evaluation_share, hosts=allow_host)
         try:
             await groups.load()
             config = uvicorn.Config(make_app(groups, token), log_level="warning", lifespan="off", access_log=False)

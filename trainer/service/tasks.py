@@ -1,7 +1,9 @@
 """Tasks of requests: those that were loaded, by their ids, and clients' own, which may reach no further than a box."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
+from urllib.parse import urlsplit
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.names import some
@@ -12,13 +14,24 @@ from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import LLMJudge, PythonJudge, Task
 
+_IMAGE = re.compile(
+    r"(?:(?P<host>localhost|[\w-]+(?:\.[\w-]+)+(?::\d+)?|[\w-]+:\d+)/)?"
+    r"[a-z0-9_.-]+(?:/[a-z0-9_.-]+)*(?::[\w.-]+)?(?:@sha256:[0-9a-f]{64})?"
+)
+"""The name of an image, as of the Open Container Initiative's distribution specification."""
+_TRANSPORTS = ("containers-storage", "dir", "docker-archive", "docker-daemon", "oci", "oci-archive")
+"""Words with which Podman takes what follows for a place on this machine (containers-transports(5))."""
+
 
 class ConflictError(InputError):
     """The request contradicts an earlier one, or a task that the service has."""
 
 
-def requested_task(request: GroupRequest, tasks: Mapping[str, Task], worker: Worker) -> Task:
-    """Return the task of a request as the worker runs it. `tasks` are those that were loaded. Raises `InputError`."""
+def requested_task(request: GroupRequest, tasks: Mapping[str, Task], worker: Worker, hosts: Collection[str]) -> Task:
+    """Return the task of a request as the worker runs it. `tasks` are those that were loaded.
+
+    `hosts` are those that a client's own task may name, see `require_portable`. Raises `InputError`.
+    """
     if isinstance(request.task, str):
         if request.task not in tasks:
             raise InputError(f"'task' is {request.task!r}, which is not loaded; there are {some([*tasks])}")
@@ -26,14 +39,18 @@ def requested_task(request: GroupRequest, tasks: Mapping[str, Task], worker: Wor
     task = Task(**request.task)
     if task.id in tasks:
         raise ConflictError(f"'task.id' is {task.id!r}, a loaded task: send this id as 'task', or choose another")
-    _require_portable(task, worker.runtime)
+    require_portable(task, worker.runtime, hosts)
     [fitting] = fit_tasks([task], worker.runtime, worker.harness)
     check_judges([fitting], worker.recorder.engine)
     return fitting
 
 
-def _require_portable(task: Task, runtime: Runtime) -> None:
-    """Refuse a task of a request that would reach further than a box. Raises `InputError`, which names the field."""
+def require_portable(task: Task, runtime: Runtime, hosts: Collection[str]) -> None:
+    """Refuse a task of a request that would reach further than a box. Raises `InputError`, which names the field.
+
+    The operator's `hosts`, `HOST` or `HOST:PORT`, are what a judge may ask and an image may come from: the service
+    sends these requests from its own network, and tells the client how they end.
+    """
     where = f"task {task.id!r}: "
     if not runtime.isolated:
         raise InputError(
@@ -48,6 +65,37 @@ def _require_portable(task: Task, runtime: Runtime) -> None:
         if isinstance(judge, PythonJudge) or (isinstance(judge, LLMJudge) and judge.key_env):
             key = "kind" if isinstance(judge, PythonJudge) else "key_env"
             raise InputError(f"{where}'judge.{key}' is {getattr(judge, key)!r}, which works outside of a box: {advice}")
+        if isinstance(judge, LLMJudge):
+            _require_host(f"{where}'judge.url' is {judge.url!r}", _host_of_url(judge.url), hosts)
+    if task.image is not None:
+        host = _host_of_image(task.image)
+        if host != "localhost":
+            _require_host(f"{where}'image' is {task.image!r}", host, hosts)
+
+
+def _require_host(what: str, host: str | None, hosts: Collection[str]) -> None:
+    if host is None or host not in hosts:
+        named = f"--allow-host {host}" if host else "--allow-host, which takes a host"
+        raise InputError(f"{what}, and the operator of the service did not allow this host ({named})")
+
+
+def _host_of_url(url: str) -> str | None:
+    """Return the host of a URL with a port that is not HTTPS's own; None without one, or with a user's name."""
+    split = urlsplit(url)
+    if split.scheme not in ("http", "https") or "@" in split.netloc:
+        return None
+    host = split.netloc.lower()
+    if split.scheme == "https":
+        return host.removesuffix(":443")
+    return host if ":" in host else f"{host}:80"
+
+
+def _host_of_image(image: str) -> str | None:
+    """Return the registry of an image; None for a text that an engine may take for a place on this machine."""
+    found = _IMAGE.fullmatch(image)
+    if found is None or image.startswith("-") or image.partition(":")[0] in _TRANSPORTS:
+        return None
+    return found["host"] or "docker.io"
 
 
 def _has_path(value: object) -> bool:

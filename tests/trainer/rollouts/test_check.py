@@ -88,6 +88,8 @@ def make_task(**fields):
         ({"judge": MOUNTS, "needs_network": "x"}, PROCESS, r"needs a network: x\. .*the downloads from the task$"),
         ({"judge": MOUNTS}, PROCESS, r"its judge needs absolute paths of its own, .* runtime process does not have"),
         ({"judge": SEVERAL}, PROCESS, r"its judge needs absolute paths of its own"),
+        ({"workdir": "/usr/src/app"}, SANDBOX, r"has /usr/src/app in its box, and a sandbox shows this machine's"),
+        ({"judge": {**MOUNTS, "writable": ["/etc/x"]}}, SANDBOX, r"has /etc/x in its box, and a sandbox shows"),
     ],
 )
 def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, message):
