@@ -6,16 +6,18 @@ Whoever may send a task to a service writes all of these texts.
 import os
 import re
 import subprocess
+from contextlib import suppress
 
 import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
-from tests.boxes import sandboxed, spec_in
+from tests.boxes import make_spec, require_podman, sandboxed, spec_in
 from tests.trainer.tasks.checkouts import commit, git
 
 OUT_OF_A_BOX = {
@@ -94,6 +96,19 @@ async def test_a_link_that_an_agent_made_on_the_way_of_a_mount_leads_nowhere(tmp
     with pytest.raises(OSError, match=f"{top}/link is a link"):
         await look(SandboxRuntime(), tmp_path, ["true"], mounts=mounts)
     assert not made.exists()
+
+
+async def test_such_a_link_leads_to_nothing_of_the_machine_in_a_container(tmp_path):
+    require_podman()
+    (tmp_path / "source").mkdir()
+    mount = Mount(tmp_path / "source", "/workspace/link/planted", writable=True)
+    spec = make_spec(tmp_path, mounts=[mount])
+    (spec.workspace / "link").symlink_to(tmp_path)
+    with suppress(OSError):
+        async with ContainerRuntime().box(spec) as box:
+            env = {"PATH": "/usr/bin:/bin"}
+            await box.run(["touch", "/workspace/link/planted/x"], env=env, timeout=60, log=tmp_path / "log")
+    assert not (tmp_path / "planted").exists()
 
 
 @sandboxed

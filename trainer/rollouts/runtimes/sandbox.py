@@ -126,19 +126,17 @@ def _require_no_link(spec: BoxSpec) -> None:
 
     bubblewrap follows such a link while the machine's own files are still there, below /oldroot.
     """
-    written = {spec.workdir: spec.workspace, HOME: spec.home}
-    targets = [spec.workdir]
+    written = {PurePosixPath(spec.workdir): spec.workspace, PurePosixPath(HOME): spec.home}
+    targets = {PurePosixPath(spec.workdir)}
     for mount in spec.mounts:
-        targets.append(mount.target)
+        target = PurePosixPath(mount.target)
+        targets.add(target)
         if mount.writable:
-            written[mount.target] = mount.source
-    for target in targets:
-        place = PurePosixPath(target)
-        for way in (place, *place.parents):
-            for top, source in written.items():
-                inside = way.is_relative_to(top) and way != PurePosixPath(top)
-                if inside and (source / way.relative_to(top)).is_symlink():
-                    raise OSError(f"{way} is a link, and the box has {target} there: remove the link")
+            written[target] = mount.source
+    for place in {way for target in targets for way in (target, *target.parents)}:
+        for top in place.parents:
+            if top in written and (written[top] / place.relative_to(top)).is_symlink():
+                raise OSError(f"{place} is a link, and the box has a mount there: remove the link")
 
 
 _COMMON = ("bash", "git", "node", "python", "python3")
