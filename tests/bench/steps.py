@@ -121,7 +121,7 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
             save_strategy="no",
             logging_strategy="no",
             max_steps=steps,
-            learning_rate=0.0,
+            learning_rate=1e-12,
             max_grad_norm=0.0,
             gradient_accumulation_steps=variant.micro_batches,
             activation_checkpointing=variant.checkpointing,

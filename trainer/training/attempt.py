@@ -26,8 +26,7 @@ _DIGEST = "sha256:"
 _FREE_FIELDS = """
     gradient_accumulation_steps steps_per_generation forward tokens_per_segment memory_gib offload_states
     activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps use_cpu full_determinism
-    skip_memory_metrics debug local_rank report_to run_name project disable_tqdm push_to_hub
-    logging_* log_* save_* hub_* trackio_*
+    report_to run_name project disable_tqdm push_to_hub logging_* log_* save_* hub_* trackio_*
 """
 """Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""
 

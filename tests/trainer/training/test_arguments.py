@@ -38,7 +38,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("[grpo]\nlearning_rate = -1\n", r"grpo\.learning_rate = -1: Input should be greater than or equal to 0"),
+            ("[grpo]\nlearning_rate = -1\n", r"grpo\.learning_rate = -1: Input should be greater than 0"),
             ("[grpo]\nadam_beta1 = 2\n", r"grpo\..*adam_beta1 = 2.*: Invalid beta parameter"),
         ],
     )

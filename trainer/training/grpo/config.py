@@ -5,8 +5,10 @@ micro-batches and processes. Fields that would break this, and those that a trai
 their defaults.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -84,7 +86,7 @@ class TraceGRPOConfig(GRPOConfig):
     gradient_accumulation_steps: _Count = 1
     activation_checkpointing: bool = True
     model_init_kwargs: dict[str, Any] | None = None
-    learning_rate: _NotNegative = 1e-6
+    learning_rate: _Positive = 1e-6
     weight_decay: _NotNegative = 0.0
     max_grad_norm: _NotNegative = 1.0
     warmup_steps: _NotNegative = 0
@@ -99,14 +101,32 @@ class TraceGRPOConfig(GRPOConfig):
             check_type(name, value, _TYPES[name])
         for name, why in self._contradictions(changed.keys()):
             raise InputError(f"{name} = {getattr(self, name)!r} {why}")
-        # what follows from this trainer: the weights decide the precision, and rows are chosen from seed and step
-        self.bf16, self.ignore_data_skip, self.router_aux_loss_coef = False, True, 0.0
+        given = copy.copy(self)
         try:
-            super().__post_init__()
-            _try_out(self)
+            made = self._derive()
         except Exception as error:  # of all kinds: a missing package, an unknown name, a number out of range
-            named = {name: value for name, value in changed.items() if str(value) in str(error)} or changed
+            named = dict(changed)
+            for name in changed:
+                without = copy.copy(given)
+                setattr(without, name, defaults[name])
+                with suppress(Exception):
+                    without._derive()
+                    named = {name: changed[name]}
             raise InputError(f"{', '.join(f'{name} = {value!r}' for name, value in named.items())}: {error}") from error
+        for setting, names in _MADE.items():
+            for name in changed.keys() & names:
+                without = copy.copy(given)
+                setattr(without, name, defaults[name])
+                if without._derive() == made:
+                    chosen = f"{setting} = {getattr(given, setting)!r}"
+                    raise InputError(f"{name} = {changed[name]!r} has no effect with {chosen}: leave one of them out")
+
+    def _derive(self) -> tuple[str, list[float]]:
+        """Let TRL derive its own fields, and return what they make. Raises whatever a library does."""
+        # the weights decide the precision, and rows are chosen from seed and step
+        self.bf16, self.ignore_data_skip, self.router_aux_loss_coef = False, True, 0.0
+        super().__post_init__()
+        return _try_out(self)
 
     def _contradictions(self, changed: Any) -> Iterator[tuple[str, str]]:
         for setting, value, names in _WITHOUT_EFFECT:
@@ -124,6 +144,8 @@ class TraceGRPOConfig(GRPOConfig):
             yield "max_completion_length", "with normalise = 'constant', which divides by it: give a number of tokens"
         if self.teacher_share and self.temperature != 1:
             yield "temperature", "with a teacher, whose scores are at temperature 1: leave one of them out"
+        if self.max_steps > 0 and "num_train_epochs" in changed:
+            yield "num_train_epochs", f"has no effect with max_steps = {self.max_steps}: leave one of them out"
         if any(part in str(self.optim) for part in ("lomo", "layerwise")):
             # it would change weights between segments
             yield "optim", "steps inside the backward pass: choose another optimizer"
@@ -142,7 +164,7 @@ _FOR_THE_REST = """
     torch_empty_cache_steps save_strategy save_steps save_total_limit logging_strategy logging_steps
     logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id push_to_hub hub_token hub_private_repo
-    hub_model_id hub_strategy hub_always_push hub_revision ddp_backend ddp_timeout local_rank debug skip_memory_metrics
+    hub_model_id hub_strategy hub_always_push hub_revision ddp_backend ddp_timeout
 """
 ACCEPTED = frozenset(TraceGRPOConfig.__annotations__).union(_FOR_THE_REST.split())
 """Fields that may be set: those above, and TRL's for model, optimizer, checkpoints and logging."""
@@ -153,10 +175,19 @@ _WITHOUT_EFFECT = (
     ("mismatch", "clip", "mismatch_min mismatch_max"),
     ("loss_type", "cispo", "epsilon delta"),
     ("beta", 0, "use_bias_correction_kl"),
+    ("push_to_hub", False, "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
     ("normalise", "tokens", "max_completion_length"),
     ("normalise", "sessions", "max_completion_length"),
 )
 """Field and value -> fields that then change nothing."""
+
+_MADE = {
+    "optim": {"optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"},
+    "lr_scheduler_type": {"warmup_steps", "lr_scheduler_kwargs"},
+}
+"""Field -> fields that have an effect only if what is made of it is another thing with them."""
+_STEPS = 100
+"""Steps at least of a schedule that is compared with another one: the first few may be the same."""
 
 _REASONS = {
     "the type of the loaded weights decides the precision": "bf16 fp16",
@@ -200,16 +231,22 @@ def check_type(name: str, value: Any, kind: Any) -> None:
         raise InputError(f"{name} = {value}: give a finite number")
 
 
-def _try_out(args: TrainingArguments) -> None:
-    """Make what transformers would make of `args` when the first step begins, and sessions have run already."""
+def _try_out(args: TrainingArguments) -> tuple[str, list[float]]:
+    """Make what transformers would make of `args` when the first step begins, and sessions have run already.
+
+    Returns the optimizer with its arguments, and the factors of the learning rate.
+    """
     args.get_process_log_level()
     for reporter in get_reporting_integration_callbacks(args.report_to):
         reporter()
-    layer, steps = torch.nn.Linear(2, 2), max(args.max_steps, 1)
+    layer, steps = torch.nn.Linear(2, 2), max(args.max_steps, _STEPS)
     kind, given = Trainer.get_optimizer_cls_and_kwargs(args, layer)
-    optimizer: Any = kind(given.pop("params", layer.parameters()), **given)
-    schedule, warmup = args.lr_scheduler_type, args.get_warmup_steps(steps)
-    get_scheduler(schedule, optimizer, warmup, steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    parameters = given.pop("params", layer.parameters())
+    made = f"{kind} {given}"
+    optimizer: Any = kind(parameters, **given)
+    name, warmup = args.lr_scheduler_type, args.get_warmup_steps(steps)
+    schedule: Any = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+    return made, [schedule.lr_lambdas[0](step) for step in range(steps)]
 
 
 def check_model(model: Any) -> None:
