@@ -70,12 +70,12 @@ async def test_a_child_of_a_test_cannot_write_the_report(tmp_path):
 
 
 @pytest.mark.parametrize("runtime", [ProcessRuntime, pytest.param(SandboxRuntime, marks=sandboxed)])
-async def test_a_child_that_has_the_descriptor_gives_the_reward_unless_it_is_closed(tmp_path, runtime):
-    left = Left(tmp_path, {"tool.sh": ""}, runtime(), did={"tool.sh": "echo 1 >&$ROLLTAP_REWARD_FD"})
-    spec = {**shell("sh ./tool.sh", result="number"), "paths": ["tool.sh"]}
-    assert (await left.judge(spec)).reward == 1.0
-    closed = shell("sh ./tool.sh 9>&-; echo 0 >&$ROLLTAP_REWARD_FD", result="number")
-    assert (await left.judge({**spec, **closed})).reward == 0.0
+async def test_a_child_of_a_shell_turns_its_reward_into_no_other_one(tmp_path, runtime):
+    writes = "printf 1. > $ROLLTAP_REWARD_FILE; for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done"
+    left = Left(tmp_path, {"tool.sh": ""}, runtime(), did={"tool.sh": writes})
+    spec = {**shell("sh ./tool.sh; echo 0 > $ROLLTAP_REWARD_FILE", result="number"), "paths": ["tool.sh"]}
+    judged = await left.judge(spec)
+    assert (judged.reward, judged.evidence["forged_report"]) == (0.0, "its verdict was written 2 times")
 
 
 async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_there(tmp_path):

@@ -23,7 +23,7 @@ def rollout_arguments(scripted_engine, tokenizer_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scripted_engine.otherwise = lambda request: Say("0.5")
     harness = rolltap.Harness(name="x", program=sys.executable, headless=["-I", "-c", HARNESS])
-    command = ["sh", "-c", "cat answer.txt >&$ROLLTAP_REWARD_FD"]
+    command = ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"]
     judge = {"kind": "command", "command": command, "result": "number"}
     task = rolltap.Task(id="t", instruction="Say it.", judge=judge)
     rest = {"harness": harness, "engine": scripted_engine.url, "model": tokenizer_folder, "out": "runs/a"}

@@ -78,8 +78,9 @@ class CommandJudge(_ValueJudge):
         result: How the command says the reward. `status`: exit status 0 is 1, exit status 1 is 0, all others are
             unjudged, and so is 1 without a module that Python needs.
             `number` and `json`: one finite number, or a JSON object (`{"reward": 0.5, "parts": {"speed": 1.0}}`),
-            written at once to the descriptor that ROLLTAP_REWARD_FD names. Its children have this descriptor too,
-            unless it closes it. A Python script (`python [OPTIONS] SCRIPT` or `-m MODULE`) keeps it to itself.
+            written at once to the file that ROLLTAP_REWARD_FILE names, which is opened once: the rewards of two
+            programs are none. A Python script (`python [OPTIONS] SCRIPT` or `-m MODULE`) writes it to the descriptor
+            that ROLLTAP_REWARD_FD names in its place, which its children do not have.
         reward_files: Absolute paths in the box at which the command writes its reward instead. They are write-only
             pipes, and one reward may come out of all of them.
         mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime

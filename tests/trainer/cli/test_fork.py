@@ -35,7 +35,7 @@ for turn in range(3):
     messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Go on."}]
 open("answer.txt", "w").write(content)
 """
-JUDGE = {"kind": "command", "command": ["sh", "-c", "cat answer.txt >&$ROLLTAP_REWARD_FD"], "result": "number"}
+JUDGE = {"kind": "command", "command": ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"], "result": "number"}
 
 
 @pytest.fixture(scope="module")

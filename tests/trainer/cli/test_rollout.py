@@ -41,7 +41,7 @@ def running(marker):
 @pytest.fixture
 def tasks(tmp_path):
     path = tmp_path / "tasks.jsonl"
-    command = ["sh", "-c", "(cat answer.txt || echo 0) >&$ROLLTAP_REWARD_FD"]
+    command = ["sh", "-c", "(cat answer.txt || echo 0) > $ROLLTAP_REWARD_FILE"]
     judge = {"kind": "command", "command": command, "result": "number"}
     path.write_text(json.dumps({"id": "t", "instruction": "Say it.", "judge": judge}))
     return path

@@ -14,7 +14,7 @@ from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK
 
-COMMAND = ["sh", "-c", "cat answer.txt >&$ROLLTAP_REWARD_FD"]
+COMMAND = ["sh", "-c", "cat answer.txt > $ROLLTAP_REWARD_FILE"]
 JUDGE = {"kind": "command", "command": COMMAND, "result": "number"}
 TASK = rolltap.Task(id="t", instruction="Say it.", judge=JUDGE)
 ANSWER = ASK.replace("print(", "open('answer.txt', 'w').write(").replace("sys.exit(3)", "")

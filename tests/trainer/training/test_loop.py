@@ -58,7 +58,7 @@ def write_task(folder: Path) -> Path:
     draw = [
         sys.executable,
         "-c",
-        "import os, random; os.write(int(os.environ['ROLLTAP_REWARD_FD']), b'%f' % random.random())",
+        "import os, random; open(os.environ['ROLLTAP_REWARD_FILE'], 'w').write(str(random.random()))",
     ]
     task = json.loads((QUICKSTART / "tasks.jsonl").read_text())
     del task["evaluate"]

@@ -84,7 +84,8 @@ class Checkout:
         """Return what was written to the channel. Raises `UnjudgedError`, which begins with `ended`, for no verdict."""
         self.channel.read()
         if self.channel.opened > 1:
-            raise UnjudgedError(f"{ended}, and its verdict was written {self.channel.opened} times: write it once")
+            twice = f"its verdict was written {self.channel.opened} times"
+            raise UnjudgedError(f"{ended}, and {twice}: write it once", forged_report=twice)
         if len(self.channel.content) > limit:
             raise UnjudgedError(f"{ended}, and its verdict has more than {limit >> 10} KiB")
         return bytes(self.channel.content)
@@ -199,19 +200,18 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
         image=job.task.image,
         limits=job.task.limits,
     )
-    with Channel(pipe) as channel:
-        async with job.runtime.box(box_spec) as box:
-            yield Checkout(
-                job=job,
-                box=box,
-                workspace=workspace,
-                changes=changes,
-                out=out,
-                tools=tools_inside,
-                channel=channel,
-                pipe=pipe_inside,
-                guarded={path: stamp(workspace, path) for path in own},
-            )
+    async with Channel(pipe) as channel, job.runtime.box(box_spec) as box:
+        yield Checkout(
+            job=job,
+            box=box,
+            workspace=workspace,
+            changes=changes,
+            out=out,
+            tools=tools_inside,
+            channel=channel,
+            pipe=pipe_inside,
+            guarded={path: stamp(workspace, path) for path in own},
+        )
 
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:

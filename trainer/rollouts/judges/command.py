@@ -24,8 +24,6 @@ from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.supervised import run_supervised
 from rolltap.trainer.tasks.task import CommandJudge, PythonJudge
 
-_TAKE_PIPE = 'exec 9>"$1" || exit; rm -f "$1" 2>/dev/null; shift; ROLLTAP_REWARD_FD=9 exec "$@"'
-"""Gives a program the pipe as a descriptor."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
@@ -35,24 +33,26 @@ _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
     """Return the reward and the evidence. Raises `UnjudgedError`."""
-    command = spec.command if spec.by_status or spec.reward_files else _with_pipe(spec.command, checkout)
-    status = await checkout.run(command, spec.env, spec.timeout)
+    command, env = spec.command, spec.env
+    if not spec.by_status and not spec.reward_files:
+        command, env = _with_launcher(command, checkout), {**env, "ROLLTAP_REWARD_FILE": checkout.pipe}
+    status = await checkout.run(command, env, spec.timeout)
     ended, evidence = f"the judge ended with status {status}", {"exit_status": status}
     if not spec.reward_files:
         by_status = read_status(spec, status, checkout.job.log, asked=checkout.job.task.instruction)
         if spec.by_status:
             return by_status, evidence
     if not (written := checkout.verdict(ended, _MAX_REWARD_BYTES)):
-        raise UnjudgedError(f"{ended} and wrote no reward to {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FD'}")
+        raise UnjudgedError(f"{ended} and wrote no reward to {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FILE'}")
     return parse_text(written.decode(errors="replace")), evidence
 
 
-def _with_pipe(command: Sequence[str], checkout: Checkout) -> list[str]:
-    """Return a command with the channel: a Python script has it to itself, another program passes it to its own."""
+def _with_launcher(command: Sequence[str], checkout: Checkout) -> list[str]:
+    """Return a command with the launcher, if it is a Python script, which has the channel to itself then."""
     options = list(takewhile(_PYTHON_OPTION.fullmatch, command[1:]))
     program = command[1 + len(options) :]
     if not _PYTHON.fullmatch(command[0]) or not program or (program[0].startswith("-") and program[0] != "-m"):
-        return ["sh", "-c", _TAKE_PIPE, "sh", checkout.pipe, *command]
+        return [*command]
     return [command[0], *options, f"{checkout.tools}/rolltap_launch.py", checkout.pipe, *program]
 
 

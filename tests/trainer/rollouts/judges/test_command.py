@@ -21,17 +21,17 @@ from tests.trainer.rollouts.judges.sessions import Left, shell
         ("exit 2", "status", None, "ended with status 2, and only 0 and 1 are a verdict"),
         ("no-such-program", "status", None, "'sh', or a program in it, is not there"),
         ("kill -9 $$", "status", None, "ended by signal 9"),
-        ("echo 0.5", "number", None, "wrote no reward to ROLLTAP_REWARD_FD"),
-        ("echo 0.5 >&$ROLLTAP_REWARD_FD; echo 1; exit 1", "number", 0.5, None),
-        ('echo \'{"reward": 0.5, "parts": {"a": 10}}\' >&$ROLLTAP_REWARD_FD', "json", 0.5, None),
-        ("echo 0.5 >&$ROLLTAP_REWARD_FD; exit 3", "number", None, "ended with status 3"),
-        ("echo score: 0.3 >&$ROLLTAP_REWARD_FD", "number", None, "'score: 0.3' is not one number"),
-        ("echo 1.5 >&$ROLLTAP_REWARD_FD", "number", None, "is not in the judge's range [0.0, 1.0]: set its 'range'"),
-        ("echo 1e300 >&$ROLLTAP_REWARD_FD", "number", None, "is no reward: "),
-        ("yes | head -c 70000 >&$ROLLTAP_REWARD_FD", "number", None, "its verdict has more than 64 KiB"),
+        ("echo 0.5", "number", None, "wrote no reward to ROLLTAP_REWARD_FILE"),
+        ("echo 0.5 > $ROLLTAP_REWARD_FILE; echo 1; exit 1", "number", 0.5, None),
+        ('echo \'{"reward": 0.5, "parts": {"a": 10}}\' > $ROLLTAP_REWARD_FILE', "json", 0.5, None),
+        ("echo 0.5 > $ROLLTAP_REWARD_FILE; exit 3", "number", None, "ended with status 3"),
+        ("echo score: 0.3 > $ROLLTAP_REWARD_FILE", "number", None, "'score: 0.3' is not one number"),
+        ("echo 1.5 > $ROLLTAP_REWARD_FILE", "number", None, "is not in the judge's range [0.0, 1.0]: set its 'range'"),
+        ("echo 1e300 > $ROLLTAP_REWARD_FILE", "number", None, "is no reward: "),
+        ("yes | head -c 70000 > $ROLLTAP_REWARD_FILE", "number", None, "its verdict has more than 64 KiB"),
     ],
 )
-async def test_the_reward_is_the_exit_status_or_a_value_at_the_descriptor_and_all_else_is_unjudged(
+async def test_the_reward_is_the_exit_status_or_a_value_in_the_file_and_all_else_is_unjudged(
     tmp_path, script, result, reward, why
 ):
     judged = await Left(tmp_path, {}, did={"b.txt": "made"}).judge(shell(script, result=result))
@@ -40,7 +40,7 @@ async def test_the_reward_is_the_exit_status_or_a_value_at_the_descriptor_and_al
 
 
 async def test_a_reward_may_be_as_large_as_the_range_says(tmp_path):
-    spec = shell("echo -3 >&$ROLLTAP_REWARD_FD", result="number", range=[-5, 100])
+    spec = shell("echo -3 > $ROLLTAP_REWARD_FILE", result="number", range=[-5, 100])
     assert (await Left(tmp_path, {}).judge(spec)).reward == -3.0
     with pytest.raises(ValidationError, match="give the smallest reward, then the largest"):
         await Left(tmp_path / "other", {}).judge({**spec, "range": [1, 0]})
@@ -50,7 +50,7 @@ SCRIPT = """import os, subprocess
 subprocess.run(["sh", "child.sh"])
 os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0.25")
 """
-TO_ALL = "for i in 3 4 5 6 7 8 9; do echo 1 >&$i; done; for f in /proc/$PPID/fd/*; do echo 1 > $f; done; true"
+TO_ALL = "for i in 3 4 5 6 7 8 9; do printf 1. >&$i; done; for f in /proc/$PPID/fd/*; do printf 1. > $f; done; true"
 
 
 @sandboxed
@@ -61,12 +61,13 @@ async def test_a_python_script_keeps_the_descriptor_to_itself(tmp_path, how):
     assert (judged.reward, "Permission denied" in left.log) == (0.25, True), left.log
 
 
-async def test_children_of_another_program_have_the_descriptor_and_two_rewards_are_none(tmp_path):
-    left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": TO_ALL})
-    spec = shell("sh child.sh; sleep 0; echo 0 >&$ROLLTAP_REWARD_FD", result="number", paths=["child.sh"])
+@pytest.mark.parametrize("program", [f"{TO_ALL}; exec true", "printf 1. > $ROLLTAP_REWARD_FILE"])
+async def test_children_of_another_program_have_no_descriptor_and_two_rewards_are_none(tmp_path, program):
+    left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": program})
+    spec = shell("sh child.sh; echo 0 > $ROLLTAP_REWARD_FILE", result="number", paths=["child.sh"])
     judged = await left.judge(spec)
     assert judged.reward == 0.0
-    assert "its verdict was written" in judged.evidence["broke_judge"] or "is not one" in judged.evidence["broke_judge"]
+    assert ("broke_judge" in judged.evidence) == ("forged_report" in judged.evidence) == ("FILE" in program)
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])

@@ -126,7 +126,7 @@ async def test_a_patch_that_does_not_fit_is_unjudged(tmp_path):
 async def test_several_judges_give_the_weighted_mean_unless_one_cannot_judge(tmp_path):
     left = Left(tmp_path, {})
     judged = await left.judge(
-        several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\' >&$ROLLTAP_REWARD_FD', "json")
+        several("exit 0", 'echo \'{"reward": 0.5, "parts": {"c": 2}}\' > $ROLLTAP_REWARD_FILE', "json")
     )
     assert judged.reward == pytest.approx(0.875)
     assert judged.parts == {"a": 1.0, "b": 0.5, "b.c": 2.0}
@@ -199,7 +199,7 @@ async def test_a_reward_that_the_changes_spoiled_is_0(tmp_path, code):
     assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.25)
 
 
-BY_NUMBER = f"{sys.executable} -c 'import calc'; echo -0.5 >&$ROLLTAP_REWARD_FD"
+BY_NUMBER = f"{sys.executable} -c 'import calc'; echo -0.5 > $ROLLTAP_REWARD_FILE"
 SPOILED = {
     "broken": "import os; os.kill(os.getppid(), 9)",
     "its files changed": "open('own.txt', 'w').write('mine')",

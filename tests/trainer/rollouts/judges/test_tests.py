@@ -49,7 +49,7 @@ async def test_every_name_that_pytest_gives_is_found_in_its_report(tmp_path):
     names += "        self.names = [item.nodeid for item in items]\np = P()\n"
     names += "pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider'], plugins=[p])\n"
     names += "import json, os; reward = json.dumps({'reward': 0.0, 'reason': json.dumps(p.names)}).encode()\n"
-    names += "os.write(int(os.environ['ROLLTAP_REWARD_FD']), reward)"
+    names += "open(os.environ['ROLLTAP_REWARD_FILE'], 'wb').write(reward)"
     listed = await left.judge({"kind": "command", "command": [sys.executable, "-c", names], "result": "json"})
     found = json.loads(listed.evidence["reason"])
     assert len(found) == 18
