@@ -18,13 +18,11 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig, check_model, check_type
+from rolltap.trainer.training.grpo.config import CHANGE_BASE, TraceGRPOConfig, check_model, check_type
 from rolltap.trainer.training.recipe import Machine, Recipe
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""
-_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Values of `init_lora_weights` that leave the base weights as they are. The others change those of the trainer."""
 _ABSENT = """
     use_dora lora_bias modules_to_save trainable_token_indices layer_replication alora_invocation_tokens use_bdlora
     use_qalora
@@ -32,8 +30,7 @@ _ABSENT = """
 """Fields of PEFT's `LoraConfig` that vLLM does not know or refuses. Source: vLLM 0.32, `PEFTHelper`."""
 _UNSERVED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_ABSENT.split(), bool),
-    "bias": lambda bias: bias != "none",
-    "init_lora_weights": lambda init: isinstance(init, str) and init.lower() not in _INITS,
+    **CHANGE_BASE,
     "r": lambda rank: rank > LORA_RANKS[-1],
     "rank_pattern": lambda ranks: max((ranks or {}).values(), default=0) > LORA_RANKS[-1],
 }
@@ -104,7 +101,7 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
         Replay().attach(model)
     if args.disable_dropout:
         disable_dropout_in_model(model)
-    check_model(model)
+    check_model(model, args.beta)
     if recipe.publish == "lora" and merge_again(model):
         raise InputError(
             "vLLM does not serve an adapter on parameters, such as the experts of a layer: set lora.target_modules to "
@@ -166,8 +163,10 @@ def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
     _check_names("lora", LoraConfig, recipe.lora)
     types = get_type_hints(LoraConfig)
     for key, value in recipe.lora.items():
-        if key == "init_lora_weights":  # PEFT reads any number of iterations, in any case
-            value = re.sub(r"pissa_niter_\d+", "pissa", value.lower()) if isinstance(value, str) else value
+        if key == "init_lora_weights":  # PEFT reads any number of iterations
+            value = re.sub(r"pissa_niter_\d+$", "pissa", value) if isinstance(value, str) else value
+            if value in ("corda", "eva", "lora_ga"):
+                raise InputError(f"lora.{key} = {value!r} needs a pass over data before the training: choose another")
         check_type(f"lora.{key}", value, types[key])
     if recipe.lora.get("alora_invocation_tokens"):
         raise InputError("lora.alora_invocation_tokens: such an adapter cannot be merged into the model: remove it")
@@ -210,10 +209,11 @@ def add_adapter(recipe: Recipe, model: Any) -> None:
     """Add the recipe's adapter, if any, to a model on the meta device. Raises `InputError` if it does not fit."""
     if not (config := lora_config(recipe, model)):
         return
-    config.init_lora_weights = False  # there are none to begin from
+    init, config.init_lora_weights = config.init_lora_weights, False  # there are no weights to begin from
     try:
         with torch.device("meta"):
             inject_adapter_in_model(config, model)
+        config.init_lora_weights = init
     except Exception as error:  # PEFT checks little: wrong values end in errors of all kinds
         named = ", ".join(f"lora.{key} = {value!r}" for key, value in recipe.lora.items())
         raise InputError(f"{named} does not fit the model {recipe.model}: {error}") from error

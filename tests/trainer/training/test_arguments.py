@@ -117,6 +117,29 @@ class TestChecks:
             ('[lora]\nr = "8"\n', r"lora\.r = '8': Input should be a valid integer"),
             ('[lora]\nbias = "some"\n', r"lora\.bias = 'some': Input should be 'none', 'all' or 'lora_only'"),
             ('[lora]\ninit_lora_weights = "gausian"\n', r"lora\.init_lora_weights = 'gausian': Input should be"),
+            *(
+                (
+                    f'[lora]\ninit_lora_weights = "{init}"\n',
+                    rf"lora\.init_lora_weights = '{init}' needs a pass over data",
+                )
+                for init in ("corda", "eva", "lora_ga")
+            ),
+            ('[lora]\ninit_lora_weights = "PiSSA"\n', r"lora\.init_lora_weights = 'PiSSA': Input should be"),
+            (
+                '[lora]\ninit_lora_weights = "pissa_niter_x"\n',
+                r"lora\.init_lora_weights = 'pissa_niter_x': Input",
+            ),
+            ('[lora]\ntarget_modules = ["lm_head"]\n', r"lora\.target_modules has the output embeddings.*: remove it"),
+            *(
+                (f"[grpo]\nbeta = 0.1\n[lora]\ntarget_modules = ['q_proj']\n{text}\n", message)
+                for text, message in (
+                    ("bias = 'all'", r"beta = 0\.1: with lora\.bias = 'all', the model without its adapter is not"),
+                    ("bias = 'lora_only'", r"beta = 0\.1: with lora\.bias = 'lora_only'"),
+                    ("init_lora_weights = 'pissa'", r"beta = 0\.1: with lora\.init_lora_weights = 'pissa'"),
+                    ("init_lora_weights = 'pissa_niter_4'", r"with lora\.init_lora_weights = 'pissa_niter_4'"),
+                    ("init_lora_weights = 'olora'", r"beta = 0\.1: with lora\.init_lora_weights = 'olora'"),
+                )
+            ),
             ("[lora]\nalora_invocation_tokens = [1]\n", r"lora\.alora_invocation_tokens: .* cannot be merged"),
             ('[lora]\ntarget_modules = "("\n', r"lora\.target_modules = '\(' does not fit .*: missing \)"),
             ('[lora]\nrank_pattern = {q_proj = "x"}\n', r"lora\.rank_pattern = {'q_proj': 'x'} does not fit the model"),
@@ -136,6 +159,7 @@ class TestChecks:
             "[grpo]\nlearning_rate = 1\nscale_rewards = false\noptim = 'sgd'\nreport_to = ['none']\n",
             "[grpo]\nmemory_gib = 2\nmodel_init_kwargs = {attn_implementation = 'eager'}\nlogging_strategy = 'steps'\n",
             "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
+            "[grpo]\nbeta = 0.1\n[lora]\nr = 2\ntarget_modules = ['q_proj']\ninit_lora_weights = 'gaussian'\n",
             "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",
             "dtype = 'float16'\n[lora]\nr = 2\n",
         ],
@@ -164,7 +188,7 @@ UNSERVED = {
     "use_qalora": [True],
     "r": [513],
     "rank_pattern": [{"q_proj": 513}],
-    "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "PiSSA"],
+    "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "corda", "loftq"],
 }
 
 
@@ -181,7 +205,7 @@ def test_an_adapter_that_vllm_does_not_serve_is_named_with_its_key(key, value):
         {},
         {"r": 512, "rank_pattern": {"q_proj": 512}, "bias": "none", "use_dora": False, "use_rslora": True},
         {"modules_to_save": None, "layer_replication": None, "target_modules": "all-linear", "exclude_modules": ["x"]},
-        *({"init_lora_weights": init} for init in (True, False, "gaussian", "eva", "orthogonal")),
+        *({"init_lora_weights": init} for init in (True, False, "gaussian", "mica", "orthogonal")),
     ],
     ids=str,
 )

@@ -7,13 +7,14 @@ their defaults.
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from accelerate import Accelerator, DistributedType
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field as Limit
 from pydantic import TypeAdapter, ValidationError
 from transformers import Trainer, TrainingArguments, get_scheduler
@@ -249,8 +250,26 @@ def _try_out(args: TrainingArguments) -> tuple[str, list[float]]:
     return made, [schedule.lr_lambdas[0](step) for step in range(steps)]
 
 
-def check_model(model: Any) -> None:
-    """Raise `InputError` for dropout, weights trained in float16, and positions that depend on the longest row."""
+CHANGE_BASE: Mapping[str, Callable[[Any], bool]] = {
+    "bias": lambda bias: bias != "none",
+    "init_lora_weights": lambda init: isinstance(init, str) and init not in ("gaussian", "orthogonal", "mica"),
+}
+"""Field of PEFT's `LoraConfig` -> true for values with which the model without its adapter is not the base model."""
+
+
+def check_model(model: Any, beta: float) -> None:
+    """Raise `InputError` for a model that cannot be trained as it was sampled, or not with `beta`.
+
+    These are dropout, weights trained in float16, positions that depend on the longest row, an adapter
+    of the output embeddings, and one without which the model is not the reference.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        for key, changes in CHANGE_BASE.items():
+            if beta and changes(value := getattr(config, key, "none")):
+                what = f"beta = {beta!r}: with lora.{key} = {value!r}, the model without its adapter"
+                raise InputError(f"{what} is not the model that was given, the reference: leave one of them out")
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise InputError("lora.target_modules has the output embeddings, whose adapter would not be trained: remove it")
     for name, module in model.named_modules():
         rate = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0)
         if isinstance(rate, float) and rate > 0:

@@ -51,6 +51,10 @@ class ReplicatedTrainer(GRPOTrainer):
         self._gathered: Counter[str] = Counter()
         try:
             super().__init__(model=model, args=args, peft_config=peft_config, **options)
+        except InputError:
+            raise
+        except (ValueError, ImportError) as error:
+            raise InputError(f"the model or its adapter cannot be trained: {error}") from error
         finally:
             args.beta = beta
         require_whole_weights(self.accelerator)
@@ -141,7 +145,13 @@ class ReplicatedTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.args.sharding != "full":
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            try:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            except InputError:
+                raise
+            except ValueError as error:
+                fix = "resume with the sharding that saved it, or start in another folder"
+                raise InputError(f"the checkpoint {resume_from_checkpoint} has no weights: {error}; {fix}") from error
         else:
             trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
             load_weights(trained, Path(resume_from_checkpoint, STATE))

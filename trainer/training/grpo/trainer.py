@@ -135,7 +135,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        check_model(self.model)
+        check_model(self.model, self.beta)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers. The training begins with a batch of its own. Raises `InputError`."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch.nn import Parameter
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import load_policy
 from rolltap.trainer.training.grpo.optimizer import LossScale
 from rolltap.trainer.training.loop import train_to_end
@@ -146,6 +147,14 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path, recorded, change, me
     save_file(weights, file, metadata={"format": "pt"})
     resumed = trainer_of(recorded("qwen3-tied"), "float32", tmp_path)
     with pytest.raises(ValueError, match=message):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_checkpoint_without_a_model_as_sharded_trainings_save_it_is_refused(tmp_path, recorded):
+    trainer_of(recorded("qwen3-tied"), "float32", tmp_path, max_steps=2).train()
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
+    resumed = trainer_of(recorded("qwen3-tied"), "float32", tmp_path)
+    with pytest.raises(InputError, match=r"checkpoint-2 has no weights: .*; resume with the sharding that saved it"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Qwen3ForCausalLM
 from trl import GRPOConfig
 
-from rolltap.addons.errors import EngineError
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.grpo import trainer as module
@@ -265,6 +265,38 @@ def test_dropout_is_refused(model, tmp_path, attention, lora):
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=lora)
     with pytest.raises(ValueError, match="drops 10% of its values"):
         make_trainer(model, tmp_path, [], peft_config=adapter)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"bias": "all"}, "bias = 'all', the model without its adapter is not the model that was given"),
+        ({"bias": "lora_only"}, "bias = 'lora_only', the model without"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa', the model without"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights = 'olora', the model without"),
+    ],
+)
+def test_an_adapter_without_which_the_model_is_another_one_gives_no_reference(model, tmp_path, adapter, message):
+    lora = LoraConfig(r=2, target_modules=["q_proj"], **adapter)
+    make_trainer(model, tmp_path, [], peft_config=lora)
+    with pytest.raises(InputError, match=message):
+        make_trainer(model, tmp_path, [], peft_config=lora, beta=0.1)
+    with pytest.raises(InputError, match=f"{message}|only 1 adapter with bias"):
+        make_trainer(get_peft_model(copy.deepcopy(model), lora), tmp_path, [], beta=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*corda_config. is not specified:UserWarning")
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"target_modules": ["lm_head"]}, "cannot be trained: .* `lm_head` is not supported"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "corda"}, "cannot be trained: .*preprocess_corda"),
+        ({"target_modules": ["nope"]}, "cannot be trained: .*not found"),
+    ],
+)
+def test_an_adapter_that_trl_or_peft_refuse_is_a_users_mistake(model, tmp_path, adapter, message):
+    with pytest.raises(InputError, match=message):
+        make_trainer(model, tmp_path, [], peft_config=LoraConfig(**adapter))
 
 
 @pytest.mark.parametrize("each_layer", [False, True])
