@@ -347,8 +347,8 @@ async def test_odd_files_are_left_behind_and_told(tmp_path, monkeypatch):
     script = "ls -A . sub; cat good.txt sub/link; stat -c %a tool"
     judged = await left.judge(command_judge("sh", "-c", script, result="status", paths=["**"]))
     assert judged.reward == 1.0
-    assert left.log.split() == [".:", "good.txt", "loop", "sub", "tool", "sub:", "link", "newnew755"]
-    odd = {"fifo": "fifo", "folder": "symlink", "huge": "size", "out": "symlink", "socket": "socket"}
+    assert left.log.split() == [".:", "good.txt", "sub", "tool", "sub:", "link", "newnew755"]
+    odd = {"fifo": "fifo", "folder": "symlink", "huge": "size", "loop": "symlink", "out": "symlink", "socket": "socket"}
     odd |= {"sub/.git": "git", "tool": "setuid", "up": "symlink"}
     assert judged.evidence["refused"] == [f"{name}: {why}" for name, why in odd.items()]
 

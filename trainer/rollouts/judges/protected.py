@@ -115,6 +115,8 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
         is_folder = entry is not None and entry.kind == "folder"
         if path in {*laid} or any(parent in own for parent in parents(path)) or (path in folders and not is_folder):
             refused[path] = "protected"
+        elif entry is not None and entry.kind == "link" and _leads_away(path, work, {*laid, *folders}):
+            refused[path] = "symlink"
         elif path in (spec.paths or []):
             continue
         elif matches(path.lower(), (*STARTUP, *RUNNER_FILES)):
@@ -132,6 +134,19 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
     replaced = (path for path in kept if path in changes.changed and changes.changed[path].kind != "folder")
     refused.update(dict.fromkeys(replaced, "protected"))
     return changes.without(refused)
+
+
+def _leads_away(path: str, work: Path, laid: Collection[str]) -> bool:
+    """Return True for a link that leads to nothing that the agent left, or to where the judge lays files of its own.
+
+    In the judge's checkout it could be a file that no session has seen.
+    """
+    try:
+        target = os.path.realpath(work / path, strict=True)
+    except OSError:
+        return True
+    place = os.path.relpath(target, os.path.realpath(work))
+    return place.startswith("..") or place in laid
 
 
 def _python_path(task: Task, spec: OneJudge) -> list[str]:
