@@ -50,7 +50,8 @@ def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] =
             case "union_tag_invalid" | "union_tag_not_found":
                 given = fault.get("ctx", {}).get("tag")
                 how = "is missing" if given is None else f"is {reprlib.repr(given)}"
-                what = f"'{key}.kind' {how}: write one of {', '.join(unions.get(str(path[-1]), ()))}"
+                tag = f"{key}.kind" if key else "kind"
+                what = f"{tag!r} {how}: write one of {', '.join(unions.get(str(path[-1]) if path else '', ()))}"
             case "json_invalid":
                 what = fault["msg"]
             case "value_error" if not key:  # a check of several keys, which its message names

@@ -101,10 +101,11 @@ class FleetSchedule:
         evaluates: bool = False,
         priority: int = 0,
         seconds: float = math.inf,
+        apart: bool = False,
     ) -> asyncio.Future[list[Session]]:
         """Take a group, as `Schedule.submit`, without a `stage` of its own: nodes have one. Sessions of it that nodes
         have for an earlier driver are taken up."""
-        how = {"policy_version": policy_version, "evaluates": evaluates, "priority": priority}
+        how = {"policy_version": policy_version, "evaluates": evaluates, "priority": priority, "apart": apart}
         result: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
         given = _Given(group, how, time.monotonic() + seconds, result)
         self._groups[group.group_id] = given

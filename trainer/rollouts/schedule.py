@@ -44,7 +44,9 @@ class _Given:
     policy_version: str | None
     deadline: float
     result: asyncio.Future[list[Session]]
+    apart: bool
     ended: list[Session] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
 
 
 OnEnd = Callable[[Session, float], None]
@@ -69,6 +71,7 @@ class GroupSchedule(Protocol):
         evaluates: bool = False,
         priority: int = 0,
         seconds: float = math.inf,
+        apart: bool = False,
     ) -> asyncio.Future[list[Session]]:
         """Take a group: see `Schedule.submit`."""
 
@@ -165,12 +168,14 @@ class Schedule:
         evaluates: bool = False,
         priority: int = 0,
         seconds: float = math.inf,
+        apart: bool = False,
     ) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions in the order in which they ended, all attempts.
 
         It is cancelled when the block fails, or has failed. A group may have a `stage` of its own; its ids are those of
         no other. Groups of a higher priority go first. Sessions that have not ended after so many `seconds` are
-        stopped.
+        stopped. A group that is `apart` is somebody's of whom the others know nothing: its infrastructure failures stop
+        it alone, unless an engine does not answer.
 
         `policy_version` is that of sessions without a sampled token; None stands for the one that is published when
         they begin. Other sessions have the version that their calls say: see `Recorder.end`. Raises `InputError` for a
@@ -182,7 +187,7 @@ class Schedule:
             self._tally.expect(group.task.id, len(group.session_ids))
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + seconds
-        given = _Given(group, stage, policy_version, deadline, loop.create_future())
+        given = _Given(group, stage, policy_version, deadline, loop.create_future(), apart)
         if self._over:
             given.result.cancel()
             return given.result
@@ -320,17 +325,28 @@ class Schedule:
         further = self._scheduler.ended(session.session_id, time.monotonic(), again=again)
         if session.status != "unknown":
             self._tally.add(session, facts, again=further is not None)
+            given.tally.add(session, facts, again=further is not None)
         if facts is not None and facts.permanent and session.task_id not in self._named:
             self._named.add(session.task_id)
             logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
-        if self._tally.failures_in_a_row >= self._stage.config.give_up_after:
+        await self._consider_giving_up(given, session)
+        self._go_on()
+
+    async def _consider_giving_up(self, given: _Given, session: Session) -> None:
+        """Stop the rollout after too many failures, or the group alone whose failures they are."""
+        most, failures = self._stage.config.give_up_after, self._tally.failures_in_a_row
+        why = f"consecutive infrastructure failures; the last, {session.session_id}: {session.error}"
+        if given.apart:
+            own = given.tally.failures_in_a_row
+            if own >= most:
+                self.cancel(given.group.group_id, f"its group was given up after {own} {why}")
+            if failures < most or not await asyncio.to_thread(Engines(given.stage.recorder.engine).silent):
+                return
+        if failures >= most:
             self._over = True
             raise RecorderError(
-                f"gave up after {self._tally.failures_in_a_row} consecutive infrastructure failures; the last, "
-                f"{session.session_id}: {session.error}. "
-                "Fix the cause and rerun: sessions that have ended are used again"
+                f"gave up after {failures} {why}. Fix the cause and rerun: sessions that have ended are used again"
             )
-        self._go_on()
 
 
 async def run_groups(

@@ -136,6 +136,10 @@ async def run_session(stage: Stage, session: Session, group: Group, enter: Enter
         facts = Facts(permanent=isinstance(error, InputError))
     except (RecorderError, RunError) as error:
         session.status, session.error = "infrastructure", str(error)  # `Recorder.end` raises it, after the row
+    except Exception as error:  # its task may be the cause, and others' sessions go on
+        logger.warning("session %s failed", session.session_id, exc_info=True)
+        session.status, session.error = "infrastructure", f"the session could not be run: {error!r}"
+        facts = Facts(permanent=True)
     finally:
         if session.status != "unknown":
             session.finished_at = utc_now()

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from rolltap.addons.engine.policy import Policy, PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.addons.store.records import Session
@@ -32,10 +34,12 @@ from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
 from rolltap.trainer.rollouts.schedule import GroupSchedule
 from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.service.events import EVENT, EVENT_KINDS, Accepted, AnyEvent, Cancelled, GroupEnded, Published
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State
 from rolltap.trainer.service.tasks import ConflictError, requested_task
 from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedSession, load_sessions, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
@@ -66,11 +70,15 @@ class _Accepted:
 
 @dataclass(slots=True)
 class _Open:
-    """A group that has not ended. `known` are the ids of its sessions that have an event."""
+    """A group that has not ended. `known` are the ids of its sessions that have an event.
+
+    Without a `task` it is not run, because of its `problem`.
+    """
 
     request: GroupRequest
     task_digest: str
     task: Task | None = None
+    problem: str | None = None
     known: set[str] = field(default_factory=set)
     writes: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -114,31 +122,57 @@ class Groups:
         """Held while the index of calls is used."""
 
     async def load(self) -> None:
-        """Read the journal. Call it once, first. Raises `RunError`, and `InputError` for an open group's task."""
+        """Read the journal. Call it once, first. What cannot be used is set aside, and said; the rest is taken."""
         self.digests = {task.id: await asyncio.to_thread(task.digest) for task in self.tasks.values()}
         for number, event in self.journal.read():
-            match event["kind"]:
-                case "accepted":
-                    request = GroupRequest.model_validate(event["request"])
-                    self._accept(number, request, event["task_digest"])
-                case "session":
-                    self._accepted[event["id"]].sessions.append(number)
-                    self._open[event["id"]].known.add(event["session_id"])
-                case "cancelled":
-                    self._accepted[event["id"]].cancelled = True
-                case "ended":
-                    self._close(event["id"], number)
-                case "policy":
-                    self.policies.setdefault(event["version"], len(self.policies))
+            try:
+                self._replay(number, EVENT.validate_python(event))
+            except ValidationError as error:
+                self.journal.put_aside(number, describe(error, {"": EVENT_KINDS}))
+            except InputError as error:
+                self.journal.put_aside(number, str(error))
         for name, group in self._open.items():
-            group.task = requested_task(group.request, self.tasks, self.worker, self._hosts)
-            if group.task.id not in self.digests:
-                self.digests[group.task.id] = await asyncio.to_thread(group.task.digest)
-            if self.digests[group.task.id] != group.task_digest:
-                raise InputError(
-                    f"the group {name} was accepted for the task {group.task.id}, which has another content now: load "
-                    "it as it was, or start with a new run folder"
-                )
+            try:
+                group.task = await self._task_of(group)
+            except (InputError, OSError) as error:
+                group.problem = str(error)
+                logger.warning("the group %s is not run: %s", name, error)
+
+    def _replay(self, number: int, event: AnyEvent) -> None:
+        """Take an event of an earlier start. Raises `InputError` for one that cannot follow those before it."""
+        if isinstance(event, Published):
+            self.policies.setdefault(event.version, len(self.policies))
+            return
+        if isinstance(event, Accepted):
+            if event.id in self._accepted:
+                raise InputError(f"the group {event.id} is there already")
+            self._accept(number, event.request, event.task_digest)
+            return
+        group = self._open.get(event.id)
+        if group is None:
+            raise InputError(f"no group {event.id} is open there")
+        accepted = self._accepted[event.id]
+        if isinstance(event, Cancelled):
+            accepted.cancelled = True
+        elif isinstance(event, GroupEnded):
+            self._close(event.id, number)
+        elif event.session_id in group.known or place_of(event.session_id) not in group.request.session_ids:
+            raise InputError(f"the group {event.id} has no session {event.session_id} that runs")
+        else:
+            accepted.sessions.append(number)
+            group.known.add(event.session_id)
+
+    async def _task_of(self, group: _Open) -> Task:
+        """Return the task of an open group as it was accepted. Raises `InputError` and `OSError`."""
+        task = requested_task(group.request, self.tasks, self.worker, self._hosts)
+        digest = self.digests.get(task.id) or await asyncio.to_thread(task.digest)
+        if digest != group.task_digest:
+            raise InputError(
+                f"it was accepted for the task {task.id}, which has another content now: load it as it was, and start "
+                "again, or cancel the group"
+            )
+        self.digests[task.id] = digest
+        return task
 
     async def run(self) -> None:
         """Run the groups until it is cancelled. The recorder is started again after it has died, and the groups go on.
@@ -212,7 +246,9 @@ class Groups:
             if name in self._open and not accepted.cancelled:
                 await self.journal.add("cancelled", id=name)
                 accepted.cancelled = True
-                if self.schedule is not None:
+                if self.schedule is not None and self._open[name].task is None:
+                    await self._start(self.schedule, name)
+                elif self.schedule is not None:
                     self.schedule.cancel(name, "its group was cancelled")
         return self.view(name)
 
@@ -221,6 +257,7 @@ class Groups:
         accepted = self._accepted[name]
         begin = self.journal.get(accepted.number)
         end = self.journal.get(accepted.ended) if accepted.ended else {}
+        is_open = self._open.get(name)
         return GroupView(
             id=name,
             task_id=begin["task_id"],
@@ -233,6 +270,7 @@ class Groups:
             shards={table: [path.name for path in run_files(self.path, table)] for table in TABLES} if end else {},
             sampled=end.get("sampled"),
             left_out=end.get("left_out"),
+            problem=None if is_open is None else is_open.problem,
         )
 
     async def publish(self, request: PolicyRequest) -> Policy:
@@ -263,6 +301,8 @@ class Groups:
         """Return priority -> number of sessions of open groups that have not ended."""
         waiting: Counter[int] = Counter()
         for group in self._open.values():
+            if group.problem is not None:
+                continue
             ended = {place_of(name) for name in group.known}
             waiting[group.request.priority] += len(set(group.request.session_ids) - ended)
         return waiting
@@ -287,12 +327,17 @@ class Groups:
     async def _start(self, schedule: GroupSchedule, name: str) -> None:
         """Run what is missing of an open group."""
         group, request = self._open[name], self._open[name].request
-        assert group.task is not None
+        if group.task is None:
+            if self._accepted[name].cancelled or _seconds_left(request) <= 0:
+                nothing = asyncio.get_running_loop().create_future()
+                nothing.set_result([])
+                self._do(self._end(name, nothing))
+            return
         group.writes = []  # the earlier ones have ended; one that failed is done again
         given = Group(group.task, name, request.session_ids, sampling=request.sampling)
         for session in self._recorded.attempts(given):
             if session.session_id not in group.known:  # it ended, and the service before its event
-                self._note(session, 0.0)
+                self._note(replace(session, group_id=name), 0.0)  # somebody may have changed it
         seconds = _seconds_left(request)
         failures = Counter(
             place_of(each.session_id) for each in self._recorded.attempts(given) if each.status == "infrastructure"
@@ -302,8 +347,10 @@ class Groups:
         missing = replace(
             given, session_ids=[each for each in again if failures[place_of(each)] <= self.worker.config.retries]
         )
-        how: dict[str, Any] = {"evaluates": request.evaluation, "priority": request.priority, "seconds": seconds}
-        self._do(self._end(name, await schedule.submit(missing, **how)))
+        result = await schedule.submit(
+            missing, evaluates=request.evaluation, priority=request.priority, seconds=seconds, apart=True
+        )
+        self._do(self._end(name, result))
 
     def _note(self, session: Session, judging: float) -> None:
         group = self._open[session.group_id]
@@ -324,7 +371,13 @@ class Groups:
 
     async def _write(self, session: Session, judging: float) -> None:
         """Write the event of a session that has ended."""
-        ledger = await in_folder_thread(self._ledger, session)
+        try:
+            ledger = await in_folder_thread(self._ledger, session)
+        except OSError:
+            raise
+        except Exception:  # what one session recorded must not keep others from running
+            logger.warning("the tokens of session %s cannot be counted", session.session_id, exc_info=True)
+            ledger = Ledger()
         view = SessionView(**{name: getattr(session, name) for name in SessionView.model_fields})
         counts = {"sampled": ledger.sampled, "left_out": dict(ledger.left_out)}
         number = await self.journal.add("session", id=session.group_id, **view.model_dump(), **counts)

@@ -1,12 +1,14 @@
 """The journal of a service: `service.jsonl` in the run folder, one event a line, in the order of their numbers.
 
 The first line names the journal. Event N is line N + 1. A line is on the disk before anybody is told of it, and none is
-changed later, so a number stays the same event after a restart.
+changed later, so a number stays the same event after a restart. A line that cannot be used keeps its number, and is set
+aside: nobody is told of it.
 """
 
 import asyncio
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -21,11 +23,17 @@ from rolltap.addons.concurrency import finished_in
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.records import json_text, utc_now
 from rolltap.addons.store.staging import locked
+from rolltap.trainer.service.requests import require_plain
+
+logger = logging.getLogger(__name__)
 
 JOURNAL = "service.jsonl"
 """Name of the file in the run folder."""
+_NAME = r"[0-9a-f]{8}"
 _AT_ONCE = 64
 """Events that a follower holds in memory."""
+_TOLD = 20
+"""Most lines that are named when they are set aside."""
 
 Event = dict[str, Any]
 """A line: `kind`, `at` (ISO 8601) and the fields of its kind."""
@@ -44,7 +52,11 @@ class Journal:
         self._grown = asyncio.Event()
         self._ends = array("Q")
         """Byte offset of each line's end."""
+        self.set_aside: dict[int, str] = {}
+        """Number of an event that cannot be used -> why."""
         run.mkdir(parents=True, exist_ok=True)
+        if self._path.is_symlink() or (self._path.exists() and not self._path.is_file()):
+            raise RunError(f"{self._path} is no regular file: put the journal itself there, or use a new folder")
         with ExitStack() as stack:
             self._file = stack.enter_context(self._path.open("ab", buffering=0))
             if stack.enter_context(locked(self._path)) is None:
@@ -56,7 +68,9 @@ class Journal:
                 self._write({"journal": secrets.token_hex(4)})
             try:
                 self.name = str(json.loads(next(self._lines(0, 1)))["journal"])
-            except (ValueError, LookupError, TypeError) as error:
+                if not re.fullmatch(_NAME, self.name):
+                    raise ValueError(f"its name is {self.name[:80]!r}")
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 what = "is not the journal of a service: restore it, or use a new folder"
                 raise RunError(f"{self._path} {what}") from error
             self._cleanup = stack.pop_all()
@@ -72,18 +86,35 @@ class Journal:
         return number
 
     def read(self, after: int = 0, most: int | None = None) -> Iterator[tuple[int, Event]]:
-        """Yield number and event of those after a number, at most `most`. Raises `RunError` for a damaged line."""
+        """Yield number and event of those after a number, of at most `most` lines. Sets damaged lines aside."""
         stop = len(self) if most is None else min(len(self), after + most)
         for number, line in enumerate(self._lines(after + 1, stop + 1), after + 1):
+            if number in self.set_aside:
+                continue
             try:
                 event: Event = json.loads(line)
-            except ValueError as error:
-                raise RunError(f"{self._path}, line {number + 1} is damaged: {error}") from error
-            yield number, event
+                require_plain(event)
+                if not isinstance(event, dict):
+                    raise ValueError("it is no object")
+            except (ValueError, RecursionError) as error:
+                self.put_aside(number, f"it is damaged: {error}")
+            else:
+                yield number, event
+
+    def put_aside(self, number: int, why: str) -> None:
+        """Set the line of an event aside, and say so."""
+        self.set_aside[number] = why
+        if len(self.set_aside) <= _TOLD:
+            logger.warning("%s", self._named(number))
 
     def get(self, number: int) -> Event:
-        """Return the event with a number. Raises `RunError` for a damaged line."""
-        return next(self.read(number - 1, 1))[1]
+        """Return the event with a number. Raises `RunError` for a line that is set aside."""
+        for _, event in self.read(number - 1, 1):
+            return event
+        raise RunError(self._named(number))
+
+    def _named(self, number: int) -> str:
+        return f"{self._path}, line {number + 1} is set aside: {self.set_aside[number]}"
 
     async def follow(self, after: int) -> AsyncIterator[list[tuple[int, Event]]]:
         """Yield numbers and events of those after a number, a few at a time, for ever; an empty list after a silence.
@@ -92,9 +123,11 @@ class Journal:
         """
         while True:
             grown = self._grown
-            if events := list(self.read(after, _AT_ONCE)):
-                yield events
-                after = events[-1][0]
+            if after < len(self):
+                following = min(len(self), after + _AT_ONCE)
+                if events := list(self.read(after, _AT_ONCE)):
+                    yield events
+                after = following
                 await asyncio.sleep(0)  # others have their turn, and it is seen that a client has gone
                 continue
             try:

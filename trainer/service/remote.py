@@ -15,7 +15,7 @@ from rolltap.addons.errors import InputError, ServiceError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.service.client import PAUSES, AsyncClient, Client
 from rolltap.trainer.service.serve import TOKEN_FILE
 from rolltap.trainer.tasks.task import Task
@@ -98,7 +98,7 @@ class RemoteSchedule:
 
     async def submit(self, group: Group, *_: Any, **__: Any) -> asyncio.Future[list[Session]]:
         """Take a group. The result are its sessions, all attempts. One that an earlier start sent is taken up."""
-        names = [name.removeprefix(f"{group.group_id}-") for name in group.session_ids]
+        names = [place_of(name).removeprefix(f"{group.group_id}-") for name in group.session_ids]
         try:
             if names:
                 await self._client.submit(group.task.id, sessions=names, id=group.group_id, sampling=self._sampling)

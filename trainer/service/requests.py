@@ -1,20 +1,28 @@
 """Requests to the service, and its answers. `app` has the routes."""
 
 import json
+import math
 import re
 import secrets
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rolltap.addons.options import require_options
 from rolltap.addons.store.records import SessionStatus
+from rolltap.trainer.names import MOST_CHARACTERS
+from rolltap.trainer.tasks.bounds import plain_text
 
 MOST_SESSIONS = 1024
 """Most sessions of a group."""
-_NAME = r"[A-Za-z0-9._~@-]{1,200}"
-Name = Annotated[str, Field(pattern=rf"^{_NAME}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~@-]{1,200}$")]
+_SESSION = r"[A-Za-z0-9._@]+"
+"""A session's name. Without a dash, so that no two groups have a session of the same id, and without the tilde of
+retries."""
+MOST_INTEGER = (1 << 63) - 1
+MOST_DEPTH = 32
+"""Most levels of a request's JSON."""
 State = Literal["open", "ended", "cancelled", "expired"]
 
 
@@ -22,19 +30,50 @@ def _names(given: object) -> list[str]:
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= MOST_SESSIONS:
         return [str(number) for number in range(given)]
     names = given if isinstance(given, list | tuple) else []
-    if 1 <= len(names) <= MOST_SESSIONS and all(isinstance(name, str) and re.fullmatch(_NAME, name) for name in names):
+    if 1 <= len(names) <= MOST_SESSIONS and all(
+        isinstance(name, str) and re.fullmatch(_SESSION, name) for name in names
+    ):
         if len({*names}) < len(names):
             raise ValueError("two names are the same: give each session a name of its own")
         return [*names]
-    raise ValueError(
-        f"give a number from 1 to {MOST_SESSIONS}, or a list of so many names of letters, digits and ._~@-"
-    )
+    raise ValueError(f"give a number from 1 to {MOST_SESSIONS}, or a list of so many names of letters, digits and ._@")
 
 
-class GroupRequest(BaseModel):
-    """A group of sessions of one task. The same `id` with the same request names the same group."""
+def require_plain(value: object) -> None:
+    """Raise `ValueError` for what JSON has no form for, or no program can be given, at any depth of a value."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        below: list[object] = []
+        for each in level:
+            if isinstance(each, str):
+                plain_text(each)
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise ValueError(f"{each} is no number of JSON: give a finite one")
+            elif isinstance(each, int) and abs(each) > MOST_INTEGER:
+                raise ValueError(f"a number has {len(hex(each)) // 2 - 1} bytes: give one of at most 8")
+            elif isinstance(each, dict):
+                below += [*each, *each.values()]
+            elif isinstance(each, list | tuple):
+                below += each
+        level = below
+    if level:
+        raise ValueError(f"it has more than {MOST_DEPTH} levels of lists and objects")
+
+
+class _Request(BaseModel):
+    """Fields of a body, which are plain JSON."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_plain(cls, fields: Any) -> Any:
+        require_plain(fields)
+        return fields
+
+
+class GroupRequest(_Request):
+    """A group of sessions of one task. The same `id` with the same request names the same group."""
 
     task: str | dict[str, Any]
     """Id of a task that the service has loaded, or the fields of a task, as a line of a task file."""
@@ -43,7 +82,7 @@ class GroupRequest(BaseModel):
     sessions: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=int | list[str])] = Field(
         default=8, validate_default=True
     )
-    """Number of sessions, or a name for each. A session's id is `<id>-<name>`."""
+    """Number of sessions, or a name for each. A session's id is `<id>-<name>`, of at most 200 characters."""
     priority: int = Field(default=50, ge=0, le=100)
     """Groups of a higher priority start first. No session that runs is stopped for them."""
     deadline: AwareDatetime | None = None
@@ -59,16 +98,24 @@ class GroupRequest(BaseModel):
         require_options({"rolltap_sampling": json.dumps(sampling)})
         return sampling
 
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        longest = max(map(len, self.session_ids))
+        if longest > MOST_CHARACTERS:
+            raise ValueError(
+                f"a session's id, '<id>-<name>', has {longest} characters: give a shorter 'id' or shorter names in "
+                f"'sessions', of at most {MOST_CHARACTERS} together"
+            )
+        return self
+
     @property
     def session_ids(self) -> list[str]:
         """Ids of the sessions' first attempts."""
         return [f"{self.id}-{name}" for name in self.sessions]
 
 
-class PolicyRequest(BaseModel):
+class PolicyRequest(_Request):
     """Weights that a trainer has loaded into the engines."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     version: str = Field(pattern=r"^[A-Za-z0-9._-]{1,100}$")
     """Name of the weights. Tokens that they sample are named by it."""
@@ -81,7 +128,7 @@ class SessionView(BaseModel):
 
     session_id: str
     status: SessionStatus
-    reward: float | None = None
+    reward: float | None = Field(default=None, allow_inf_nan=False)
     policy_version: str | None = None
     error: str | None = None
 
@@ -91,6 +138,7 @@ class GroupView(BaseModel):
 
     `run` is the folder with their calls, and `shards` are the files in it of each table. `sampled` is the number of
     their sampled tokens and `left_out` why some are not trained (`LeftOut`); both are None until the group has ended.
+    `problem` is why a group that is open is not run: its task is not the one that it was accepted for.
     """
 
     id: str
@@ -104,3 +152,4 @@ class GroupView(BaseModel):
     shards: dict[str, list[str]] = {}
     sampled: int | None = None
     left_out: dict[str, int] | None = None
+    problem: str | None = None

@@ -95,5 +95,5 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
 async def test_a_damaged_line_is_named(journal, tmp_path):
     await journal.add("a")
     (tmp_path / JOURNAL).write_bytes((tmp_path / JOURNAL).read_bytes().replace(b'"kind"', b'"kind'))
-    with pytest.raises(RunError, match="line 2 is damaged"):
+    with pytest.raises(RunError, match="line 2 is set aside: it is damaged"):
         journal.get(1)
