@@ -6,11 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.door import parse_object, read_file
 from rolltap.addons.store.records import SCHEMA_VERSION
 from rolltap.addons.store.staging import locked, write_atomically
 
 RUN_FILE = "run.json"
+
+
+class _Recorder(BaseModel):
+    engines: list[str] = []
+    limits: dict[str, Any] = {}
+    images: Any = None
+
+
+class _Metadata(BaseModel):
+    """Fields of `run.json`, as far as they are read."""
+
+    model: str | None = None
+    source: str | None = None
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    engines: dict[str, dict[str, Any]] = {}
+    recorders: list[_Recorder] = []
+    merged_from: list[dict[str, Any]] = []
+    left_behind: list[dict[str, Any]] = []
 
 
 def tokenizer_digests(vocabulary: Mapping[str, int], chat_template: object) -> dict[str, str]:
@@ -29,12 +51,12 @@ def read_metadata(run: Path) -> dict[str, Any]:
     """
     path = run / RUN_FILE
     try:
-        metadata: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        metadata = parse_object(read_file(run, RUN_FILE), _Metadata)
+    except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{run} is not a run folder: it has no {RUN_FILE}") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
-    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
+    version = metadata.get("schema_version")
     if not isinstance(version, int):
         raise RunError(f"{path} has no schema_version, or one that is not an integer")
     if version != SCHEMA_VERSION:

@@ -69,7 +69,7 @@ def _writable(value: Any, kind: pa.DataType) -> Any:
 
 def _salvaged(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
     """Return the row as it can be written: each value as it is read back, or that of an empty record."""
-    salvaged, lost = _empty(schema), []
+    salvaged, lost = empty_row(schema), []
     for name, kind in _columns(schema):
         try:
             (salvaged[name],) = pa.array([_writable(row[name], kind)], kind).to_pylist()
@@ -83,7 +83,8 @@ def _salvaged(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Ro
     return salvaged
 
 
-def _empty(schema: pa.Schema) -> Row:
+def empty_row(schema: pa.Schema) -> Row:
+    """Return the row of an empty record."""
     if schema is CALL_SCHEMA:
         return Call(session_id="", call_id="", prompt_ids=[], status="failed").to_row()
     if schema is SESSION_SCHEMA:

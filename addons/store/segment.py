@@ -29,15 +29,17 @@ import errno
 import fcntl
 import logging
 import os
-import re
+import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 
+from rolltap.addons.store.door import check_batch, check_message, open_file
 from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
 
 logger = logging.getLogger(__name__)
@@ -45,8 +47,12 @@ logger = logging.getLogger(__name__)
 _PREFIX = 8
 """Size of a message's prefix in bytes: continuation marker and metadata length (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
-_MARKED = re.compile(rb"(?=\xff{4})")
-"""All offsets of the marker, overlapping ones too: the bytes before a marker may also be 0xff."""
+_SEARCHED = 1 << 20
+"""Places at which a marker is looked for at a time."""
+_UNREADABLE = pa.ArrowException, OSError, EOFError, struct.error
+MOST_FAILED = 10_000
+"""Places of a file at which a message seems to begin and none can be read. The rest of a file that has more is lost."""
+_PLACE = b"rolltap.place"
 _END = _MARKER + bytes(4)
 """End-of-stream marker. Compacted files have one, files that grow do not."""
 _ROWS = b"rolltap.rows"
@@ -149,14 +155,19 @@ class SegmentReader:
         self.schema: pa.Schema | None = None
         self._rows: int | None = None
         """Number of rows that a compacted file says it has."""
-        while True:
-            self.inode = path.stat().st_ino
-            self._source = pa.memory_map(str(path))
-            if path.stat().st_ino == self.inode:
-                break
-            self._source.close()  # replaced by `compact` between stat and open
         self._begin = 0
         """Offset of the first commit."""
+        self._source = pa.BufferReader(b"")
+        try:
+            with open_file(path.parent, path.name) as file:
+                self.inode = os.fstat(file.fileno()).st_ino
+                self._source = pa.memory_map(f"/dev/fd/{file.fileno()}")
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self.inode = path.lstat().st_ino
+            self.damage[0] = f"it cannot be read ({error.strerror})"
+            return
         try:
             schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, EOFError) as error:
@@ -185,18 +196,20 @@ class SegmentReader:
     def batches_from(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield (byte offset, batch) as iterating does, from a commit's offset or an earlier reader's `end` on."""
         offset = None if self.schema is None else start
-        in_damage, num_rows = False, 0
+        in_damage, num_rows, num_failed = False, 0, 0
         # the end is checked before the read: a commit published in between is then not taken for damage
         while offset is not None and not self._is_end(offset):
             try:
                 batch = self.read(offset)
                 # a flipped bit in an Arrow offset would make later reads leave the buffer
                 batch.validate(full=True)
-            except (pa.ArrowException, OSError, EOFError) as error:
+                check_batch(batch)
+            except _UNREADABLE as error:
                 if not in_damage:
                     self.damage[offset] = f"a commit cannot be read ({error})"
                 in_damage = True
-                offset = self._find_marker(offset)
+                num_failed += 1
+                offset = self._find_marker(offset) if num_failed < MOST_FAILED else None
             else:
                 next_offset = self._source.tell()
                 in_damage = False
@@ -221,9 +234,15 @@ class SegmentReader:
         return message
 
     def read(self, offset: int) -> pa.RecordBatch:
-        """Return the batch at an offset that iterating yielded. Raises `pa.ArrowException`, `OSError` or `EOFError`."""
+        """Return the batch at an offset that iterating yielded; `place_of` says where it was.
+
+        Raises `pa.ArrowException`, `OSError` or `EOFError`.
+        """
         self._source.seek(offset)
-        return pa.ipc.read_record_batch(self._next("record batch"), self.schema)
+        message = self._next("record batch")
+        check_message(message)
+        batch = pa.ipc.read_record_batch(message, self.schema)
+        return batch.replace_schema_metadata({_PLACE: f"{self.path}, byte {offset}"})
 
     def _is_end(self, offset: int) -> bool:
         """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
@@ -240,12 +259,14 @@ class SegmentReader:
 
         Messages are aligned to 8 bytes, and a positive length follows the marker. Data may look like that too.
         """
-        rest = self._bytes(offset)
-        for found in _MARKED.finditer(rest):
-            start = found.start()
-            length = int.from_bytes(rest[start + len(_MARKER) : start + _PREFIX], "little", signed=True)
-            if start and (offset + start) % 8 == 0 and length > 0:
-                return offset + start
+        start = offset // 8 * 8 + 8
+        rest = self._bytes(offset)[start - offset :]
+        messages = np.frombuffer(rest, "<i4", count=len(rest) // 8 * 2).reshape(-1, 2)
+        for first in range(0, len(messages), _SEARCHED):
+            markers, lengths = messages[first : first + _SEARCHED].T
+            found = np.flatnonzero((markers == -1) & (lengths > 0))
+            if found.size:
+                return start + 8 * (first + int(found[0]))
         return None
 
     def _bytes(self, offset: int) -> memoryview:
@@ -298,6 +319,11 @@ def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> 
 def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return batch
+
+
+def place_of(batch: pa.RecordBatch) -> str:
+    """Return the file and the byte offset of the commit that a batch or a part of it was read from."""
+    return (batch.schema.metadata or {}).get(_PLACE, b"").decode()
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:

@@ -33,7 +33,7 @@ def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterat
     It is not locked when another process holds the lock, or when `path` was replaced or removed meanwhile. With `wait`,
     block until the lock is free. Raises `OSError`, with `wait` also for a replaced `path`.
     """
-    descriptor = os.open(path, mode)
+    descriptor = os.open(path, mode | os.O_NONBLOCK)  # a FIFO has no other end
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
+from rolltap.addons.store.door import row_faults
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
-from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.rows import empty_row, to_batch
 from rolltap.addons.store.scores import SCORE_SCHEMA
-from rolltap.addons.store.segment import Segment, SegmentReader, compact
+from rolltap.addons.store.segment import Segment, SegmentReader, compact, place_of
 from rolltap.addons.store.trained import TRAINED_SCHEMA
 
 logger = logging.getLogger(__name__)
@@ -292,17 +293,49 @@ def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) ->
         yield from batch_rows(batch)
 
 
-def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a batch. Token columns are converted through NumPy, which is faster than `to_pylist`.
+_READ_AS_EMPTY = {"messages": CALL_SCHEMA, "revision": SESSION_SCHEMA}
+"""A column of the tables whose rows are read without their faults -> the schema."""
 
-    Raises `RunError` for a value that Python does not have, such as a year beyond 9999.
+
+def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows of a batch. A value that no writer writes is read as that of an empty record, with a warning.
+
+    The digest of such a row does not match any more. Of other tables than calls and sessions, the row is left out.
+    Raises `RunError` as `checked_rows`.
+    """
+    rows: list[dict[str, Any]] = []
+    for row, faults in checked_rows(batch):
+        if faults:
+            logger.warning("%s: %s: see `rolltap verify`", place_of(batch), named_fault(row, faults))
+            schema = next((schema for own, schema in _READ_AS_EMPTY.items() if own in row), None)
+            if schema is None:
+                continue
+            empty = empty_row(schema)
+            row.update({name: empty[name] for name in faults})
+        rows.append(row)
+    return rows
+
+
+def named_fault(row: Mapping[str, Any], faults: Mapping[str, str]) -> str:
+    """Return what is wrong with a row, which begins with its call and session."""
+    call = f"call {row['call_id']} of " if row.get("call_id") is not None else ""
+    return f"{call}session {row.get('session_id')}: {'; '.join(faults.values())}"
+
+
+def checked_rows(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Yield each row of a batch with its faults, see `row_faults`.
+
+    Token columns are converted through NumPy, which is faster than `to_pylist`. Raises `RunError` for a value that
+    Python does not have, such as a year beyond 9999.
     """
     token_columns = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
     try:
         rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
     except (ValueError, OverflowError) as error:
-        raise RunError(f"a row cannot be read ({error}): see `rolltap verify`") from error
+        raise RunError(f"{place_of(batch)}: a row cannot be read ({error}): see `rolltap verify`") from error
     for name, column in token_columns.items():
         for row, values in zip(rows, column, strict=True):
-            row[name] = values.values.to_numpy().tolist() if values.is_valid else None
-    return rows
+            whole = values.is_valid and not values.values.null_count
+            row[name] = values.values.to_numpy().tolist() if whole else None
+    for row in rows:
+        yield row, row_faults(row)

@@ -6,19 +6,17 @@ temporary files of dead processes.
 """
 
 import errno
-import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal
 
 import pyarrow as pa
-from pydantic import Field, TypeAdapter, ValidationError
 
 from rolltap.addons.errors import LedgerError, RunError
 from rolltap.addons.store.metadata import read_metadata
@@ -27,11 +25,7 @@ from rolltap.addons.store.records import (
     DIGEST,
     UNREWARDED,
     Call,
-    CallKind,
-    CallRole,
-    CallStatus,
     Session,
-    SessionStatus,
     find_violation,
 )
 from rolltap.addons.store.rewards import make_session
@@ -39,7 +33,7 @@ from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked, new_file
-from rolltap.addons.store.tables import TABLES, batch_rows, run_files
+from rolltap.addons.store.tables import TABLES, checked_rows, named_fault, run_files
 from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
@@ -59,12 +53,8 @@ _FAILED_COMMIT = 8
 leaves a longer one."""
 _HIDDEN = re.compile(rf"\.(?:(?:{'|'.join(TABLES)})-.*\.arrow(?:\.cut-\d+)?|(?:run|policy)\.json)\.(?P<process>\d+)")
 """See `rolltap.addons.store.staging.hidden_name`."""
-_COLUMNS = {
-    "parts": TypeAdapter(dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]]),
-    "evidence": TypeAdapter(dict[str, Any]),
-    "suspicions": TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=0)]]),
-}
-"""Columns of `sessions` that hold a JSON object."""
+MOST_MISSING = 10
+"""Revisions that are named when more are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +146,18 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:
     """Yield (row, fault) for each row of a batch. The fault is None for a sound row.
 
-    The row is None when one of its values cannot be converted to Python, for example a string that is not UTF-8.
+    The row is None when one of its values cannot be converted to Python, and when it is none that a writer writes.
     """
     for number in range(batch.num_rows):
         try:
-            [row] = batch_rows(batch.slice(number, 1))
+            [(row, faults)] = checked_rows(batch.slice(number, 1))
         except RunError as error:
             yield None, f"a row has an invalid value: {error.__cause__}"
             continue
-        fault = None
+        sound = not faults
         if row[DIGEST] != row_digest(row, TABLES[table]):
-            name = f"call {row['call_id']} of session" if table == "calls" else "a row of session"
-            fault = f"{name} {row['session_id']}: its digest does not match, the row was changed after it was written"
-        yield row, fault
+            faults[DIGEST] = "its digest does not match, the row was changed after it was written"
+        yield row if sound else None, named_fault(row, faults) if faults else None
 
 
 def _check_file(reader: SegmentReader) -> Iterator[Finding]:
@@ -252,8 +241,6 @@ def _check_calls(run: Path, session_id: str, batches: Sequence[pa.RecordBatch], 
             yield Finding("damage", where, call.violation, FROM_A_COPY)
         call.violation = recorded[call.call_id] or call.violation
         yield from _check_tokens(where, call)
-        names = {"kind": get_args(CallKind), "role": get_args(CallRole), "status": get_args(CallStatus)}
-        yield from check_values(where, call, **names)
         yield from check_times(where, call.started_at, call.first_token_at, call.finished_at)
     try:
         trace_session(RecordedSession(session_id=session_id, session=None, calls=calls), TraceOptions())
@@ -286,38 +273,18 @@ def _check_events(where: str, calls: Counter[str], events: Iterable[pa.RecordBat
 def check_session_rows(where: str, rows: Sequence[Session], *, salvaged: bool) -> Iterator[Finding]:
     """Yield the findings of the rows of one session. In a `salvaged` run revisions may be missing."""
     for session in rows:
-        yield from check_values(where, session, status=get_args(SessionStatus))
         yield from check_times(where, session.started_at, session.finished_at)
-        for what in _faults(session):
+        if session.reward is not None and session.status in UNREWARDED:
+            what = f"it has the status {session.status} and the reward {session.reward}"
             yield Finding("damage", f"{where}, revision {session.revision}", what, FROM_A_COPY)
     revisions = Counter(session.revision for session in rows)
     for revision, times in revisions.items():
         if times > 1:
             advice = "remove the sessions-*.arrow file that is a copy of another"
             yield Finding("damage", where, f"it has {times} rows of revision {revision}", advice)
-    if missing := sorted({*range(max(revisions) + 1)} - revisions.keys()):
+    if missing := list(islice((number for number in range(max(revisions)) if number not in revisions), MOST_MISSING)):
         grade: Grade = "notice" if salvaged else "damage"
         yield Finding(grade, where, f"its rows of the revisions {missing} are missing", FROM_A_COPY)
-
-
-def _faults(session: Session) -> Iterator[str]:
-    if session.reward is not None and not math.isfinite(session.reward):
-        yield f"its reward is {session.reward}"
-    if session.reward is not None and session.status in UNREWARDED:
-        yield f"it has the status {session.status} and the reward {session.reward}"
-    for column, kind in _COLUMNS.items():
-        try:
-            kind.validate_python(getattr(session, column))
-        except ValidationError as error:
-            wrong = ", ".join(str(fault["loc"][0]) for fault in error.errors() if fault["loc"])
-            yield f"its {column} have wrong values: {wrong}" if wrong else f"its {column} are no JSON object"
-
-
-def check_values(where: str, row: Call | Session, **known: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each named column of a row whose value is not one of the known ones."""
-    for name, values in known.items():
-        if (value := getattr(row, name)) not in values:
-            yield Finding("damage", where, f"its {name} is {value!r}", FROM_A_COPY)
 
 
 def check_times(where: str, *times: datetime | None) -> Iterator[Finding]:
@@ -360,7 +327,7 @@ def cut_end(path: Path, schema: pa.Schema) -> Iterator[str]:
 
     The tail is kept in a file beside the segment, unless it is all zeros.
     """
-    with locked(path, os.O_RDWR) as descriptor:
+    with locked(path, os.O_RDWR | os.O_NOFOLLOW) as descriptor:
         if descriptor is None:
             return
         with SegmentReader(path, schema) as reader:

@@ -1,0 +1,343 @@
+"""The door to a run folder, which people send each other: what is opened, and what is taken from it.
+
+- **Files** are regular ones that no link leads to. They are opened without waiting, so that a FIFO hangs nobody.
+- **Commits** are as large as they are on the disk: writers compress none. They have at most `most_bytes()` bytes and
+  `MOST_ROWS` rows, texts of at most `MOST_TEXT` bytes and lists of at most `MOST_NUMBERS` numbers, and printable ids.
+  `SegmentReader` takes others for damage, and skips them.
+- **Rows** have the values that their columns are for (`row_faults`): JSON of the right shape, finite numbers, known
+  words. `batch_rows` reads other values as those of an empty record. The row's digest then does not match, so that
+  nothing is trained on it.
+"""
+
+import errno
+import json
+import os
+import stat
+import struct
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError
+from pydantic_core import ErrorDetails
+
+from rolltap.addons.store.records import CallKind, CallRole, CallStatus, EventKind, SessionStatus
+
+MOST_MIB = "ROLLTAP_MOST_MIB"
+"""Variable with the size in MiB of the largest commit, and of the largest file that is read as a whole."""
+MOST_ROWS = 65_536
+MOST_TEXT = 64 << 20
+"""Bytes of a text: twice the largest request of a recorder."""
+MOST_NUMBERS = 1 << 22
+MOST_NAME = 1_000
+"""Characters of an id."""
+LARGEST_NUMBER = 1e12
+"""Largest reward. Sums and squares of such numbers are finite."""
+_SMALL = 1 << 20
+"""Bytes of a batch in which nothing is too long."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def most_bytes() -> int:
+    """Return the largest size of a commit, and of a file that is read as a whole."""
+    given = os.environ.get(MOST_MIB, "")
+    return (int(given) if given.isdecimal() else 256) << 20
+
+
+def open_file(run: Path, name: str) -> BinaryIO:
+    """Open a file of a run folder. `name` is its path in the folder.
+
+    Raises `OSError`, also for a link, for a file that is no regular one, and for a name that no file can have.
+    """
+    path = str(run / name)
+    *folders, last = Path(name).parts or ("",)
+    folder = os.open(run, _FOLDER)
+    try:
+        if ".." in folders or Path(name).is_absolute():
+            raise OSError(errno.EINVAL, "it is not in the run folder", path)
+        for part in folders:
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        descriptor = os.open(last, _FILE, dir_fd=folder)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link: put the file itself there", path) from error
+        raise
+    finally:
+        os.close(folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(run: Path, name: str) -> bytes:
+    """Return the contents of a file of a run folder. Raises `OSError` as `open_file`, and for one that is too large."""
+    with open_file(run, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes():
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes: set {MOST_MIB} to read it", str(run / name))
+        return file.read(size)
+
+
+def parse_object(text: bytes, kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `ValueError` for another value, and for fields that `kind` has not."""
+    try:
+        kind.model_validate_json(text)
+        values: dict[str, Any] = json.loads(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(": ".join([*map(str, first["loc"]), first["msg"]])) from None
+    return values
+
+
+def check_message(message: pa.Message) -> None:
+    """Raise `pa.ArrowInvalid` for the message of a commit that is compressed or too large. Reads its metadata alone.
+
+    pyarrow has verified the metadata, a flatbuffer. It does not show these two fields.
+    """
+    data = message.metadata.to_pybytes()
+    _, _, header, *_ = _fields(data, struct.unpack_from("<I", data)[0])
+    rows, _, _, *compression = _fields(data, header + struct.unpack_from("<I", data, header)[0])
+    num_rows = struct.unpack_from("<q", data, rows)[0] if rows else 0
+    if any(compression[:1]):
+        raise pa.ArrowInvalid("it is compressed, and no writer compresses")
+    if message.body.size > most_bytes():
+        raise pa.ArrowInvalid(f"it has {message.body.size:,} bytes: set {MOST_MIB} to read it")
+    if num_rows > MOST_ROWS:
+        raise pa.ArrowInvalid(f"it has {num_rows:,} rows, at most {MOST_ROWS:,} are read")
+
+
+def _fields(data: bytes, table: int) -> list[int]:
+    """Return the places of the fields of a flatbuffer's table, 0 for one that is not there."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    (size,) = struct.unpack_from("<H", data, vtable)
+    offsets = struct.unpack_from(f"<{size // 2 - 2}H", data, vtable + 4)
+    return [table + offset if offset else 0 for offset in offsets]
+
+
+def check_batch(batch: pa.RecordBatch) -> None:
+    """Raise `pa.ArrowInvalid` for a batch with a value that is too long, or with an id that is no name."""
+    for name in batch.schema.names if batch.nbytes > _SMALL else ():
+        kind = batch.schema.field(name).type
+        longest, most = 0, MOST_NUMBERS
+        if pa.types.is_list(kind):
+            longest = pc.max(pc.list_value_length(batch.column(name))).as_py() or 0
+        elif pa.types.is_string(kind):
+            longest, most = pc.max(pc.binary_length(batch.column(name))).as_py() or 0, MOST_TEXT
+        if longest > most:
+            raise pa.ArrowInvalid(f"its {name} has a value of length {longest:,}, at most {most:,} is read")
+    for name in {"session_id", "call_id"} & {*batch.schema.names}:
+        for value in batch.column(name).to_pylist():
+            if value is not None and not is_name(value):
+                raise pa.ArrowInvalid(
+                    f"the {name} {value[:50]!r} is not printable text of at most {MOST_NAME} characters"
+                )
+
+
+def is_name(text: str) -> bool:
+    """Return True for a text that can be the id of a session or a call."""
+    return len(text) <= MOST_NAME and text.isprintable()
+
+
+_Number = Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+_Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: Any
+
+
+class _ToolCall(BaseModel):
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: str
+    content: str | list[Any] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _SampledFunction(_Function):
+    arguments: str
+
+
+class _SampledCall(BaseModel):
+    function: _SampledFunction
+
+
+class _Reply(BaseModel):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_SampledCall] | None = None
+
+
+class _Tool(BaseModel):
+    function: dict[str, Any] = {}
+
+
+class _Sampling(BaseModel):
+    asked: dict[str, Any] = {}
+    temperature: _Number | None = None
+    stop: list[str] | None = None
+
+
+class _Span(BaseModel):
+    start: _Count
+    end: _Count
+    version: str = ""
+    call_id: str = ""
+
+
+class _OfSession(BaseModel):
+    session_id: str = ""
+
+
+class _OfCall(_OfSession):
+    call_id: str = ""
+
+
+class _CallRow(_OfCall):
+    parent_id: str | None = None
+    kind: CallKind = "root"
+    kind_reason: str | None = None
+    status: CallStatus = "completed"
+    error: str | None = None
+    violation: str | None = None
+    role: CallRole = "agent"
+    role_evidence: str = ""
+    dialect: str = ""
+    host: str = ""
+    path: str = ""
+    model: str = ""
+    prompt_length: _Count = 0
+    prompt_tail_ids: InstanceOf[list[int]] = []
+    completion_ids: InstanceOf[list[int]] = []
+    logprobs: InstanceOf[list[float]] | None = None
+    weight_versions: list[_Span] | None = None
+    sampling: Json[_Sampling] = _Sampling()
+    messages: Json[list[_Message]] = []
+    tools: Json[list[_Tool]] | None = None
+    reply: Json[_Reply] | None = None
+    cached_tokens: _Count | None = None
+    started_at: datetime = datetime.min
+
+
+class _SessionRow(_OfSession):
+    task_id: str = ""
+    group_id: str = ""
+    harness: str = ""
+    status: SessionStatus = "unknown"
+    reward: _Number | None = None
+    parts: Json[dict[str, _Number]] = {}
+    evidence: Json[dict[str, Any]] = {}
+    suspicions: Json[dict[str, _Count]] = {}
+    revision: _Count = 0
+    harness_version: str = ""
+    program_digest: str = ""
+    preset_digest: str = ""
+    task_digest: str = ""
+    runtime: str = ""
+    image_digest: str = ""
+    started_at: datetime = datetime.min
+
+
+class _EventRow(BaseModel):
+    kind: EventKind = "ended"
+    host: str = ""
+    method: str = ""
+    path: str = ""
+    detail: str = ""
+    at: datetime = datetime.min
+
+
+class _ObjectEventRow(_EventRow):
+    """An event whose detail is a JSON object."""
+
+    detail: Json[dict[str, Any]] = {}
+
+
+class _RoutingRow(_OfCall):
+    first: _Count = 0
+    layers: _Count = 0
+    top_k: _Count = 0
+    expert_bytes: Literal[1, 2] = 1
+    experts: bytes = b""
+
+
+class _ScoreRow(_OfCall):
+    name: str = ""
+    scorer: str = ""
+    logprobs: InstanceOf[list[float]] = []
+    top_k: _Count = 0
+    top_ids: InstanceOf[list[int]] = []
+    top_logprobs: InstanceOf[list[float]] = []
+
+
+class _TrainedRow(_OfSession):
+    step: _Count = 0
+    group_id: str = ""
+    sampled: _Count = 0
+    trained: _Count = 0
+    left_out: list[_Span] = []
+    spans: list[_Span] = []
+
+
+_ROWS: dict[str, type[BaseModel]] = {
+    "messages": _CallRow,
+    "revision": _SessionRow,
+    "detail": _EventRow,
+    "experts": _RoutingRow,
+    "scorer": _ScoreRow,
+    "trained": _TrainedRow,
+}
+"""A column of each table that no other table has -> what its rows hold."""
+_OBJECTS = ("session_started", "rerun", "stored")
+"""Events whose detail is a JSON object."""
+
+
+@cache
+def _model(columns: tuple[str, ...]) -> type[BaseModel]:
+    """Return what rows with these columns hold. Without the column of a table it is not known, and all is right."""
+    return next((model for own, model in _ROWS.items() if own in columns), BaseModel)
+
+
+def row_faults(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return column -> what is wrong with its value, for the columns of a row whose values no writer writes."""
+    model = _model(tuple(row))
+    if model is _EventRow and row.get("kind") in _OBJECTS:
+        model = _ObjectEventRow
+    try:
+        model.model_validate(row)
+    except ValidationError as error:
+        # the first fault of a column counts
+        return {str(fault["loc"][0]): _described(row, fault) for fault in reversed(error.errors())}
+    if model is _RoutingRow and row["missing"] is None:
+        size = row["layers"] * row["top_k"] * row["expert_bytes"]
+        if not size or len(row["experts"]) % size:
+            return {
+                "experts": f"its experts have {len(row['experts'])} bytes, which are no numbers of {size} bytes a token"
+            }
+    if model is _ScoreRow and not len(row["top_ids"]) == len(row["top_logprobs"]) == row["top_k"] * len(
+        row["logprobs"]
+    ):
+        return {"top_ids": f"its top_ids are not {row['top_k']} for each token"}
+    return {}
+
+
+def _described(row: Mapping[str, Any], fault: ErrorDetails) -> str:
+    column, *within = map(str, fault["loc"])
+    if not within and (isinstance(row[column], float) or fault["type"] == "literal_error"):
+        return f"its {column} is {str(row[column])[:MOST_NAME]!r}"
+    where = f" ({'.'.join(within)})" if within else ""
+    return f"its {column} have a wrong value{where}: {fault['msg']}"[:MOST_NAME]
