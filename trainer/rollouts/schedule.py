@@ -329,7 +329,8 @@ class Schedule:
         if facts is not None and facts.permanent and session.task_id not in self._named:
             self._named.add(session.task_id)
             logger.warning("no session of task %s can be run: %s", session.task_id, session.error)
-        await self._consider_giving_up(given, session)
+        if facts is not None:
+            await self._consider_giving_up(given, session)
         self._go_on()
 
     async def _consider_giving_up(self, given: _Given, session: Session) -> None:

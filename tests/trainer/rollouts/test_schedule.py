@@ -367,6 +367,46 @@ class TestWithoutPrograms:
             assert {session.error for session in await result} == {"too old"}
         assert told[-1] == (2, 2)
 
+    async def test_failures_of_a_group_that_is_apart_end_it_alone(self, open_schedule, played, monkeypatch):
+        monkeypatch.setattr(schedule.Engines, "silent", lambda _: [])
+        async with open_schedule(retries=0, give_up_after=2, concurrency=4) as running:
+            other = await running.submit(self.group("b", 0), apart=True)
+            failing = await running.submit(self.group("a", *range(9)), apart=True)
+            await played.end("a-0", "infrastructure")
+            await played.end("a-1", "infrastructure")
+            sessions = await failing
+            await played.end("b-0")
+            assert [session.status for session in await other] == ["completed"]
+        last = sessions[-1]
+        assert (last.session_id, last.status) == ("a-2", "cancelled")
+        assert last.error.startswith(
+            "its group was given up after 2 consecutive infrastructure failures; the last, a-1"
+        )
+        assert len(sessions) == 3
+
+    async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(
+        self, open_schedule, played, monkeypatch
+    ):
+        monkeypatch.setattr(schedule.Engines, "silent", lambda _: ["http://gone"])
+        with pytest.raises(RecorderError, match="gave up after 2 consecutive infrastructure failures; the last, b-0"):
+            async with open_schedule(retries=0, give_up_after=2) as running:
+                for name in "abc":
+                    await running.submit(self.group(name, 0), apart=True)
+                for name in "ab":
+                    await played.end(f"{name}-0", "infrastructure")
+
+    async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(self, open_schedule, monkeypatch):
+        async def play(*_):
+            raise OverflowError("cannot convert float infinity to integer")
+
+        monkeypatch.setattr("rolltap.trainer.rollouts.session._play", play)
+        async with open_schedule(retries=2) as running:
+            (session,) = await (await running.submit(self.group("nobody-thought-of-it", 0)))
+        assert session.status == "infrastructure"
+        assert session.error == (
+            "the session could not be run: OverflowError('cannot convert float infinity to integer')"
+        )
+
     async def test_a_stop_that_comes_after_the_outcome_changes_nothing_of_it(self, open_schedule, monkeypatch):
         has_outcome = asyncio.Event()
 
