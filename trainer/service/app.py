@@ -1,19 +1,24 @@
 """The HTTP interface of a service: FastAPI's routes, the token, limits, and errors as JSON.
 
 An error is `{"error": MESSAGE}`; the message names the field and the fix. Every route needs the token, but /health and
-the pages of the interface: /docs and /openapi.json. /view/?token=TOKEN shows the run in the browser.
+the pages of the interface: /docs and /openapi.json. /view/?token=TOKEN shows the run in the browser. The token is asked
+for at a request's headers, before its body is read.
 """
 
 import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rolltap.addons.errors import EngineError, InputError, RolltapError
@@ -34,6 +39,10 @@ from rolltap.trainer.viewer.reader import RunReader
 
 BODY_BYTES = 4 * 1024 * 1024
 """Largest body of a request."""
+BODY_SECONDS = 60.0
+"""Longest time that a body may take."""
+_OPEN = ("/health", "/docs", "/openapi.json")
+"""Paths that need no token."""
 MOST_TOKENS = 200_000
 """Most sampled tokens of a group whose traces or messages are returned. Larger ones are read from the run folder."""
 _STATUS = {ConflictError: 409, QueueFullError: 429, InputError: 422, EngineError: 502, OSError: 507, RolltapError: 500}
@@ -43,23 +52,15 @@ _HIDDEN = ("request", "task_digest")
 
 def make_app(groups: Groups, token: str) -> FastAPI:
     """Return the application of loaded groups, for clients that have the token."""
-    app = FastAPI(title="rolltap", description=__doc__ or "")
-    app.add_middleware(BoundedBody)
+    app = FastAPI(title="rolltap", description=__doc__ or "", docs_url=None, redoc_url=None)
+    app.add_middleware(Door, token=token)
     for kind, status in _STATUS.items():
         app.add_exception_handler(kind, _as_json(status))
-    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(AnyHTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
-    bearer, metrics = HTTPBearer(auto_error=False), Metrics(groups)
-
-    def authenticate(given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
-        if given is None or not hmac.compare_digest(given.credentials.encode(), token.encode()):
-            raise HTTPException(
-                401,
-                f"the token is {'missing' if given is None else 'wrong'}: send the header 'Authorization: Bearer "
-                "TOKEN' with what the service's token file has",
-            )
-
-    secured: dict[str, Any] = {"dependencies": [Depends(authenticate)]}
+    metrics = Metrics(groups)
+    secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}  # for /docs: `Door` refuses
+    asking: asyncio.Task[list[str]] | None = None
 
     def found(name: str) -> GroupView:
         try:
@@ -79,8 +80,16 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Say whether sessions can run, and else why not."""
-        problems = await asyncio.to_thread(groups.problems)
+        nonlocal asking
+        if asking is None or asking.done():  # anybody may ask, so the engines are asked once for all
+            asking = asyncio.create_task(asyncio.to_thread(groups.problems))
+        problems = await asyncio.shield(asking)
         return JSONResponse({"ok": not problems, "problems": problems}, 503 if problems else 200)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        """List the routes. Nothing is loaded from elsewhere."""
+        return HTMLResponse(_listed(app), headers={"content-security-policy": "default-src 'none'"})
 
     @app.get("/service", **secured)
     async def service() -> dict[str, Any]:
@@ -171,8 +180,20 @@ def _sent(cursor: str, event: Event) -> str:
     return f"id: {cursor}\nevent: {kind}\ndata: {data}\n\n"
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status)
+def _listed(app: FastAPI) -> str:
+    """Return a page with the routes."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    lines = [
+        f"<dt><code>{'/'.join(sorted(route.methods))} {escape(route.path)}</code><dd>{escape(route.description)}"
+        for route in routes
+    ]
+    about = "<p>The fields of bodies and answers are in <a href='openapi.json'>openapi.json</a>."
+    return f"<!doctype html><title>rolltap</title><h1>rolltap service</h1>{about}<dl>{''.join(lines)}</dl>"
+
+
+def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    text = message.encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": text}, status, headers)
 
 
 def _as_json(status: int) -> Callable[[Request, Exception], JSONResponse]:
@@ -180,7 +201,7 @@ def _as_json(status: int) -> Callable[[Request, Exception], JSONResponse]:
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+    assert isinstance(error, AnyHTTPException)
     return _error(error.status_code, str(error.detail))
 
 
@@ -190,28 +211,56 @@ def _invalid(_: Request, error: Exception) -> JSONResponse:
     return _error(422, describe_faults(faults, {"judge": JUDGE_KINDS}))
 
 
-class BoundedBody:
-    """ASGI middleware: answers 413 to a body of more than `BODY_BYTES`, and reads no more of it."""
+class Door:
+    """ASGI middleware: refuses a request without the token at its headers, and a body that is too large or too slow.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    The connection of a refused request is closed, so that no more of its body is read.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        size, chunks = 0, list[Message]()
-        while scope["type"] == "http":
-            chunks.append(message := await receive())
-            size += len(message.get("body", b""))
-            if size > BODY_BYTES:
-                what = f"the body has more than {BODY_BYTES:,} bytes: load large tasks with --tasks, and send their ids"
-                await _error(413, what)(scope, receive, send)
-                return
-            if not message.get("more_body", False):
-                break
-        await self._app(scope, _replayed(chunks, receive), send)
+        path = scope["path"]
+        is_page = path == "/view" or path.startswith("/view/")  # which has a guard of its own
+        try:
+            if not is_page and path not in _OPEN:
+                self._require_token(Headers(scope=scope).get("authorization"))
+            if scope["method"] == "POST":
+                receive = await _whole_body(receive)
+        except HTTPException as error:
+            await _error(error.status_code, error.detail, {"connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _require_token(self, header: str | None) -> None:
+        scheme, _, given = (header or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+            what = "wrong" if given else "missing"
+            raise HTTPException(
+                401,
+                f"the token is {what}: send the header 'Authorization: Bearer TOKEN' with what the service's token "
+                "file has",
+            )
 
 
-def _replayed(chunks: list[Message], receive: Receive) -> Receive:
+async def _whole_body(receive: Receive) -> Receive:
+    """Read a body. Return what gives it again. Raises `HTTPException`."""
+    size, chunks, is_whole = 0, list[Message](), False
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while not is_whole:
+                message = await receive()
+                chunks.append(message)
+                size += len(message.get("body", b""))
+                is_whole = size > BODY_BYTES or not message.get("more_body", False)
+    except TimeoutError:
+        raise HTTPException(408, f"the body was not complete after {BODY_SECONDS:g} s: send it again") from None
+    if size > BODY_BYTES:
+        what = f"the body has more than {BODY_BYTES:,} bytes: load large tasks with --tasks, and send their ids"
+        raise HTTPException(413, what)
+
     async def next_message() -> Message:
         return chunks.pop(0) if chunks else await receive()
 

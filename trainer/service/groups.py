@@ -34,6 +34,7 @@ from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
 from rolltap.trainer.rollouts.schedule import GroupSchedule
 from rolltap.trainer.rollouts.worker import Worker
+from rolltap.trainer.service.descriptors import too_many_files
 from rolltap.trainer.service.events import EVENT, EVENT_KINDS, Accepted, AnyEvent, Cancelled, GroupEnded, Published
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State
@@ -181,8 +182,8 @@ class Groups:
         """
         while True:
             try:
-                while silent := await asyncio.to_thread(self.engines.silent):
-                    self.problem = "; ".join(f"the engine at {url} does not answer" for url in silent)
+                while silent := await asyncio.to_thread(self._silent):
+                    self.problem = "; ".join(silent)
                     await asyncio.sleep(AGAIN_SECONDS)
                 await self._run()
             except _MENDABLE as error:
@@ -309,12 +310,18 @@ class Groups:
 
     def problems(self) -> list[str]:
         """Return what keeps sessions from running, in words. Asks the engines: call it in a thread."""
-        found = [f"the engine at {url} does not answer" for url in self.engines.silent()]
+        found = self._silent()
         found += [self.problem] if self.problem and self.problem not in found else []
         disk = os.statvfs(self.path)
         if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
             found.append(f"the disk is full: less than {ROOM_BYTES >> 20} MiB are free for {self.path}")
         return found
+
+    def _silent(self) -> list[str]:
+        """Return what keeps the engines from answering, in words."""
+        if (files := too_many_files()) is not None:
+            return [files]
+        return [f"the engine at {url} does not answer" for url in self.engines.silent()]
 
     def _accept(self, number: int, request: GroupRequest, task_digest: str) -> None:
         self._accepted[request.id] = _Accepted(number, _digest(request))

@@ -14,6 +14,8 @@ from rolltap.trainer.tasks.sources import load_tasks
 
 TOKEN_FILE = "service.token"
 """File in the run folder with the token, if no other is named."""
+HEADERS_BYTES = 16 * 1024
+"""Largest headers of a request."""
 
 
 async def serve(
@@ -41,7 +43,10 @@ async def serve(
         import uvicorn
 
         from rolltap.trainer.service.app import make_app
+        from rolltap.trainer.service.connections import Connection
+        from rolltap.trainer.service.descriptors import raise_limit, share_limit
         from rolltap.trainer.service.groups import Groups
+        from rolltap.trainer.viewer.app import reading_token
     except ImportError as error:
         raise MissingPackageError(
             f"rolltap service needs packages ({error}): pip install '.[record,service]'"
@@ -51,6 +56,9 @@ async def serve(
     loaded = load_tasks(tasks, repositories=worker.config.repositories)
     fitting = await asyncio.to_thread(worker.fit, loaded, [token_file])
     await asyncio.to_thread(worker.weights, say)
+    connections, few = share_limit(raise_limit(), worker.config.concurrency)
+    if few is not None:
+        say(f"warning: {few}")
     run.mkdir(parents=True, exist_ok=True)
     token = await asyncio.to_thread(read_token, token_file)
     fitting = await worker.build(fitting)
@@ -60,13 +68,24 @@ async def serve(
         groups = Groups(worker, fitting, most=queue, share=evaluation_share, hosts=allow_host)
         try:
             await groups.load()
-            config = uvicorn.Config(make_app(groups, token), log_level="warning", lifespan="off", access_log=False)
+            config = uvicorn.Config(
+                make_app(groups, token),
+                http=Connection,
+                ws="none",
+                log_level="warning",
+                lifespan="off",
+                access_log=False,
+                limit_concurrency=connections,
+                h11_max_incomplete_event_size=HEADERS_BYTES,
+            )
             config.timeout_graceful_shutdown = 1  # streams of events do not end by themselves
             server = uvicorn.Server(config)
             running = asyncio.create_task(groups.run())
             running.add_done_callback(lambda _: setattr(server, "should_exit", True))
             try:
-                say(f"the service listens at http://{host}:{listening.getsockname()[1]}, with {len(fitting)} tasks")
+                url = f"http://{host}:{listening.getsockname()[1]}"
+                say(f"the service listens at {url}, with {len(fitting)} tasks")
+                say(f"the run in the browser: {url}/view/?token={reading_token(token)}")
                 if not ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
                     say(f"warning: {host} is reached from other machines; whoever has the token runs code here")
                 await server.serve(sockets=[listening])

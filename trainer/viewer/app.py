@@ -1,6 +1,7 @@
 """The HTTP interface of the page: its files, the answers to its paths, and a stream of what changed.
 
-Every request needs the token: as the cookie that the link with `?token=` sets, or as `Authorization: Bearer TOKEN`.
+Every request needs the token as `Authorization: Bearer TOKEN`, or a token that reads this page and nothing else: it is
+the cookie that the link with `?token=` sets, because a browser sends a cookie to every port of its host.
 """
 
 import asyncio
@@ -87,7 +88,7 @@ class Guard:
     """ASGI middleware: refuses other hosts and requests without the token, and adds headers to all responses."""
 
     def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
-        self._app, self._token = app, token
+        self._app, self._tokens = app, (token, reading_token(token))
         self._hosts = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +110,7 @@ class Guard:
         is_page = request.scope["path"].removeprefix(root) in ("", "/")
         if is_page and self._is_token(request.query_params.get("token", "")):
             response = RedirectResponse(f"{root}/", 303)
-            response.set_cookie(cookie, self._token, path=f"{root}/", httponly=True, samesite="strict")
+            response.set_cookie(cookie, self._tokens[-1], path=f"{root}/", httponly=True, samesite="strict")
             return response
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         if self._is_token(request.cookies.get(cookie, "")) or (scheme.lower() == "bearer" and self._is_token(bearer)):
@@ -117,7 +118,8 @@ class Guard:
         return _error(401, "the token is missing or wrong: open the link that `rolltap view` printed")
 
     def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+        text = given.encode(errors="replace")
+        return any(hmac.compare_digest(text, token.encode()) for token in self._tokens)
 
     def _is_ours(self, host: str) -> bool:
         """Return True for addresses and this machine's names: another name may be anybody's (DNS rebinding)."""
@@ -126,6 +128,11 @@ class Guard:
             return name in self._hosts or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+
+def reading_token(token: str) -> str:
+    """Return the token that reads the page, by the token that may do more: the same at each start."""
+    return hmac.new(token.encode(), b"rolltap page", "sha256").hexdigest()
 
 
 def link(host: str, port: int, token: str) -> str:

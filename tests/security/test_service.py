@@ -1,0 +1,246 @@
+"""Attacks on the rollout service by HTTP: none starves it, stops other sessions, or runs code with a page's cookie."""
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from rolltap.trainer.service import app as service_app
+from rolltap.trainer.service import connections
+from rolltap.trainer.service.app import make_app
+from rolltap.trainer.service.connections import Connection
+from rolltap.trainer.service.descriptors import raise_limit, share_limit, too_many_files
+from rolltap.trainer.service.groups import Groups
+from rolltap.trainer.tasks.task import Task
+from rolltap.trainer.viewer.app import reading_token
+
+TOKEN = "t" * 32
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+MOST = 10
+
+
+@pytest.fixture
+async def groups(tmp_path):
+    recorder = SimpleNamespace(path=tmp_path, engine="http://127.0.0.1:9")
+    worker = SimpleNamespace(recorder=recorder, runtime=SandboxRuntime(), harness=None)
+    groups = Groups(worker, [Task(id="words", instruction="go", evaluate=["true"])], most=10_000, share=0.5)
+    await groups.load()
+    yield groups
+    groups.journal.close()
+
+
+@pytest.fixture
+async def address(groups):
+    """The address of a service in this process, without a recorder."""
+    config = uvicorn.Config(
+        make_app(groups, TOKEN), port=0, http=Connection, ws="none", lifespan="off", limit_concurrency=MOST
+    )
+    config.timeout_graceful_shutdown = 1
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    yield server.servers[0].sockets[0].getsockname()
+    await server.shutdown()
+
+
+@pytest.fixture
+async def client(address):
+    host, port = address
+    async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=BEARER, trust_env=False) as client:
+        yield client
+
+
+def own(**fields):
+    return {"task": {"id": "own", "instruction": "go", "evaluate": ["true"], **fields}}
+
+
+def limits(**fields):
+    return own(limits=fields)
+
+
+SHELL = {"kind": "command", "command": ["true"]}
+HEAVY = {"kind": "several", "judges": [{"name": "a", "weight": float("inf"), "judge": SHELL}]}
+DEEP = json.loads('{"x":' * 200 + "0" + "}" * 200)
+CANNOT_RUN = {
+    "memory that no machine has": limits(memory_gib=1e308),
+    "a disk without end": limits(disk_gib=float("inf")),
+    "processors that are no number": limits(cpus=float("nan")),
+    "a weight without end": own(evaluate=[], judge=HEAVY),
+    "a time limit without end": own(timeout=float("inf")),
+    "an integer of many bytes": limits(processes=1 << 400),
+    "ids that make no file name": {"task": "words", "id": "a" * 200, "sessions": ["b" * 199]},
+    "a NUL in the instruction": own(instruction="go\0"),
+    "a NUL in the judge's command": own(evaluate=["true", "\0"]),
+    "a NUL in a variable": own(env={"A": "\0"}),
+    "a variable's name with an equals sign": own(env={"A=B": "c"}),
+    "a variable's name that is an option": own(env={"--env": "c"}),
+    "an argument of 200,000 characters": own(evaluate=["true", "x" * 200_000]),
+    "an instruction of 200,000 characters": own(instruction="x" * 200_000),
+    "variables of 2 MB": own(env={f"A{n}": "x" * 100_000 for n in range(20)}),
+    "a session that is named like a retry": {"task": "words", "sessions": ["0~1"]},
+    "a session whose name has a dash": {"task": "words", "id": "p", "sessions": ["0-0"]},
+    "half of a surrogate pair": own(instruction="\ud800"),
+    "half of a surrogate pair in the id of a task": {"task": "\ud800"},
+    "half of a surrogate pair in an unknown key": {"task": "words", "\ud800": 1},
+    "half of a surrogate pair in a source": own(source="\udfff"),
+    "a task of 200 levels": own(judge=DEEP),
+    "a sampling that is no number": {"task": "words", "sampling": {"temperature": float("nan")}},
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_RUN)
+async def test_what_can_never_run_is_refused_and_nothing_is_accepted(client, groups, case):
+    body = json.dumps(CANNOT_RUN[case])
+    answer = await client.post("/groups", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, bool(answer.json()["error"])) == (422, True)
+    assert len(groups.journal) == 0
+
+
+async def test_what_is_no_utf8_or_nested_without_end_is_refused(client):
+    for body in (b'{"task": "\xff"}', b'{"task": ' + b"[" * 1_000_000, b'{"sessions": ' + b"9" * 10_000 + b"}"):
+        answer = await client.post("/groups", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code in (400, 422), bool(answer.json()["error"])) == (True, True)
+
+
+async def test_no_two_groups_have_a_session_of_the_same_id(client):
+    ids = []
+    for name, sessions in (("p", ["0"]), ("p-0", ["0"]), ("p-0-0", ["0"]), ("p", ["0-0"]), ("p-0", ["0-0"])):
+        answer = await client.post("/groups", json={"task": "words", "id": name, "sessions": sessions})
+        ids += answer.json().get("session_ids", [])
+    assert len(ids) == len({*ids}) == 3
+
+
+class Raw:
+    """A connection without a library, that sends what no library does."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data):
+        with contextlib.suppress(ConnectionError):
+            self.writer.write(data)
+            await self.writer.drain()
+
+    async def rest(self):
+        """Return what came until the connection was closed."""
+        try:
+            return await self.reader.read()
+        except ConnectionError:
+            return b""
+
+
+@pytest.fixture
+async def connect(address):
+    """Open a connection of `Raw`, which is closed at the end."""
+    opened = []
+
+    async def connect():
+        opened.append(Raw(*await asyncio.open_connection(*address)))
+        return opened[-1]
+
+    yield connect
+    for raw in opened:
+        raw.writer.close()
+
+
+POST = b"POST /groups HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n"
+
+
+async def test_a_body_without_the_token_is_not_read(connect):
+    raw = await connect()
+    await raw.send(POST + b"\r\n")  # and nothing of the body
+    answer = await raw.rest()
+    assert answer.startswith(b"HTTP/1.1 401 ")
+    assert b"connection: close" in answer
+
+
+async def test_a_body_that_never_ends_is_given_up(connect, monkeypatch):
+    monkeypatch.setattr(service_app, "BODY_SECONDS", 0.2)
+    raw = await connect()
+    await raw.send(POST + b"authorization: Bearer " + TOKEN.encode() + b"\r\n\r\n{")
+    answer = await raw.rest()
+    assert (answer.startswith(b"HTTP/1.1 408 "), b"was not complete after 0.2 s" in answer) == (True, True)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: ", b"GET /docs HTTP/1.1\r\nhost: x\r\n\r\nGET"])
+async def test_a_connection_that_asks_for_nothing_is_closed(connect, monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEADERS_SECONDS", 0.2)
+    raw = await connect()
+    await raw.send(sent)
+    answer = await raw.rest()
+    assert answer.startswith(b"HTTP/1.1 200 ") == sent.startswith(b"GET /docs")
+
+
+async def test_idle_connections_make_room_for_others(connect, client):
+    idle = [await connect() for _ in range(5 * MOST)]
+    assert (await client.get("/policy")).status_code == 200
+    assert await idle[0].rest() == b""  # the oldest was closed
+
+
+async def test_streams_of_events_stay_when_others_come(connect, client):
+    async with client.stream("GET", "/events") as stream:
+        idle = [await connect() for _ in range(2 * MOST)]
+        answer = await client.post("/groups", json={"task": "words", "id": "a", "sessions": 1})
+        assert answer.status_code == 201
+        async for line in stream.aiter_lines():
+            if line == "event: accepted":
+                break
+        assert await idle[0].rest() == b""
+
+
+async def test_many_who_ask_for_the_health_ask_the_engines_once(groups, client):
+    asked = []
+    groups.problems = lambda: asked.append(1) or ["none"]
+    answers = await asyncio.gather(*(client.get("/health") for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {503}
+    assert len(asked) < 5
+
+
+async def test_without_descriptors_it_says_so_and_blames_no_engine(groups, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (len(os.listdir("/proc/self/fd")), 1 << 20))
+    assert groups.problems()[0].startswith("too many open files: ")
+    assert not any("does not answer" in problem for problem in groups.problems())
+
+
+def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    assert (raise_limit(), given) == (4096, [(4096, 4096)])
+    assert share_limit(4096, 8) == (1000, None)
+    assert share_limit(512, 8) == (224, None)
+    connections, warning = share_limit(64, 8)
+    assert (connections, "the limit of open files is 64, and 8 sessions at once need about" in warning) == (8, True)
+    assert too_many_files() is None
+
+
+async def test_the_cookie_of_the_page_reads_and_runs_nothing(client):
+    async with httpx.AsyncClient(base_url=client.base_url, trust_env=False) as browser:
+        answer = await browser.get(f"/view/?token={TOKEN}")
+        assert TOKEN not in answer.headers["set-cookie"]
+        (cookie,) = browser.cookies.values()
+        assert cookie == reading_token(TOKEN)
+        assert (await browser.get("/view/")).status_code == 200
+        for token in (cookie, cookie[:-1]):
+            bearer = {"authorization": f"Bearer {token}"}
+            assert (await browser.post("/groups", json={"task": "words"}, headers=bearer)).status_code == 401
+            assert (await browser.get("/policy", headers=bearer)).status_code == 401
+        assert (await browser.get(f"/view/?token={cookie}")).status_code == 303
+
+
+async def test_the_page_of_the_routes_loads_nothing_from_elsewhere(client):
+    answer = await client.get("/docs", headers={"authorization": ""})
+    assert answer.status_code == 200
+    assert "/groups/{name}/traces" in answer.text
+    assert not {"http:", "https:", "<script", "src="} & {*answer.text.replace("=", "= ").split()}
+    assert "//" not in answer.text
+    assert answer.headers["content-security-policy"] == "default-src 'none'"
+    assert (await client.get("/redoc")).status_code == 404

@@ -1,0 +1,49 @@
+"""File descriptors of a service: as many as it may have, some of them for its sessions."""
+
+import errno
+import os
+import resource
+
+MOST_DESCRIPTORS = 65_536
+"""Files that a service has open at most: programs that it starts inherit the limit, and some try every number."""
+MOST_CONNECTIONS = 1_000
+FEWEST_CONNECTIONS = 8
+_BASE, _PER_SESSION = 96, 24
+"""Descriptors that a service needs beside its connections, and those of a session that runs."""
+_SPARE = 8
+
+
+def raise_limit() -> int:
+    """Raise the limit of open files of this process as far as it may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    limit = max(soft, highest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def share_limit(limit: int, sessions: int) -> tuple[int, str | None]:
+    """Return how many connections there may be beside so many sessions at once, and a warning if there are few."""
+    free = limit - _BASE - _PER_SESSION * sessions
+    warning = None
+    if free < FEWEST_CONNECTIONS:
+        needed = limit - free + FEWEST_CONNECTIONS
+        warning = (
+            f"the limit of open files is {limit}, and {sessions} sessions at once need about {needed}: raise it "
+            "(ulimit -Hn), or give a smaller --concurrency"
+        )
+    return min(max(free, FEWEST_CONNECTIONS), MOST_CONNECTIONS), warning
+
+
+def too_many_files() -> str | None:
+    """Return that this process has no descriptors left, in words; None while it has some."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        used = limit
+    if limit - used > _SPARE:
+        return None
+    return f"too many open files: {used} of at most {limit}; raise the limit (ulimit -Hn) and start the service again"
