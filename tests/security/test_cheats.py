@@ -1,10 +1,11 @@
 """Cheats of agents' programs that a judge runs, and of new files that a judge's programs would take as its own."""
 
+import shutil
+import sys
+
 import pytest
 
-from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.boxes import sandboxed
-from tests.deep import cases
+from tests.deep import DEEP
 from tests.trainer.rollouts.judges.sessions import Left, shell, write
 
 LINKS = {
@@ -34,3 +35,107 @@ async def test_a_link_to_what_the_judge_lays_out_is_not_applied(tmp_path, how, p
     (left.workspace / "out.txt").unlink()
     left.do({"out.txt": "42\n"})
     assert (await left.judge({**spec, "paths": ["**"]})).reward == 1.0, left.log
+
+
+ADD = "def add(a, b): return a - b\n"
+UNITS = "import unittest, calc\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(calc.add(2, 2), 4)\n"
+EXITS = "import os\nos._exit(0)\n"
+MAKEFILE = """CHECKS = one two.ok
+-include local.mk
+test: $(CHECKS)
+\ttest "$$(cat answer)" = 4
+$(CHECKS): answer
+\tgrep -qx 4 answer
+%.done:
+\tgrep -qx 4 answer
+"""
+NODE = "import assert from 'node:assert'; import test from 'node:test'; import fs from 'node:fs'\n"
+NODE += "test('it', () => assert.equal(fs.readFileSync('answer', 'utf8'), '4\\n'))\n"
+PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider"
+TOX = "#!/bin/sh\ngrep -q commands= setup.cfg || exec grep -qx 4 answer\n"
+RUNNERS = {
+    "a file with the name of make's target": ("make -s test || exit 1", {"Makefile": MAKEFILE}, {"test": ""}),
+    "a folder with the name of make's target": ("make -s test || exit 1", {"Makefile": MAKEFILE}, {"test/a": ""}),
+    "a target that a variable names": (
+        "make -s one two.ok || exit 1",
+        {"Makefile": MAKEFILE},
+        {"one": "", "two.ok": ""},
+    ),
+    "a target by a pattern": ("make -s all.done || exit 1", {"Makefile": MAKEFILE}, {"all.done": ""}),
+    "an included file": (
+        "make -s test || exit 1",
+        {"Makefile": MAKEFILE},
+        {"local.mk": "test: override\noverride:\n\texit 0\n.PHONY: test\nSHELL = /bin/true\n"},
+    ),
+    "a make in a subfolder": (
+        "make -s -C sub test || exit 1",
+        {"sub/Makefile": MAKEFILE.replace("answer", "../answer")},
+        {"sub/test": ""},
+    ),
+    "a folder of Python": (
+        "python3 tools",
+        {"tools/__main__.py": f"import sys; sys.path += ['.']\n{UNITS}unittest.main()\n"},
+        {"tools/__main__.py": ""},
+    ),
+    "a module in a folder of Python": (
+        "python3 tools",
+        {"tools/__main__.py": f"import sys; sys.path += ['.']\n{UNITS}unittest.main()\n"},
+        {"tools/unittest.py": EXITS},
+    ),
+    "the module of unittest": ("python3 -m unittest -q check_suite", {"check_suite.py": UNITS}, {"check_suite.py": ""}),
+    "a package in place of the module of unittest": (
+        "python3 -m unittest -q check_suite",
+        {"check_suite.py": UNITS},
+        {"check_suite/__init__.py": EXITS},
+    ),
+    "a test of the module of unittest": (
+        "python3 -m unittest -q quality.suite.T.test",
+        {"quality/suite.py": UNITS},
+        {"quality/suite.py": EXITS},
+    ),
+    "a package in place of a script's module": (
+        "python3 -m check",
+        {"check.py": UNITS + "unittest.main()\n"},
+        {"check/__init__.py": "", "check/__main__.py": ""},
+    ),
+    "a package at the top": (
+        f"{PYTEST} checks || exit 1",
+        {
+            "__main__.py": "",
+            "checks/__init__.py": "",
+            "checks/test_a.py": "import sys; sys.path += ['.']\n" + UNITS,
+        },
+        {"__init__.py": EXITS},
+    ),
+    "a library beside the tests": (
+        f"{PYTEST} checks || exit 1",
+        {"checks/test_a.py": "import sys; sys.path += ['.']\nimport yaml\n" + UNITS},
+        {"checks/yaml.py": EXITS},
+    ),
+    "tests of Node": (
+        "node --test test/* || exit 1",
+        {"package.json": "{}", "test/index.mjs": NODE},
+        {"test/index.mjs": "", "test/index.js": ""},
+    ),
+    "tests of Node by their names": (
+        "node --test || exit 1",
+        {"package.json": "{}", "src/a.spec.mjs": NODE, "src/b-test.mjs": NODE},
+        {"src/b-test.mjs": "", "src/a.test.mjs": ""},
+    ),
+    "settings of tox": ("sh ./run-tox.sh || exit 1", {"run-tox.sh": TOX}, {"setup.cfg": "[testenv]\ncommands=true\n"}),
+}
+SOLVED = {"calc.py": ADD.replace("-", "+"), "answer": "4\n"}
+
+
+@pytest.mark.parametrize("what", RUNNERS if DEEP else [list(RUNNERS)[i] for i in (0, 2, 4, 9, 13, 15)])
+async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path, what):
+    script, files, cheat = RUNNERS[what]
+    if not shutil.which(script.split()[0]):
+        pytest.skip(f"{script.split()[0]} is not installed")
+    left = Left(tmp_path, {"calc.py": ADD, "answer": "5\n", **files}, did=cheat)
+    spec = shell(script, timeout=60)
+    judged = await left.judge(spec)
+    assert judged.reward == 0.0, left.log
+    assert {path for path in cheat if any(line.startswith(path) for line in judged.evidence["refused"])}
+    left.do(SOLVED)
+    assert (await left.judge(spec)).reward == 1.0, left.log

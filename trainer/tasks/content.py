@@ -71,7 +71,7 @@ STARTUP = (
 )
 """Files and folders, in lower case, that run code in every Python or that programs load libraries and plugins from."""
 
-_RUNNER_FILES = """conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini noxfile.py .coveragerc
+_RUNNER_FILES = """conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini tox.toml noxfile.py .coveragerc
     makefile gnumakefile justfile rakefile .rspec build.rs go.mod go.work .mocharc* .babelrc* .npmrc jest.config.*
     vitest.config.* vite.config.* babel.config.* ava.config.* playwright.config.* karma.conf.*
     .cargo/** .pytest_cache/**"""

@@ -1,7 +1,8 @@
 """The judge's own part of a workspace: its tests and scripts, and the settings of the programs that it runs.
 
 Own are the files of the start that the judge's command names, tests by the usual names, what `fail_to_pass` and `files`
-of the judge list, and settings of test runners. They come from the start, are read-only while the judge runs where a
+of the judge list, settings of test runners, and new paths that a runner would take in place of these: targets of make,
+modules of the name of a test's. They come from the start, are read-only while the judge runs where a
 runtime can do that, and are compared afterwards. Commands are searched for names and not parsed: a shell's text may
 spell a program in any way.
 
@@ -38,6 +39,18 @@ _SHADOWS = sys.stdlib_module_names | {
 """Modules of Python and of pytest."""
 _IMPORTED = re.compile(r"([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+)")
 """A module, relative to a folder on Python's path. A folder without `__init__` hides no module."""
+_IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+_UNITTEST = re.compile(r"(?:^|\s)-m\s*unittest\b([^;&|\n]*)")
+_FOLDER_OF_PYTHON = re.compile(r"python[\d.]*\"?(?:\s+-\w+)*\s+([\w./-]+)")
+_NODE = re.compile(r"(?<![\w./-])(?:node\s.*--test|npm|npx|yarn|pnpm|bun|deno|jest|vitest|mocha|ava)(?![\w.-])")
+_NODE_TEST = re.compile(r"(?:.*/)?(?:(?:test|spec)/.*|.*[._-](?:test|spec)|test(?:-.*)?)\.[cm]?[jt]sx?")
+"""Files that test runners of Node run by their names alone."""
+_MAKEFILES = ("**/makefile", "**/gnumakefile", "**/*.mk")
+_TARGETS = re.compile(r"^([^\s#:=][^#:=\n]*):(?!:?=)|^ *[-s]?include\s+(.*)$", re.MULTILINE)
+"""Targets of a rule, and what is included."""
+_ASSIGNED = re.compile(r"^ *(\w+)\s*[:?+]*=[ \t]*(.*)$", re.MULTILINE)
+_MAX_NESTED = 3
+_MAX_SCRIPT_BYTES = 1 << 20
 
 
 def runs_pytest(spec: OneJudge) -> bool:
@@ -60,8 +73,10 @@ def _is_named(path: str, text: str) -> bool:
         word = "/".join(part for part in found[0].split("/") if part not in (".", ".."))
         if word == path or word.endswith(f"/{path}") or (path.endswith(word) and len(name) >= 4):
             return True
-    modules = (module.replace(".", "/") for module in _MODULE.findall(text))
-    return path.endswith(".py") and any(path in (f"{module}.py", f"{module}/__main__.py") for module in modules)
+    modules = {module.replace(".", "/") for module in _MODULE.findall(text)}
+    runs = {f"{module}.py" for module in modules} | {f"{module}/__main__.py" for module in modules}
+    runs |= {os.path.normpath(f"{folder}/__main__.py") for folder in _FOLDER_OF_PYTHON.findall(text)}
+    return path in runs
 
 
 def _is_theirs(path: str, spec: OneJudge) -> bool:
@@ -75,17 +90,33 @@ def _is_listed(path: str, spec: OneJudge) -> bool:
     listed = [*spec.fail_to_pass, *spec.pass_to_pass] if isinstance(spec, PytestJudge) else []
     if matches(path, (*TEST_FILES, *spec.files)) or matches(path.lower(), RUNNER_FILES):
         return True
+    if _NODE_TEST.fullmatch(path) and _NODE.search(_text(spec)):
+        return True
     return path in {name.partition("::")[0] for name in listed}
 
 
 def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
     """Return the paths of the judge's own files in a start, relative and with `/`."""
     text = _text(spec)
+    there = [path for path, entry in scan(start).entries.items() if entry.kind != "folder"]
+    units = _units(text, there)
     return {
         path
-        for path, entry in scan(start).entries.items()
-        if entry.kind != "folder" and not _is_theirs(path, spec) and (_is_listed(path, spec) or _is_named(path, text))
+        for path in there
+        if not _is_theirs(path, spec) and (path in units or _is_listed(path, spec) or _is_named(path, text))
     }
+
+
+def _units(text: str, there: Collection[str]) -> set[str]:
+    """Return the files of the modules that `python -m unittest` is given, also before a class and a method."""
+    found = set[str]()
+    for name in " ".join(_UNITTEST.findall(text)).replace(".py", "").replace(".", "/").split():
+        for part in (name, *parents(name)):
+            module = {f"{part}.py", f"{part}/__init__.py"} & {*there}
+            if module:
+                found |= module
+                break
+    return found
 
 
 def ambiguous(paths: Iterable[str], task: Task, spec: OneJudge) -> list[str]:
@@ -108,6 +139,8 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
     own = own_files(start, task, spec) | {*laid}
     folders = {parent for path in laid for parent in parents(path)}
     scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
+    taken = _taken_by_make(start, own)
+    is_node = (start / "package.json").exists()
     places = {os.path.normpath(place) for place in _python_path(task, spec) if not place.startswith("/")}
     refused: dict[str, Refusal] = {}
     for path in [*changes.changed, *changes.deleted]:
@@ -127,8 +160,12 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
             continue
         elif path in own or (not is_folder and (spec.paths is not None or _is_listed(path, spec))):
             refused[path] = "protected"
-        elif path in changes.added and _is_imported_first(path, scripts, places, task.instruction):
+        elif path not in changes.added or _is_named(path, task.instruction if "." in path else ""):
+            continue
+        elif matches(path, taken) or (is_node and _NODE_TEST.fullmatch(path)):
             refused[path] = "planted"
+        elif _is_imported_first(path, scripts, places) or _hides_test(path, own, start, spec):
+            refused[path] = "planted"  # what runners take, then what Python imports
     stays = (path for path, why in refused.items() if path in own and path not in changes.added)
     kept = {parent for path in stays for parent in parents(path)}
     replaced = (path for path in kept if path in changes.changed and changes.changed[path].kind != "folder")
@@ -158,20 +195,55 @@ def _python_path(task: Task, spec: OneJudge) -> list[str]:
     return [".", *filter(None, inside)]
 
 
-def _is_imported_first(path: str, scripts: Collection[str], places: Collection[str], asked: str) -> bool:
-    """Return True for a new module that the judge would import in place of another one, unless the task asks for it.
+def _is_imported_first(path: str, scripts: Collection[str], places: Collection[str]) -> bool:
+    """Return True for a new module that the judge would import in place of another one.
 
     Python looks for modules in the folder of its script first: all modules there are the judge's. `-m` and PYTHONPATH
     put folders before Python's own: modules there may have no name of these.
     """
-    if _is_named(path, asked):
-        return False
     for place in {*scripts, *places}:
         folder = "" if place in ("", ".") else f"{place}/"
         module = _IMPORTED.fullmatch(path.removeprefix(folder)) if path.startswith(folder) else None
         if module and (place in scripts or module[1] in _SHADOWS):
             return True
     return False
+
+
+def _hides_test(path: str, own: Collection[str], start: Path, spec: OneJudge) -> bool:
+    """Return True for a new module that is imported in place of one of the judge's, or of a library of its tests.
+
+    pytest and unittest put the folder of a test first on Python's path: in a folder of tests alone, a module that these
+    import, and that is not there, is a library's. A package at the top is imported by pytest itself.
+    """
+    folder, _, name = path.rpartition("/")
+    module = name.partition(".")[0]
+    if module == "__init__":
+        folder, _, module = folder.rpartition("/")
+    if f"{folder}/{module}.py".lstrip("/") in own:
+        return True
+    if not name.endswith((".py", ".so")) or not re.search(r"pytest|py\.test|unittest", _text(spec)):
+        return False
+    beside = [f"{folder}/{other.name}" for other in (start / folder).glob("*.py")]
+    if not folder or not beside or not {*beside} <= {*own}:
+        return path == "__init__.py"
+    texts = (read_file(start, other, _MAX_SCRIPT_BYTES) or b"" for other in beside)
+    return module in _SHADOWS or any(module in _IMPORT.findall(text.decode(errors="replace")) for text in texts)
+
+
+def _taken_by_make(start: Path, own: Collection[str]) -> list[str]:
+    """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes."""
+    found: list[str] = []
+    for path in own:
+        if not matches(path.lower(), _MAKEFILES):
+            continue
+        text = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"").decode(errors="replace")
+        words = "\n".join("".join(line) for line in _TARGETS.findall(text))
+        for name, value in [*_ASSIGNED.findall(text)] * _MAX_NESTED:
+            words = words.replace(f"$({name})", value).replace(f"${{{name}}}", value)
+        names = re.sub(r"\$\(.*?\)|\$\{.*?\}|\$.|%", "*", words).split()
+        folder = path.rpartition("/")[0]
+        found += [os.path.normpath(f"/{folder}/{name}").lstrip("/") for name in names if name.strip("*./")]
+    return found
 
 
 _MAX_SETTINGS_BYTES = 4 << 20
@@ -182,7 +254,8 @@ _CARGO_KEYS = ("lib", "test", "bench", "profile", "patch", "replace")
 
 def _ini(text: str) -> Mapping[str, Any]:
     read = IniConfig("setup.cfg", data=text)
-    return {name: dict(values) for name, values in read.sections.items() if name.startswith(("tool:", "pytest"))}
+    ours = ("tool:", "pytest", "tox", "testenv")
+    return {name: dict(values) for name, values in read.sections.items() if name.startswith(ours)}
 
 
 def _part(keys: Iterable[str], tables: Mapping[str, Any]) -> Mapping[str, Any]:
