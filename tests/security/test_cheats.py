@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import sandboxed
 from tests.deep import DEEP
 from tests.trainer.rollouts.judges.sessions import Left, shell, write
 
@@ -138,4 +140,44 @@ async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path,
     assert judged.reward == 0.0, left.log
     assert {path for path in cheat if any(line.startswith(path) for line in judged.evidence["refused"])}
     left.do(SOLVED)
+    assert (await left.judge(spec)).reward == 1.0, left.log
+
+
+TELLS = "cat /hidden/expected.txt tests/expected.txt 2> /dev/null || echo 5\n"
+REWRITES = "echo 5; (while sleep 0.01; do echo 4 > out.txt; done) > /dev/null 2>&1 &\n"
+WAITS = "cp out.txt before; for i in 1 2 3 4 5; do cmp -s out.txt before || exit 0; sleep 0.02; done"
+
+
+@sandboxed
+@pytest.mark.parametrize("program", [TELLS, REWRITES], ids=["tells", "rewrites"])
+@pytest.mark.parametrize("place", ["/hidden", "tests"])
+async def test_a_program_that_is_run_before_the_judge_sees_none_of_its_files_and_has_ended(tmp_path, place, program):
+    hidden = tmp_path / "hidden"
+    if place == "tests":
+        write(hidden, {"tests/expected.txt": "4\n"})
+        laid = {"tests": str(hidden)}
+    else:
+        write(hidden, {"expected.txt": "4\n"})
+        laid = {"mounts": {"/hidden": str(hidden)}}
+    left = Left(tmp_path, {"main.sh": ""}, SandboxRuntime(), did={"main.sh": program})
+    spec = shell(f"{WAITS}; cmp out.txt {place}/expected.txt", paths=["main.sh", "out.txt"], **laid)
+    spec["run"] = ["sh", "-c", "sh main.sh > out.txt"]
+    assert (await left.judge(spec)).reward == 0.0, left.log
+    left.do({"main.sh": "echo 4\n"})
+    assert (await left.judge(spec)).reward == 1.0, left.log
+
+
+async def test_what_is_planted_by_a_program_that_is_run_before_the_judge_is_not_applied(tmp_path):
+    plants = (
+        "echo 4; echo 'test:' > Makefile; ln -s tests/expected.txt out.txt; mkdir tests; echo 5 > tests/expected.txt"
+    )
+    write(tmp_path / "hidden", {"tests/expected.txt": "4\n"})
+    left = Left(
+        tmp_path, {"Makefile": "test:\n\tcmp out.txt tests/expected.txt\n", "main.sh": ""}, did={"main.sh": plants}
+    )
+    spec = shell("make -s test || exit 1", tests=str(tmp_path / "hidden"), run=["sh", "main.sh"])
+    judged = await left.judge(spec)
+    assert judged.reward == 0.0, left.log
+    assert {"Makefile: planted", "out.txt: symlink"} <= {*judged.evidence["refused"]}
+    left.do({"main.sh": "echo 4 > out.txt\n"})
     assert (await left.judge(spec)).reward == 1.0, left.log

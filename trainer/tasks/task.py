@@ -60,9 +60,13 @@ class _ValueJudge(_WorkspaceJudge):
 
     Attributes:
         range: Smallest and largest reward.
+        run: Command that runs the agent's program before the judge, in a box without `tests` and `mounts`: it cannot
+            print what it cannot see. The judge finds what it wrote, as if the agent had left it, and none of its
+            processes. `paths` names what it writes, too. Its exit status says nothing.
     """
 
     range: tuple[Bound, Bound] = (0.0, 1.0)
+    run: list[str] = []
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:

@@ -7,14 +7,14 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end, wait_for_end
 from rolltap.trainer.rollouts.judges.changes import AgentResult, Changes, apply_changes, find_changes, is_of_the_machine
 from rolltap.trainer.rollouts.judges.channel import MAX_BYTES, Channel
-from rolltap.trainer.rollouts.judges.folders import opened, read_chunks, remove, scan, write_file
+from rolltap.trainer.rollouts.judges.folders import TooMuchError, opened, read_chunks, remove, scan, write_file
 from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, own_files, read_only, select, stamp
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes import inside
@@ -22,7 +22,7 @@ from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
 from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.git import git
-from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, Task
+from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
 
 LAUNCH, REPORT = (Path(inside.__path__[0], name) for name in ("launch.py", "report.py"))
 _TOOLS, _PIPE = "/rolltap/tools", "/rolltap/verdict"
@@ -150,6 +150,28 @@ async def open_checkout(job: JudgeJob, spec: OneJudge) -> AsyncIterator[Checkout
             yield checkout
     finally:
         await run_to_end(remove_folder, folder)
+
+
+@asynccontextmanager
+async def after_run(job: JudgeJob, spec: OneJudge) -> AsyncIterator[JudgeJob]:
+    """Yield the job of what is left when the judge's `run` has ended, in a box without the judge's files.
+
+    Raises as `open_checkout`.
+    """
+    if isinstance(spec, PytestJudge) or not spec.run:
+        yield job
+        return
+    alone = spec.model_copy(update={"tests": None, "mounts": {}, "writable": [], "reward_files": []})
+    async with open_checkout(replace(job, name=f"{job.name}.run"), alone) as checkout:
+        await checkout.run(spec.run, {} if isinstance(spec, PythonJudge) else spec.env, spec.timeout)
+        await checkout.box.settle()
+        result = AgentResult(checkout.workspace, checkout.workspace.parent / "home")
+        try:
+            changes = await in_folder_thread(find_changes, job.start.folder, result.workspace)
+        except TooMuchError as error:
+            raise UnjudgedError(f"what {spec.run[0]!r} left cannot be judged: {error}") from error
+        refused = {**checkout.changes.refused, **changes.refused}
+        yield replace(job, result=result, changes=replace(changes, refused=refused))
 
 
 async def _lay_out(job: JudgeJob, spec: OneJudge) -> tuple[Path, set[str]]:

@@ -18,7 +18,7 @@ from typing import Any
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
-from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, open_checkout
+from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, after_run, open_checkout
 from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
@@ -139,7 +139,9 @@ async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
 
 def _by_report(spec: Judge) -> PytestJudge | None:
     """Return the judge that reads the report of a command's pytest, if the command names it."""
-    if not isinstance(spec, CommandJudge) or not spec.by_status or spec.own_paths or not runs_pytest(spec):
+    if not isinstance(spec, CommandJudge) or not runs_pytest(spec):
+        return None
+    if not spec.by_status or spec.own_paths or spec.run:
         return None
     return PytestJudge(**spec.model_dump(include={"timeout", "paths", "files", "tests", "env", "command"}))
 
@@ -166,7 +168,7 @@ async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
     if isinstance(spec, LLMJudge):
         reward, more = await judge_by_model(spec, job)
         return _judged(reward, {**evidence, **more})
-    async with open_checkout(job, spec) as checkout:
+    async with after_run(job, spec) as left, open_checkout(left, spec) as checkout:
         applied = checkout.changes.evidence()
         evidence |= {key: applied[key] for key in ("refused", "refused_files", "planted_files")} | {"log": job.log.name}
         try:
