@@ -31,7 +31,10 @@ _MAX_LISTED = 100
 _MAX_SHOWN = 300
 """Characters of a path in the evidence."""
 _ODD = frozenset({"fifo", "socket", "device", "setuid", "symlink"})
-_ORDINARY = re.compile(r"(^|/)(\.?venv|env|node_modules|site-packages|\.pytest_cache|\.coveragerc)(/|$)")
+_ORDINARY = re.compile(
+    r"(^|/)(\.?venv|env|node_modules|site-packages|\.pytest_cache|\.coveragerc)(/|$)|"
+    r"\.egg-info(/(PKG-INFO|SOURCES\.txt|(dependency_links|requires|top_level)\.txt|not-zip-safe))?$"
+)
 """Files that installing packages and running tests leave."""
 _OF_THE_MACHINE = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of reading that are not the agent's."""
@@ -92,14 +95,20 @@ class Changes:
         planted = {path for path in self.changed if matches(path.lower(), (*STARTUP, *RUNNER_FILES))}
         planted |= {path for path, why in self.refused.items() if why in ("planted", "settings")}
         odd = {path for path, why in self.refused.items() if why in _ODD}
+        environments = {path.rpartition("/")[0] for path in self.added if path.endswith("/pyvenv.cfg")}
+
+        def unusual(paths: set[str]) -> int:
+            told = (path for path in paths if not _ORDINARY.search(path))
+            return sum(environments.isdisjoint(parents(path)) for path in told)
+
         return {
             "diff_sha256": hashlib.sha256(self.diff.encode()).hexdigest(),
             "changed_files": len(files),
             "changed": [_shown(path) for path in files[:_MAX_LISTED]],
             "changed_test_files": len(tests),
             "changed_tests": [_shown(path) for path in tests[:_MAX_LISTED]],
-            "planted_files": sum(not _ORDINARY.search(path) for path in planted),
-            "odd_files": sum(not _ORDINARY.search(path) for path in odd),
+            "planted_files": unusual(planted),
+            "odd_files": unusual(odd),
             "refused_files": len(self.refused),
             "refused": [f"{_shown(path)}: {why}" for path, why in sorted(self.refused.items())[:_MAX_LISTED]],
         }

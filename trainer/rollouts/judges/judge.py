@@ -205,8 +205,9 @@ async def _rejudge_on_baseline(error: UnjudgedError, spec: OneJudge | LLMJudge, 
     baseline = (await _judge_baseline(spec, job)).judged
     if baseline.reward is None:
         return Judged(unjudged=f"{error}; on the untouched start: {baseline.unjudged}", evidence=evidence)
-    try:  # a load of this machine passes
-        return (await _run_judge(spec, job)).and_evidence(first_judged=str(error))
+    try:  # a load of this machine passes, a second writer of a verdict was no load
+        if "forged_report" not in evidence:
+            return (await _run_judge(spec, job)).and_evidence(first_judged=str(error))
     except UnjudgedError as second:
         evidence |= second.evidence
         if not second.broke:

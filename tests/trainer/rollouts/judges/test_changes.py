@@ -204,3 +204,21 @@ def test_a_file_that_changes_after_it_was_found_is_not_applied(tmp_path):
     (workspace / "a").write_bytes(b"2")
     with pytest.raises(OSError, match="a was changed while it was copied"):
         apply_changes(changes, workspace, tmp_path / "fresh")
+
+
+def test_what_installing_packages_leaves_is_no_evidence(tmp_path):
+    start, workspace = trees(tmp_path, {}, {})
+    environment = {
+        "pyvenv.cfg": b"home = /usr/bin\n",
+        "share": {"doc": {"Makefile": b"", "conftest.py": b""}},
+        "lib": {"site-packages": {"a.pth": b"", "b.dist-info": {"METADATA": b""}}},
+    }
+    for name in (".venv", "py311"):
+        build(workspace / name, environment)
+        (workspace / name / "python").symlink_to("/usr/bin/python3")
+    build(workspace / "mine.egg-info", {"PKG-INFO": b"", "top_level.txt": b"mine"})
+    evidence = find_changes(start, workspace).evidence()
+    assert (evidence["planted_files"], evidence["odd_files"]) == (0, 0)
+    build(workspace / "plugin.egg-info", {"entry_points.txt": b"[pytest11]"})
+    build(workspace / "other", {"conftest.py": b""})
+    assert find_changes(start, workspace).evidence()["planted_files"] == 2

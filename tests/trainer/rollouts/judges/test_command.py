@@ -64,10 +64,11 @@ async def test_a_python_script_keeps_the_descriptor_to_itself(tmp_path, how):
 @pytest.mark.parametrize("program", [f"{TO_ALL}; exec true", "printf 1. > $ROLLTAP_REWARD_FILE"])
 async def test_children_of_another_program_have_no_descriptor_and_two_rewards_are_none(tmp_path, program):
     left = Left(tmp_path, {"child.sh": "true"}, did={"child.sh": program})
-    spec = shell("sh child.sh; echo 0 > $ROLLTAP_REWARD_FILE", result="number", paths=["child.sh"])
-    judged = await left.judge(spec)
+    script = f"echo >> {tmp_path}/runs; sh child.sh; echo 0 > $ROLLTAP_REWARD_FILE"
+    judged = await left.judge(shell(script, result="number", paths=["child.sh"]))
     assert judged.reward == 0.0
     assert ("broke_judge" in judged.evidence) == ("forged_report" in judged.evidence) == ("FILE" in program)
+    assert (tmp_path / "runs").read_text() == "\n" * (1 + ("FILE" in program))  # the start's, and one of the changes
 
 
 @pytest.mark.parametrize("program", ["no-such-evaluator", "/dev/null"])
