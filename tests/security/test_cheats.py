@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
-from tests.boxes import sandboxed
+from tests.boxes import require_podman, sandboxed
 from tests.deep import DEEP
+from tests.security.test_verdicts import Container
 from tests.trainer.rollouts.judges.sessions import Left, shell, write
 
 LINKS = {
@@ -181,3 +182,17 @@ async def test_what_is_planted_by_a_program_that_is_run_before_the_judge_is_not_
     assert {"Makefile: planted", "out.txt: symlink"} <= {*judged.evidence["refused"]}
     left.do({"main.sh": "echo 4 > out.txt\n"})
     assert (await left.judge(spec)).reward == 1.0, left.log
+
+
+@pytest.mark.parametrize("runtime", [pytest.param(SandboxRuntime, marks=sandboxed), Container])
+async def test_a_shell_judge_ends_what_the_agents_program_left_before_it_compares(tmp_path, runtime):
+    if runtime is Container:
+        require_podman()
+    left = Left(tmp_path, {"main.sh": ""}, runtime(), did={"main.sh": REWRITES})
+    judges = f"sh main.sh > out.txt; kill -KILL -1; {WAITS}; grep -qx 4 out.txt"
+    spec = shell(judges, paths=["main.sh"], timeout=60)
+    left.do({"main.sh": "echo 4\n"})
+    assert (await left.judge(spec)).reward == 1.0, left.log
+    left.do({"main.sh": "echo 5; (sleep 600; echo 4 > out.txt) > /dev/null 2>&1 & sleep 600 > /dev/null 2>&1 &\n"})
+    judged = await left.judge(shell(f"{judges}; ls /proc | grep -c '^[0-9]'; exit 1", paths=["main.sh"], timeout=60))
+    assert (judged.reward, int(left.log.split()[-1]) <= 5) == (0.0, True), left.log
