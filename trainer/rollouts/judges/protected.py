@@ -139,7 +139,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
     own = own_files(start, task, spec) | {*laid}
     folders = {parent for path in laid for parent in parents(path)}
     scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
-    taken = _taken_by_make(start, own)
+    taken = taken_by_make(start, own)
     is_node = (start / "package.json").exists()
     places = {os.path.normpath(place) for place in _python_path(task, spec) if not place.startswith("/")}
     refused: dict[str, Refusal] = {}
@@ -230,7 +230,7 @@ def _hides_test(path: str, own: Collection[str], start: Path, spec: OneJudge) ->
     return module in _SHADOWS or any(module in _IMPORT.findall(text.decode(errors="replace")) for text in texts)
 
 
-def _taken_by_make(start: Path, own: Collection[str]) -> list[str]:
+def taken_by_make(start: Path, own: Collection[str]) -> list[str]:
     """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes."""
     found: list[str] = []
     for path in own:

@@ -16,10 +16,12 @@ START = {
     "check.py": "import calc\n\nraise SystemExit(calc.add(2, 2) != 4)\n",
     "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-q'\nminversion = '6'\n",
     "expected.txt": "4\n",
+    "Makefile": "test:\n\tpython check.py\n",
 }
 PYTEST = "python -m pytest -p no:cacheprovider"
 BY_OUTPUT = "python check.py > out; grep -qx 1 out"
 BY_DESCRIPTOR = "exec 9> reward; export ROLLTAP_REWARD_FD=9; python check.py; grep -q 1 reward"
+BY_FILE = "export ROLLTAP_REWARD_FILE=reward; (python check.py; echo 0 > reward); grep -q 1 reward"
 ODD = '#!/usr/bin/env python3\n"""Adds."""\n\nfrom __future__ import (\n    annotations,\n)\n\nprint("went on")\n'
 BROKEN = {
     "the judge's own files replaced": [PYTEST, "python check.py"],
@@ -29,8 +31,15 @@ BROKEN = {
     "other settings of pytest with a plugin": [PYTEST],
     "a planted conftest.py or plugin": [PYTEST],
     "modules in place of Python's and the judge's": [PYTEST, f"{BY_DESCRIPTOR}; rm -f expected.txt; {PYTEST}"],
+    "files with the names of make's targets": ["make -s test"],
+    "packages in place of the judge's modules": ["python -m check"],
     "a number as the reward, by the agent's code": [BY_OUTPUT, BY_DESCRIPTOR, "python check.py 7> out; grep -qx 1 out"],
     "JSON as the reward, by the agent's code": [BY_OUTPUT.replace("-qx 1", "-q reward")],
+    "the reward's files, by the agent's code": [BY_FILE],
+    "expected data that the agent's code prints": ["python calc.py > out; cmp out expected.txt"],
+    "output that the agent's code writes later": [
+        "python calc.py > out; until [ -s out ]; do :; done; cmp out expected.txt"
+    ],
     "data emptied by the agent's code": ["python -c 'import calc; print(calc.add(2, 2))' > out; cmp out expected.txt"],
     "the report rewritten by a child process": [
         f"{PYTEST} --junit-xml=report.xml; until grep -q 'failures=\"0\"' report.xml; do :; done"

@@ -65,7 +65,7 @@ def command(script, **fields):
 WEAK = {
     "a check that imports the agent's module": (None, EXIT),
     "a number that the agent's code prints": (
-        command('echo "0$(python -c "import calc" 9>&- | tail -n 1)" >&$ROLLTAP_REWARD_FD', result="number"),
+        command('echo "0$(python -c "import calc" 9>&- | tail -n 1)" > $ROLLTAP_REWARD_FILE', result="number"),
         NUMBER,
     ),
     "expected data in the workspace": (
@@ -87,6 +87,23 @@ def test_a_weak_judge_is_found_with_the_cheat_its_diff_and_what_to_set(tmp_path,
     assert weak[cheat].reward == 1.0
     assert weak[cheat].diff.startswith("--- a/calc.py\n+++ b/calc.py\n")
     assert weak[cheat].advice
+
+
+@sandboxed
+def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_before(tmp_path, only):
+    told = "expected data that the agent's code prints"
+    only(told)
+    write(tmp_path / "hidden", {"expected.txt": "5\n"})
+    hidden = {"mounts": {"/hidden": tmp_path / "hidden"}, "paths": ["calc.py", "out"]}
+    solution = {"solution": tmp_path / "solution"}
+    write(tmp_path / "solution", {"calc.py": f"{RIGHT}\n\nprint(add(2, 3))\n"})
+    weak = command("python calc.py > out; cmp out /hidden/expected.txt || exit 1", **hidden)
+    (found,) = check(make_task(tmp_path / "weak", judge=weak, **solution), runtime="sandbox")
+    assert ([weakness.cheat for weakness in found.weaknesses], found.solution) == ([told], 1.0)
+    assert "'run'" in found.weaknesses[0].advice
+    strong = command("cmp out /hidden/expected.txt || exit 1", run=["sh", "-c", "python calc.py > out"], **hidden)
+    (found,) = check(make_task(tmp_path / "strong", judge=strong, **solution), runtime="sandbox")
+    assert (found.weaknesses, found.wrong, found.solution) == ((), (), 1.0)
 
 
 @sandboxed
