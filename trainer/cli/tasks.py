@@ -20,6 +20,7 @@ from rolltap.trainer.cli.options import RUN, command, examples, json_option, rol
 from rolltap.trainer.names import counted
 from rolltap.types import TaskCheck
 
+_FILES_SHOWN = 20
 _DIFF_LINES = 30
 _OPTIONS = ("repositories", "runtime", "tools", "container_engine", "container_arguments")
 _EXAMPLES = examples("rolltap tasks check tasks.jsonl --runtime sandbox")
@@ -100,6 +101,9 @@ def _print(checks: list[TaskCheck]) -> None:
     for check in checks:
         for reason in check.wrong:
             console.print(f"\n{check.task}: {reason}", style="bold red")
+        if check.reachable:
+            shown = ", ".join(check.reachable[:_FILES_SHOWN])
+            console.print(f"\n{check.task}: without 'paths' the agent can change what the judge's files name: {shown}")
         for weakness in check.weaknesses:
             console.print(f"\n{check.task}: {weakness.reward:g} for {weakness.cheat}", style="bold red")
             lines = weakness.diff.splitlines()

@@ -52,6 +52,7 @@ def test_strong_tasks_have_the_exit_status_0_and_json_has_all(check):
         "solution": None,
         "tried": [EXIT],
         "weaknesses": [],
+        "reachable": [],
         "wrong": [],
     }
 

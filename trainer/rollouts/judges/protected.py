@@ -107,6 +107,17 @@ def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
     }
 
 
+def reachable_files(start: Path, task: Task, spec: OneJudge) -> list[str]:
+    """Return the files of a start that the judge's own files name and an agent could change; none with `paths`."""
+    if spec.paths is not None:
+        return []
+    own = own_files(start, task, spec)
+    contents = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"" for path in own)
+    text = "\n".join(content.decode(errors="replace") for content in contents)
+    there = (path for path, entry in scan(start).entries.items() if entry.kind != "folder")
+    return sorted(path for path in there if path not in own and _is_named(path, text))
+
+
 def _units(text: str, there: Collection[str]) -> set[str]:
     """Return the files of the modules that `python -m unittest` is given, also before a class and a method."""
     found = set[str]()

@@ -5,7 +5,7 @@ in code of the agent's, which the judge runs: the code goes on behind it, unless
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -16,12 +16,16 @@ from rolltap.trainer.rollouts.judges.protected import taken_by_make
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The folder of a start, its files, those that are the judge's own, and the code that is the agent's to change."""
+    """The folder of a start, its files, those that are the judge's own, and the code that is the agent's to change.
+
+    `reachable` are files that the judge's own files name and an agent could change.
+    """
 
     start: Path
     files: Sequence[str]
     own: Collection[str]
     code: Sequence[str]
+    reachable: Set[str] = frozenset()
 
     def text(self, path: str) -> str:
         """Return the text of a file; empty without one."""

@@ -21,7 +21,7 @@ from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.folders import write_file
 from rolltap.trainer.rollouts.judges.judge import judge
-from rolltap.trainer.rollouts.judges.protected import own_files
+from rolltap.trainer.rollouts.judges.protected import own_files, reachable_files
 from rolltap.trainer.rollouts.judges.verdict import Judged, best_reward
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder, scratch_folder
@@ -54,6 +54,8 @@ class TaskCheck:
         solution: Reward of the task's own solution; None without one.
         tried: Names of the cheats that were tried.
         weaknesses: The cheats that earn more than the start.
+        reachable: Files of the start that the judge's own files name and an agent could change: say `paths`. What the
+            task's solution changes is left out.
         wrong: Faults of the start and the solution, and why the task could not be tried.
     """
 
@@ -62,6 +64,7 @@ class TaskCheck:
     solution: float | None = None
     tried: tuple[str, ...] = ()
     weaknesses: tuple[Weakness, ...] = ()
+    reachable: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
 
     @property
@@ -148,7 +151,9 @@ class _Trial:
             for (cheat, _), result in zip(planned, judged, strict=True)
             if result.reward is not None and result.reward > start.reward
         ]
-        return replace(found, tried=tuple(cheat.name for cheat, _ in planned), weaknesses=tuple(weak))
+        reached = sorted(ground.reachable - {*self.solved})
+        tried = tuple(cheat.name for cheat, _ in planned)
+        return replace(found, tried=tried, weaknesses=tuple(weak), reachable=tuple(reached))
 
     async def try_solution(self, found: TaskCheck, best: float) -> TaskCheck:
         log = self.work / "logs" / "solve.log"
@@ -170,8 +175,9 @@ class _Trial:
         files = sorted(name for path in paths if ".git/" not in (name := path.relative_to(folder).as_posix()))
         specs = [spec for spec in judges_of(self.task.effective_judge) if not isinstance(spec, LLMJudge)]
         own = set[str]().union(*(own_files(folder, self.task, spec) for spec in specs))
+        reached = set[str]().union(*(reachable_files(folder, self.task, spec) for spec in specs))
         code = [path for path in self.solved or files if path.endswith((".py", ".sh")) and path not in own]
-        return Ground(folder, files, own, code)
+        return Ground(folder, files, own, code, reached)
 
     async def judge(self, name: str, changed: Mapping[str, str], *, seconds: float | None = None) -> Judged:
         """Return the judgement of a session that left these changes; of one named `solution`, the solution's."""

@@ -106,6 +106,16 @@ def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_
     assert (found.weaknesses, found.wrong, found.solution) == ((), (), 1.0)
 
 
+def test_files_that_the_judges_own_files_name_are_told_without_paths(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "CHEATS", [])
+    text = "test \"$(python calc.py)\" = \"$(cat expected.txt)\" || exit 1\n"
+    for name, fields, reachable in (("any", {}, ("expected.txt",)), ("paths", {"paths": ["calc.py"]}, ())):
+        write(tmp_path / name / "start", {"run.sh": text})
+        task = make_task(tmp_path / name, judge=command("sh run.sh", **fields), gold_patch=PATCH)
+        (found,) = check(task)
+        assert found.reachable == reachable
+
+
 @sandboxed
 def test_a_judge_that_runs_the_agents_code_as_a_child_is_not_found(tmp_path, only):
     only(EXIT, NUMBER)
