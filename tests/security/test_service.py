@@ -216,7 +216,7 @@ def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
     assert (raise_limit(), given) == (4096, [(4096, 4096)])
     assert share_limit(4096, 8) == (1000, None)
-    assert share_limit(512, 8) == (224, None)
+    assert share_limit(512, 8) == (112, None)
     connections, warning = share_limit(64, 8)
     assert (connections, "the limit of open files is 64, and 8 sessions at once need about" in warning) == (8, True)
     assert too_many_files() is None

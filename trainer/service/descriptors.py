@@ -23,16 +23,19 @@ def raise_limit() -> int:
 
 
 def share_limit(limit: int, sessions: int) -> tuple[int, str | None]:
-    """Return how many connections there may be beside so many sessions at once, and a warning if there are few."""
+    """Return how many connections there may be beside so many sessions at once, and a warning if there are few.
+
+    As many more may have been accepted before the first one of them is looked at.
+    """
     free = limit - _BASE - _PER_SESSION * sessions
     warning = None
-    if free < FEWEST_CONNECTIONS:
-        needed = limit - free + FEWEST_CONNECTIONS
+    if free < 2 * FEWEST_CONNECTIONS:
+        needed = limit - free + 2 * FEWEST_CONNECTIONS
         warning = (
             f"the limit of open files is {limit}, and {sessions} sessions at once need about {needed}: raise it "
             "(ulimit -Hn), or give a smaller --concurrency"
         )
-    return min(max(free, FEWEST_CONNECTIONS), MOST_CONNECTIONS), warning
+    return min(max(free // 2, FEWEST_CONNECTIONS), MOST_CONNECTIONS), warning
 
 
 def too_many_files() -> str | None:

@@ -76,6 +76,7 @@ async def serve(
                 lifespan="off",
                 access_log=False,
                 limit_concurrency=connections,
+                backlog=connections,
                 h11_max_incomplete_event_size=HEADERS_BYTES,
             )
             config.timeout_graceful_shutdown = 1  # streams of events do not end by themselves
