@@ -79,6 +79,15 @@ def open_file(run: Path, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def has_file(run: Path, name: str) -> bool:
+    """Return True when `open_file` opens a file."""
+    try:
+        open_file(run, name).close()
+    except OSError:
+        return False
+    return True
+
+
 def read_file(run: Path, name: str) -> bytes:
     """Return the contents of a file of a run folder. Raises `OSError` as `open_file`, and for one that is too large."""
     with open_file(run, name) as file:
@@ -199,6 +208,10 @@ class _Span(BaseModel):
     call_id: str = ""
 
 
+class _AnyRow(BaseModel):
+    pass
+
+
 class _OfSession(BaseModel):
     session_id: str = ""
 
@@ -297,11 +310,12 @@ _ROWS: dict[str, type[BaseModel]] = {
     "messages": _CallRow,
     "revision": _SessionRow,
     "detail": _EventRow,
+    "at": _EventRow,
     "experts": _RoutingRow,
     "scorer": _ScoreRow,
     "trained": _TrainedRow,
 }
-"""A column of each table that no other table has -> what its rows hold."""
+"""A column that no other table has -> what the rows of its table hold."""
 _OBJECTS = ("session_started", "rerun", "stored")
 """Events whose detail is a JSON object."""
 
@@ -309,7 +323,7 @@ _OBJECTS = ("session_started", "rerun", "stored")
 @cache
 def _model(columns: tuple[str, ...]) -> type[BaseModel]:
     """Return what rows with these columns hold. Without the column of a table it is not known, and all is right."""
-    return next((model for own, model in _ROWS.items() if own in columns), BaseModel)
+    return next((model for own, model in _ROWS.items() if own in columns), _AnyRow)
 
 
 def row_faults(row: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.door import LARGEST_NUMBER
 from rolltap.addons.store.records import DIGEST, SESSION_JSON, SESSION_SCHEMA, Session, SessionStatus
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version
 from rolltap.addons.store.staging import locked
@@ -157,12 +158,12 @@ def judged_status(session: Session) -> SessionStatus:
 
 
 def finite(value: object, what: str) -> float:
-    """Return a number as a float. Raises `InputError`, which names `what`, for all but a finite one."""
+    """Return a number as a float. Raises `InputError`, which names `what`, unless it is at most `LARGEST_NUMBER`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= LARGEST_NUMBER:
             return number
-    raise InputError(f"{what} is {str(value)[:_NAME]}: give a finite number")
+    raise InputError(f"{what} is {str(value)[:_NAME]}: give a finite number, of at most {LARGEST_NUMBER:g}")

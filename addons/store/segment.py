@@ -48,7 +48,7 @@ _PREFIX = 8
 """Size of a message's prefix in bytes: continuation marker and metadata length (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
 _SEARCHED = 1 << 20
-"""Places at which a marker is looked for at a time."""
+"""Most places at which a marker is looked for at a time."""
 _UNREADABLE = pa.ArrowException, OSError, EOFError, struct.error
 MOST_FAILED = 10_000
 """Places of a file at which a message seems to begin and none can be read. The rest of a file that has more is lost."""
@@ -262,11 +262,14 @@ class SegmentReader:
         start = offset // 8 * 8 + 8
         rest = self._bytes(offset)[start - offset :]
         messages = np.frombuffer(rest, "<i4", count=len(rest) // 8 * 2).reshape(-1, 2)
-        for first in range(0, len(messages), _SEARCHED):
-            markers, lengths = messages[first : first + _SEARCHED].T
+        first, size = 0, 64
+        while first < len(messages):
+            markers, lengths = messages[first : first + size].T
             found = np.flatnonzero((markers == -1) & (lengths > 0))
             if found.size:
                 return start + 8 * (first + int(found[0]))
+            first += size
+            size = min(2 * size, _SEARCHED)
         return None
 
     def _bytes(self, offset: int) -> memoryview:

@@ -62,7 +62,7 @@ class TableScan:
             if skip(path.name):
                 continue
             inode, end = self._read.get(path.name, (0, 0))
-            file = path.stat()
+            file = path.lstat()
             if (file.st_ino, file.st_size) == (inode, end):
                 continue
             with SegmentReader(path, TABLES[self._table]) as reader:

@@ -282,13 +282,13 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
     _require_other_sessions(runs)
     tables = [(source, table) for source in sources for table in TABLES]
     files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
-    size, done = sum(path.stat().st_size for _, _, path in files), 0
+    size, done = sum(path.lstat().st_size for _, _, path in files), 0
     sessions: set[str | None] = set()
     left_behind: list[LeftBehind] = []
     with new_folder(out) as staged:
         with RunWriter(staged, "never") as writer:
             for source, table, path in files:
-                done += path.stat().st_size
+                done += path.lstat().st_size
                 left_behind += _copy_sound_rows(source, table, path, writer, sessions)
                 advance("bytes copied", done, size)
         if left_behind and not sessions:

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.store.door import LARGEST_NUMBER, MOST_NAME, is_name
 from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
 from rolltap.addons.store.staging import new_folder
@@ -45,8 +46,15 @@ def _in_utc(time: datetime) -> datetime:
         raise ValueError("the year is out of range") from None
 
 
+def _printable(name: str) -> str:
+    if not is_name(name):
+        raise ValueError(f"give printable text of at most {MOST_NAME} characters")
+    return name
+
+
 TokenIds = list[Annotated[int, Field(ge=0, le=2**31 - 1)]]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 
 
 class ImportLine(BaseModel):
@@ -67,7 +75,7 @@ class ImportLine(BaseModel):
     group_id: str | None = None
     """Group of the session. When no line gives one, the session id: the session is then a group of its own."""
     harness: str | None = None
-    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    reward: Number | None = None
     started_at: Annotated[datetime, AfterValidator(_in_utc)] | None = None
     """ISO 8601. UTC when no zone is given; the time of the import when left out."""
     role: CallRole = "agent"

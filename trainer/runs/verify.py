@@ -116,7 +116,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     found.findings += _check_leftovers(run)
     sessions: defaultdict[str, list[Session]] = defaultdict(list)
     unreadable: set[str | None] = set()
-    size, done = sum(path.stat().st_size for _, path in files), 0
+    size, done = sum(path.lstat().st_size for _, path in files), 0
     for table, path in files:
         with SegmentReader(path, TABLES[table]) as reader:
             for offset, batch in reader:
@@ -130,7 +130,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
                         sessions[row["session_id"]].append(make_session(row))
                 advance("bytes read", done + offset, size)
         found.findings += _check_file(reader)
-        done += path.stat().st_size
+        done += path.lstat().st_size
     salvaged = "left_behind" in metadata
     with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
         known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
@@ -186,7 +186,7 @@ def _check_leftovers(run: Path) -> Iterator[Finding]:
                 "repair", path.name, "is a temporary file of a process that was killed", "--repair removes it"
             )
     for path in sorted(run.glob("[!.]*.arrow.cut-*")):  # appending one to its segment undoes the cut
-        what = f"has {path.stat().st_size} bytes that a repair cut off: no reader reads them"
+        what = f"has {path.lstat().st_size} bytes that a repair cut off: no reader reads them"
         yield Finding("notice", path.name, what, "remove it when no call is missing")
 
 

@@ -26,7 +26,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
 from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import RewardRules, TracedSession, label_session, make_batch, trace_session
-from rolltap.trainer.training.arguments import check_arguments, require_rows
+from rolltap.trainer.training.arguments import biased, check_arguments, require_rows
 from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
 from rolltap.trainer.training.loop import Source
@@ -72,7 +72,7 @@ class RecordedTraces(Source):
             )
         for number, run in enumerate(self._runs):
             sessions = {name for group in self.groups if group.run == number for name in group.session_ids}
-            _require_temperature(run, sessions, recipe.grpo.get("temperature", 1.0))
+            _require_sampling(run, sessions, recipe.grpo.get("temperature", 1.0))
         require_rows(recipe, len(self.groups), f"the runs have {len(self.groups)} groups to train")
         return {"group": list(range(len(self.groups))), "task_id": [group.task_id for group in self.groups]}
 
@@ -176,15 +176,20 @@ def _require_tokenizer(run: Path, model: Path) -> None:
             )
 
 
-def _require_temperature(run: Path, sessions: set[str], temperature: float) -> None:
-    """Raise `InputError` when a call of the sessions was sampled at another temperature, as far as calls name it."""
+def _require_sampling(run: Path, sessions: set[str], temperature: float) -> None:
+    """Raise `InputError` when a call of the sessions was sampled in another way, as far as calls name it."""
     for batch in read_batches(run, "calls", sessions):
         columns = (batch.column(name).to_pylist() for name in ("session_id", "call_id", "sampling"))
         for session_id, call_id, sampling in zip(*columns, strict=True):
-            recorded = json.loads(sampling).get("temperature", temperature)
-            if recorded != temperature:
+            recorded = json.loads(sampling)
+            what = f"{run}: call {call_id} of session {session_id} was sampled"
+            if (given := recorded.get("temperature", temperature)) != temperature:
                 raise InputError(
-                    f"{run}: call {call_id} of session {session_id} was sampled at temperature {recorded}, but "
-                    f"grpo.temperature is {temperature}: the trainer would divide the logits by another number than "
-                    "the engine did"
+                    f"{what} at temperature {given}, but grpo.temperature is {temperature}: the trainer would divide "
+                    "the logits by another number than the engine did"
+                )
+            if key := biased(recorded):
+                raise InputError(
+                    f"{what} with {key} = {recorded[key]!r}: the loss would be biased, because tokens were not sampled "
+                    "by the probabilities that are trained; record without it, or leave the session out (Run.filter)"
                 )

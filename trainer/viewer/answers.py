@@ -1,6 +1,7 @@
 """The files of the page, and the answers to the paths that it asks for."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,9 @@ from urllib.parse import parse_qsl, unquote
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError, RunError
+from rolltap.addons.store.door import open_file
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.tables import read_batches
+from rolltap.addons.store.tables import batch_rows, read_batches
 from rolltap.trainer.runs.views.report import VersionRewards, reward_steps
 from rolltap.trainer.runs.views.text import TokenText
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
@@ -90,13 +92,13 @@ def _logs(run: Path, session_id: str, revision: object) -> JSON:
 
 def _part(run: Path, name: str, *, end: bool = True) -> str | None:
     """Return a file of the run's folder `logs`, or None without one; of a longer one the last or the first bytes."""
-    folder = (run / "logs").resolve()
-    path = (folder / name).resolve()
-    # an imported session may be named like a path
-    if not path.is_relative_to(folder) or not path.is_file():
+    try:
+        # an imported session may be named like a path
+        file = open_file(run, f"logs/{name}")
+    except OSError:
         return None
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - MOST_BYTES) if end else 0)
         text = file.read(MOST_BYTES).decode(errors="replace")
     if size <= MOST_BYTES:
@@ -114,7 +116,7 @@ def search(run: Path, wanted: str) -> JSON:
     for batch in read_batches(run, "calls"):
         rows = batch.select(["session_id", "call_id", "messages", "reply"])
         has = [pc.match_substring(rows.column(name), written, ignore_case=True) for name in ("messages", "reply")]
-        for row in rows.filter(pc.or_(*(pc.fill_null(each, False) for each in has))).to_pylist():
+        for row in batch_rows(rows.filter(pc.or_(*(pc.fill_null(each, False) for each in has)))):
             texts = _texts([json.loads(row.pop(name) or "null") for name in ("messages", "reply")])
             if (at := next(filter(None, map(pattern.search, texts)), None)) is not None:
                 first, last = max(0, at.start() - AROUND), at.end() + AROUND

@@ -238,7 +238,7 @@ class RunReader:
             self._close_files()
 
     def _events(self, session_id: str | None) -> list[dict[str, Any]]:
-        return [row for batch in self._indexes["events"].batches(session_id, _EVENT) for row in batch.to_pylist()]
+        return [row for batch in self._indexes["events"].batches(session_id, _EVENT) for row in batch_rows(batch)]
 
     def _close_files(self) -> None:
         for index in self._indexes.values():
@@ -271,7 +271,7 @@ class RunReader:
                     f"({min(self._changed_rows)}, ...): their rewards are not used"
                 )
             faults += filter(None, [self._fault, *(entry.fault for entry in entries)])
-            files = [(path.name, path.stat().st_size) for path in run_files(self.run, "trained")]
+            files = [(path.name, path.lstat().st_size) for path in run_files(self.run, "trained")]
             if files != self._trained[0]:
                 self._trained = files, read_trained(self.run)
             if self._indexes and self._only is None:

@@ -17,9 +17,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.door import has_file
 from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.names import some
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions
 from rolltap.trainer.runs.views.outcomes import fact_tables, make_table
@@ -213,7 +215,7 @@ def show_session(
         policy_versions=versions,
         suspicions=session_suspicions(recorded, events),
         revisions=session_rows(run, recorded.session_id),
-        diff=diff if (run / diff).is_file() else None,
+        diff=diff if has_file(run, diff) else None,
         trained=steps,
     )
 
@@ -221,7 +223,7 @@ def show_session(
 def session_events(index: SessionIndex, session_id: str | None) -> list[dict[str, Any]]:
     """Return the events of a session, with `EVENT_COLUMNS` and `call_id`; with None those without a session."""
     batches = index.batches(session_id, (*EVENT_COLUMNS, "call_id"))
-    return [event for batch in batches for event in batch.to_pylist()]
+    return [event for batch in batches for event in batch_rows(batch)]
 
 
 def session_suspicions(recorded: RecordedSession, events: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -3,18 +3,19 @@
 Both are in the folder of the training: a run folder, or that of a training from recorded runs, which is none.
 """
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.table import Table
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.door import parse_object, read_file
 from rolltap.trainer.runs.views.outcomes import make_table, named_counts, number
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.trained import TrainedSession, read_trained
@@ -25,6 +26,10 @@ optimizer steps taken, and the metrics by name. A number that JSON lacks is null
 EVALUATION = "evaluation"
 """Run folder in that of a training, with the sessions of its evaluations."""
 _MOST_STEPS = 50
+
+
+class _Line(BaseModel):
+    step: Annotated[float, Field(strict=True)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,17 +94,19 @@ def step_table(rows: Sequence[StepRow]) -> Table:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines, oldest first; none when there is no file. A last line that is being written is left out.
 
-    Raises `RunError` for a line that is not a JSON object with a step.
+    Raises `RunError` for a file that cannot be read, and for a line that is not a JSON object with a step.
     """
-    if not path.exists():
+    try:
+        *lines, _ = read_file(path.parent, path.name).split(b"\n")
+    except FileNotFoundError:
         return []
-    *lines, _ = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RunError(str(error)) from error
     read = []
     for place, line in enumerate(lines, 1):
         try:
-            values = json.loads(line)
-            values["step"] + 0
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{path}, line {place} is not a step's metrics: correct or remove it") from error
+            values = parse_object(line, _Line)
+        except ValueError as error:
+            raise RunError(f"{path}, line {place} is not a step's metrics: correct or remove it ({error})") from error
         read.append(values)
     return read
