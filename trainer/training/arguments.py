@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from trl.trainer.utils import disable_dropout_in_model
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
@@ -181,7 +182,10 @@ def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's sampling parameters, with the trainer's temperature. Raises `InputError` if two differ."""
+    """Return the recipe's sampling parameters, with the trainer's temperature, and all others neutral.
+
+    Raises `InputError` if two temperatures differ, and for parameters that would bias the loss.
+    """
     text = recipe.recorder.get("rolltap_sampling", "{}")
     try:
         own = TypeAdapter(dict[str, Any]).validate_json(str(text))
@@ -193,7 +197,22 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
             f"recorder.rolltap_sampling samples at temperature {own['temperature']!r}, but grpo.temperature is "
             f"{temperature!r}: the trainer would divide the logits by another number than the engine"
         )
-    return {**own, "temperature": temperature}
+    if key := biased(own):
+        raise InputError(
+            f"recorder.rolltap_sampling has {key} = {own[key]!r}: tokens would not be sampled by the probabilities "
+            f"that are trained; remove {key}"
+        )
+    return {**NEUTRAL_SAMPLING, **own, "temperature": temperature}
+
+
+def biased(sampling: Mapping[str, Any]) -> str | None:
+    """Return a parameter with which tokens are not independent samples of the policy at a temperature, or None."""
+    neutral = {**NEUTRAL_SAMPLING, "seed": None}
+    for key in neutral.keys() - {"temperature"}:
+        value = sampling.get(key, neutral[key])
+        if value != neutral[key] and (key, value) != ("top_k", -1):  # which is vLLM's as well
+            return key
+    return None
 
 
 def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """Arguments of a recipe for TRL, PEFT and the recorder; its adapter, checkpoints and reporters."""
 
+import json
+
 import pytest
 from peft import get_peft_model
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.training import arguments
 from rolltap.trainer.training.arguments import (
     CHECKPOINTS,
@@ -64,13 +67,27 @@ class TestSampling:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("", {"temperature": 1.0}),
+            ("", {}),
             ("[grpo]\ntemperature = 0.7\n", {"temperature": 0.7}),
-            ("[recorder]\nrolltap_sampling = '{\"top_k\": 5}'\n", {"top_k": 5, "temperature": 1.0}),
+            ("[recorder]\nrolltap_sampling = '{\"max_tokens\": 5}'\n", {"max_tokens": 5}),
+            ('[recorder]\nrolltap_sampling = \'{"top_p": 1, "top_k": -1}\'\n', {"top_k": -1}),
         ],
     )
-    def test_the_engine_samples_at_the_trainers_temperature(self, tmp_path, text, expected):
-        assert sampling(load_recipe(write_recipe(tmp_path, text))) == expected
+    def test_the_engine_samples_at_the_trainers_temperature_and_else_neutrally(self, tmp_path, text, expected):
+        assert sampling(load_recipe(write_recipe(tmp_path, text))) == NEUTRAL_SAMPLING | expected
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            *(("top_p", 0.5), ("top_k", 20), ("min_p", 0.05), ("presence_penalty", 0.1), ("frequency_penalty", 0.1)),
+            *(("repetition_penalty", 1.1), ("repetition_penalty", -1), ("seed", 0)),
+        ],
+    )
+    def test_what_would_bias_the_loss_is_refused_with_key_value_and_fix(self, tmp_path, key, value):
+        text = f"[recorder]\nrolltap_sampling = '{json.dumps({key: value})}'\n"
+        message = rf"rolltap_sampling has {key} = {value}: .* probabilities that are trained; remove {key}$"
+        with pytest.raises(InputError, match=message):
+            sampling(load_recipe(write_recipe(tmp_path, text)))
 
     @pytest.mark.parametrize(
         ("value", "message"),

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError
+from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import RunWriter
@@ -257,7 +258,7 @@ class TestCheck:
             recipe = Recipe(
                 model=tokenizer_folder,
                 steps=1,
-                recorder={"rolltap_sampling": '{"top_p": 0.9}'},
+                recorder={"rolltap_sampling": '{"max_tokens": 9}'},
                 evaluation={"tasks": tmp_path / "held_out.jsonl", **keys},
             )
             harness = Harness(name="h", program="true", headless=[])
@@ -283,14 +284,14 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("keys", "sampling"),
         [
-            ({}, {"top_p": 0.9, "temperature": 0.0}),
-            ({"sampling": {}}, {"top_p": 0.9, "temperature": 1.0}),
-            ({"sampling": {"top_p": 1}}, {"top_p": 1, "temperature": 1.0}),
+            ({}, {"max_tokens": 9, "temperature": 0.0}),
+            ({"sampling": {}}, {"max_tokens": 9}),
+            ({"sampling": {"top_p": 0.9, "seed": 1}}, {"max_tokens": 9, "top_p": 0.9, "seed": 1}),
         ],
     )
     def test_the_sampling_is_the_trainings_but_for_the_keys_of_the_table(self, check, keys, sampling):
         evaluations, _, said = check([self.line("new", instruction="new")], **keys)
-        assert json.loads(evaluations.worker.config.recorder["rolltap_sampling"]) == sampling
+        assert json.loads(evaluations.worker.config.recorder["rolltap_sampling"]) == NEUTRAL_SAMPLING | sampling
         assert evaluations.worker.recorder.path.parts[-2:] == ("run", "evaluation")
         assert said == ""
 

@@ -260,6 +260,21 @@ HOT = {"sampling": '{"temperature": 0.7}'}
         (GROUPS, {"tokenizer_sha256": "other"}, GRPO, "another tokenizer than .*; its model was recorded"),
         (GROUPS, {"chat_template_sha256": "other"}, GRPO, "recorded with another chat template"),
         (GROUPS, HOT, GRPO, r"call c of session a-[01] was sampled at temperature 0\.7, but grpo\.temperature is 1\.0"),
+        *(
+            (
+                GROUPS,
+                {"sampling": json.dumps(sampling)},
+                GRPO,
+                rf"call c .* was sampled with {message}: .* \(Run.filter\)",
+            )
+            for sampling, message in (
+                ({"temperature": 1.0, "top_p": 0.5}, r"top_p = 0\.5"),
+                ({"top_k": 20}, "top_k = 20"),
+                ({"min_p": 0.1}, r"min_p = 0\.1"),
+                ({"presence_penalty": 1}, "presence_penalty = 1"),
+                ({"seed": 3}, "seed = 3"),
+            )
+        ),
         (GROUPS, {}, "groups_per_step = 2\n", "groups_per_step is 2, but the runs have 1 groups to train"),
         (GROUPS, {}, "[grpo]\nlearning_rat = 1\n", "learning_rat"),
     ],
