@@ -11,6 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
+from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.service import app as service_app
 from rolltap.trainer.service import connections
@@ -217,8 +218,12 @@ def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
     assert (raise_limit(), given) == (4096, [(4096, 4096)])
     assert share_limit(4096, 8) == (1000, None)
     assert share_limit(512, 8) == (112, None)
-    connections, warning = share_limit(64, 8)
-    assert (connections, "the limit of open files is 64, and 8 sessions at once need about" in warning) == (8, True)
+    connections, warning = share_limit(256, 8)
+    assert (connections, "the limit of open files is 256, and 8 sessions at once need about" in warning) == (8, True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(InputError, match="too few files may be open: 64, and a recorder needs 256: raise the limit"):
+        raise_limit()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     assert too_many_files() is None
 
 

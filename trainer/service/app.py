@@ -184,7 +184,7 @@ def _listed(app: FastAPI) -> str:
     """Return a page with the routes."""
     routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     lines = [
-        f"<dt><code>{'/'.join(sorted(route.methods))} {escape(route.path)}</code><dd>{escape(route.description)}"
+        f"<dt><code>{'/'.join(sorted(route.methods or ()))} {escape(route.path)}</code><dd>{escape(route.description)}"
         for route in routes
     ]
     about = "<p>The fields of bodies and answers are in <a href='openapi.json'>openapi.json</a>."

@@ -4,6 +4,10 @@ import errno
 import os
 import resource
 
+from rolltap.addons.errors import InputError
+
+FEWEST_DESCRIPTORS = 256
+"""Files that a recorder must be able to have open, to answer a call."""
 MOST_DESCRIPTORS = 65_536
 """Files that a service has open at most: programs that it starts inherit the limit, and some try every number."""
 MOST_CONNECTIONS = 1_000
@@ -14,10 +18,18 @@ _SPARE = 8
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files of this process as far as it may, and return it."""
+    """Raise the limit of open files of this process and its recorder as far as it may, and return it.
+
+    Raises `InputError` for one with which no call is answered.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     limit = max(soft, highest)
+    if limit < FEWEST_DESCRIPTORS:
+        raise InputError(
+            f"too few files may be open: {limit}, and a recorder needs {FEWEST_DESCRIPTORS}: raise the limit "
+            "(ulimit -Hn)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 

@@ -56,6 +56,15 @@ def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(service, eng
     assert rolltap.open_run(service.run).verify(progress=False).sound
 
 
+@pytest.mark.deep
+def test_a_group_that_was_accepted_before_the_folder_was_a_run_is_found_again(service):
+    service.submit(id="early", sessions=1)
+    service.kill()
+    assert not (service.run / "run.json").exists()
+    service.start()
+    assert list(service.events_of("early")[-1][2]["rewards"].values()) == [1.0]
+
+
 def test_the_recorder_is_started_again_and_the_group_goes_on(service, engine):
     engine.replies.append(Say("good.", hold_after=1))
     service.submit(id="held", sessions=1)
