@@ -196,6 +196,19 @@ class EngineAdmin:
                 f"{adapters + 1}; start it with `rolltap serve --lora-rank RANK --ahead {ahead}`"
             )
 
+    def require_processed(self) -> None:
+        """Raise `EngineError` when the log-probabilities are not those of the sampling temperature."""
+
+        def read(answer: Any) -> str:
+            return str(answer["vllm_config"]["model_config"]["logprobs_mode"])
+
+        mode = self._ask("GET", "/server_info?config_format=json", read)
+        if mode != "processed_logprobs":
+            raise EngineError(
+                f"the engine at {self.url} reports {mode}, which are those of temperature 1: start it with `rolltap "
+                "serve` or --logprobs-mode processed_logprobs, or remove grpo.temperature"
+            )
+
     def is_paused(self) -> bool:
         """Return True after `pause`, until `resume`."""
         return self._ask("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))

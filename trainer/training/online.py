@@ -108,6 +108,8 @@ class OnlineTraces(Source):
         # those that are refused were named when the recipe was read
         tasks = self._worker.fit(load_tasks(recipe.tasks, repositories=recipe.repositories, refused=[]))
         self._engines.each(lambda engine: engine.require_endpoints())
+        if recipe.grpo.get("temperature", 1) != 1:
+            self._engines.each(lambda engine: engine.require_processed())
         if recipe.ahead and recipe.publish == "lora":
             self._engines.each(lambda engine: engine.require_adapters(recipe.ahead, recipe.adapters))
         if isinstance(self._worker, Worker):

@@ -74,6 +74,14 @@ def test_an_engine_tells_the_type_in_which_it_computes(answering, admin, answer,
     assert admin.dtype() == dtype
 
 
+def test_a_temperature_needs_log_probabilities_at_it(answering, admin):
+    answering.answers["/server_info"] = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+    admin.require_processed()
+    answering.answers["/server_info"] = {"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}
+    with pytest.raises(EngineError, match=r"reports raw_logprobs, .* --logprobs-mode processed_logprobs, or remove"):
+        admin.require_processed()
+
+
 def test_a_recipe_without_a_type_takes_its_engines(answering):
     answering.answers["/server_info"] = {"vllm_config": "dtype=torch.bfloat16"}
     recipe = Recipe(model=Path("m"), steps=1)

@@ -1,7 +1,7 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from io import StringIO
@@ -18,12 +18,14 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.runs.views.score import Teacher
 from rolltap.trainer.runs.views.training import EVALUATION
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import iter_sessions
+from rolltap.trainer.training import online
 from rolltap.trainer.training.attempt import Attempt
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
@@ -541,3 +543,22 @@ class TestFaults:
         with RunWriter(loop.folder, "never") as writer:
             give_reward(writer, loop.run[0], GivenReward(value=-9.0, group="mine", source="x"), change=True)
         assert loop.step(3, "b", attempt=1) == first
+
+
+def test_a_temperature_other_than_1_asks_each_engine_for_log_probabilities_at_it(tmp_path, monkeypatch):
+    for name, value in (("check_arguments", Mock()), ("make_worker", Mock()), ("load_tasks", Mock(return_value=TASKS))):
+        monkeypatch.setattr(online, name, value)
+    required = Mock(side_effect=EngineError("raw_logprobs"))
+    monkeypatch.setattr(EngineAdmin, "require_endpoints", Mock())
+    monkeypatch.setattr(EngineAdmin, "require_processed", required)
+
+    def check(**grpo):
+        recipe = Recipe(model=tmp_path, tasks="t", harness="h", steps=1, grpo=grpo)
+        engine = "http://127.0.0.1:9"
+        OnlineTraces(recipe, tmp_path, engine=engine, seed=0, console=Console(file=StringIO())).check()
+
+    with pytest.raises(EngineError, match="raw_logprobs"):
+        check(temperature=0.7)
+    with suppress(ValueError):  # the worker is none
+        check(temperature=1.0)
+    required.assert_called_once_with()
