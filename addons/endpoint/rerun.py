@@ -3,7 +3,8 @@
 **A recorded call answers the request whose canonical conversation it is**: equal tools and equal messages, in the form
 of `canonical.py`. It does not matter in which order requests come, so that sub-agents may run at the same time, nor
 what the program asks for besides: a model's name, a temperature, a stream. Of recorded calls with equal conversations
-each answers once, in the order in which they were asked. A retry gets the reply of the request that it repeats.
+each answers once, in the order in which they were asked, if its reply is what its tokens say: whoever changes a record
+could have the program run a command that no model sampled. A retry gets the reply of the request that it repeats.
 
 **Ids are those that were issued then.** All ids of a reply follow from its call's id. A conversation or a cached
 content that the program makes again gets the id of the one with the same content.
@@ -49,6 +50,7 @@ from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
 from rolltap.addons.prompts.continuity import Prompt, Turn
+from rolltap.addons.prompts.reply import is_sampled
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind
@@ -91,6 +93,8 @@ class RerunSession(RecoveredSession):
         """Digest of a conversation -> the calls that have it."""
         self._given: dict[str, FinishedCall] = {}
         """The calls that have answered."""
+        self._foreign: str | None = None
+        """Why a call does not answer: its reply was written by somebody else than its model."""
 
     def _rows(self) -> tuple[list[Row], bool]:
         """Return the rows of the recorded session; of what a fork samples only those that it can come to."""
@@ -152,6 +156,10 @@ class RerunSession(RecoveredSession):
                 if not self.live:
                     self.live, self._first = True, call_id
                 return None
+            if not self._is_sampled(self._calls[call_id], history.turns[call_id]):
+                number = [*self._calls].index(call_id) + 1
+                self._foreign = f"call {number}: its recorded reply is not what its tokens say"
+                return None
             finished = self._finished_call(self._calls[call_id], history.turns[call_id], delivered=False)
             if finished is not None:
                 finished.digest = digest
@@ -159,11 +167,18 @@ class RerunSession(RecoveredSession):
                 return finished, "rerun"
         return None
 
+    def _is_sampled(self, recorded: RecordedCall, turn: Turn) -> bool:
+        stop = recorded.sampling.get("stop") or []
+        ids = turn.prompt_ids(), turn.completion_ids.tolist()
+        return is_sampled(recorded.reply or {}, self._recovery.rendering, *ids, recorded.tools, stop)
+
     def difference(self, model_call: ModelCall, workspace: str) -> str | None:
         """Say where a request that no recorded call answers differs from the most similar one that has not answered.
 
         `workspace` is its digest, if it is kept. That alone is compared of the live part, in its first request.
         """
+        if self._foreign is not None:
+            return self._foreign
         if self.live:
             first, self._first = self._first or "", None
             then = self._archive.workspaces.get(first, "")

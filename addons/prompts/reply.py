@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rolltap.addons.dialects.model_call import ModelCall, Reply
+from rolltap.addons.dialects.model_call import Message, ModelCall, Reply, Tool, parse_arguments
 from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import Markup
@@ -112,6 +112,31 @@ def cut_at_stop(reply: Reply, stop_texts: Sequence[str], *, partial: bool) -> No
             return
         if partial and (field == "content" or not reply.content):  # content ends the reasoning
             setattr(reply, field, text[: max(0, len(text) - _held_back(stop_texts))])
+
+
+def is_sampled(
+    message: Message,
+    rendering: Rendering,
+    prompt_ids: Sequence[int],
+    completion_ids: list[int],
+    tools: list[Tool],
+    stop_texts: Sequence[str],
+) -> bool:
+    """Return True when a recorded reply is what its tokens say.
+
+    Its tool calls are theirs, and its texts begin theirs. A stream may have ended them early, or have sent reasoning as
+    content (`TextDeltas.finish`).
+    """
+    sampled = rendering.parse(prompt_ids, completion_ids, tools)
+    cut_at_stop(sampled, stop_texts, partial=False)
+    given = Reply.of_message({"content": "", **message}, None)
+    if not given.tool_calls:
+        calls_as_text(sampled)
+    calls = [[(call.name, parse_arguments(call.arguments)) for call in reply.tool_calls] for reply in (given, sampled)]
+    reasoning, content = ("".join(text.split()) for text in (sampled.reasoning, sampled.content))
+    texts = ("".join(text.split()) for text in (given.reasoning, given.content))
+    begun = all(any(whole.startswith(text) for whole in (content, reasoning + content)) for text in texts)
+    return calls[0] == calls[1] and begun
 
 
 def find_stop(text: str, stop_texts: Sequence[str]) -> tuple[int, str] | None:

@@ -64,7 +64,7 @@ class ImportLine(BaseModel):
 
     session_id: Name
     call_id: Name
-    prompt_ids: TokenIds
+    prompt_ids: Annotated[TokenIds, Field(min_length=1)]
     """The full prompt, shape (P,), with the tokens of earlier calls."""
     completion_ids: TokenIds
     """The sampled tokens, shape (C,)."""

@@ -6,10 +6,11 @@ temporary files of dead processes.
 """
 
 import errno
+import logging
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import count, islice
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+from huggingface_hub import try_to_load_from_cache
 
-from rolltap.addons.errors import LedgerError, RunError
+from rolltap.addons.errors import InputError, LedgerError, RunError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import (
     CALL_SCHEMA,
@@ -35,9 +37,12 @@ from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked, new_file
 from rolltap.addons.store.tables import TABLES, checked_rows, named_fault, run_files
 from rolltap.trainer.console import Advance
+from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession, Row, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.tree import parents_first
+
+logger = logging.getLogger(__name__)
 
 Grade = Literal["damage", "repair", "notice"]
 """`damage`: rows are lost, were changed, or break an invariant. `repair`: `--repair` removes it, and no row with it.
@@ -132,6 +137,7 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
         found.findings += _check_file(reader)
         done += path.lstat().st_size
     salvaged = "left_behind" in metadata
+    rendering = load_rendering(metadata) if any(table == "calls" for table, _ in files) else None
     with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
         known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
         names = [name for name in known if name is not None and name not in unreadable]
@@ -139,8 +145,44 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
             found.findings += check_session(
                 run, name, sessions.get(name, []), list(calls.batches(name)), events.batches(name), salvaged=salvaged
             )
+            if rendering is not None:
+                found.findings += check_replies(rebuild_calls(run, name, calls.batches(name)), rendering)
             advance("sessions rebuilt", number, len(names))
     return found
+
+
+def load_rendering(metadata: Mapping[str, Any]) -> Any:
+    """Return the rendering of a run's model, which reads replies; None where it is not on this machine.
+
+    Nothing is downloaded, and a model of another tokenizer than the run's is none.
+    """
+    model = str(metadata.get("model"))
+    known = Path(model, "tokenizer_config.json").is_file()
+    if not known and not isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str):
+        return None
+    try:
+        from rolltap.addons.prompts.rendering import Rendering
+
+        how = (str(metadata.get(name) or "auto") for name in ("renderer", "tool_parser"))
+        rendering = Rendering(model, *how)
+    except (ImportError, InputError) as error:
+        logger.warning("replies are not compared with their tokens: %s", error)
+        return None
+    return rendering if rendering.digests.items() <= metadata.items() else None
+
+
+def check_replies(calls: Sequence[Call], rendering: Any) -> Iterator[Finding]:
+    """Yield a finding for each call of a session whose recorded reply is not what its tokens say."""
+    from rolltap.addons.prompts.reply import is_sampled
+
+    for conversation in rebuild_conversations(calls):
+        call, reply = conversation.call, conversation.reply
+        if reply is None or not call.dialect or call.violation or call.status != "completed":
+            continue
+        stop = call.parsed_sampling.get("stop") or []
+        if not is_sampled(reply, rendering, call.prompt_ids, call.completion_ids, conversation.tools or [], stop):
+            where = f"session {call.session_id}, call {call.call_id}"
+            yield Finding("damage", where, "its reply is not what its tokens say", "do not run it again")
 
 
 def check_rows(table: str, batch: pa.RecordBatch) -> Iterator[tuple[Row | None, str | None]]:

@@ -202,9 +202,9 @@ def rebuild_calls(
     """Return the calls of one session from its rows, in the order of `started_at`, each with its full prompt.
 
     A call whose prompt cannot be rebuilt has `violation` set, and as its prompt only the tail that was stored. Reasons
-    are a parent that is missing and lengths that disagree. With `check_digests`, calls whose digest does not match, and
-    those whose prompts continue theirs, have `violation` set too, and the log has a warning. Raises `RunError` when a
-    call is recorded twice.
+    are a parent that is missing, lengths that disagree and a prompt without tokens. With `check_digests`, calls whose
+    digest does not match, and those whose prompts continue theirs, have `violation` set too, and the log has a warning.
+    Raises `RunError` when a call is recorded twice.
     """
     rows: dict[str, Row] = {}
     for batch in batches:
@@ -239,6 +239,8 @@ def _call(row: Row, parent: Call | None) -> Call:
         violation = f"parent {row['parent_id']} is not in the run"
     elif known != prefix_length:
         violation = f"the prompt has {row['prompt_length']} tokens, but {known + len(tail)} can be rebuilt"
+    elif not row["prompt_length"] and row["completion_ids"]:
+        violation = "its prompt has no token, so that nothing gives its first one a probability"
     prompt_ids = Tokens(tail)
     if parent is not None and known and violation is None:
         assert isinstance(parent.prompt_ids, Tokens)

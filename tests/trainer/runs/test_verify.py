@@ -23,6 +23,7 @@ from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.verify import MOST_MISSING, check_session_rows, verify_run
 from rolltap.trainer.traces.reader import RecordedCalls
+from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.deep import examples
 from tests.factories import START, make_call, make_session, write_run
 from tests.trainer.runs.recorded_runs import record, recorded_sessions
@@ -114,6 +115,13 @@ class TestInvariants:
         b = make_call("b", [1, 2, 3], **{"completion_ids": [4], **child})
         run = make_run(tmp_path / "run", [make_call("a"), b])
         assert found(run) == [("damage", "session s, call b", what)]
+
+    def test_a_call_without_a_prompt_is_damage_and_not_trained_on(self, tmp_path):
+        run = make_run(tmp_path / "run", [make_call("a", [])])
+        what = "its prompt has no token, so that nothing gives its first one a probability"
+        assert found(run) == [("damage", "session s, call a", what)]
+        [traced] = iter_traces(run, TraceOptions())
+        assert (traced.traces, traced.ledger.left_out) == ([], {"violation": 1})
 
     def test_a_call_that_is_marked_as_not_trainable_is_no_damage(self, tmp_path):
         marked = make_call("b", logprobs=[0.5], violation="log-probability 0 is positive (0.5)")
