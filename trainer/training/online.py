@@ -41,6 +41,7 @@ from rolltap.trainer.training.ahead import Ahead, Flow
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
 from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
 from rolltap.trainer.training.evaluation import Evaluations
+from rolltap.trainer.training.grpo.metrics import FORK
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import FINISHED, Recipe
@@ -335,7 +336,7 @@ class OnlineTraces(Source):
                 continue
             if (source := find_fork(sessions, rules, forks, self._run, self._rows)) is not None:
                 place = int(group.group_id.rpartition(".")[2])
-                begun.append(step_group(version, place, group.task, forks.sessions, "fork", source))
+                begun.append(step_group(version, place, group.task, forks.sessions, FORK, source))
         return begun
 
     def _record(self, groups: Sequence[Group], version: Version) -> list[list[Session]]:

@@ -27,6 +27,8 @@ from rolltap.trainer.training.grpo.advantages import GROUP, mean_group_std, rewa
 KINDS: tuple[CallKind, ...] = get_args(CallKind)
 """Kinds of continuity. A token has the number of its kind in this order."""
 
+FORK = "fork"
+"""Kind of a group of forks: its id begins with this, `~` and the task's."""
 MOST_TASKS = 50
 """Most tasks that have a metric each. Dashboards become slow with thousands of names."""
 
@@ -41,8 +43,9 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
     """Return metrics by name. `trained` is the part of the batch with a signal. `tasks` are those with a metric each.
 
     `sessions_excluded` are those that the recipe leaves out for their outcome or for suspicions, `sessions_no_reward`
-    those that have none for another reason than their status. `reward_std` is the mean over groups with a reward,
-    `traces_per_session` that over sessions with one. Names of harnesses and tasks are percent-encoded.
+    those that have none for another reason than their status. Rewards are those of fresh sessions, and
+    `reward/forks` of forks, which begin in the middle of a session that failed. `reward_std` is the mean over groups
+    with a reward, `traces_per_session` that over sessions with one. Names of harnesses and tasks are percent-encoded.
     """
     rewards = list(batch.rewards.values())
     groups = rewards_by(GROUP, rewards)
@@ -69,11 +72,16 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
         metrics[f"cached_share/{file_name(harness)}" if harness else "cached_share"] = share
     if rewards:
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
-        metrics["reward"] = fmean(labelled.reward for labelled in rewards)
-        metrics["reward_std"] = mean_group_std(groups.values())
+    forks = [each for each in rewards if f"{FORK}~{each.task_id}-" in each.group_id]
+    if forks:
+        metrics["reward/forks"] = fmean(labelled.reward for labelled in forks)
+    fresh = [each for each in rewards if each not in forks]
+    if fresh:
+        metrics["reward"] = fmean(labelled.reward for labelled in fresh)
+        metrics["reward_std"] = mean_group_std(rewards_by(GROUP, fresh).values())
         means = {
-            "harness": rewards_by(attrgetter("harness"), rewards),
-            "task": rewards_by(attrgetter("task_id"), (r for r in rewards if r.task_id in tasks)),
+            "harness": rewards_by(attrgetter("harness"), fresh),
+            "task": rewards_by(attrgetter("task_id"), (r for r in fresh if r.task_id in tasks)),
         }
         for label, parts in means.items():
             metrics |= {f"reward/{label}/{file_name(name)}": fmean(part) for name, part in parts.items() if name}

@@ -110,6 +110,26 @@ class TestBatch:
         }
         assert named(batch_metrics(batch, trained, {"y", "z"}), "reward/task/").keys() == {"reward/task/y"}
 
+    def test_forks_are_beside_the_fresh_sessions_whose_task_may_be_named_like_them(self):
+        def rewards(**given):
+            return {
+                name: GroupReward(group_id=group, reward=reward, task_id=task, harness="codex")
+                for name, (group, task, reward) in given.items()
+            }
+
+        fresh = rewards(a=("t-1.0.0", "t", 0.0), b=("t-1.0.0", "t", 0.0), c=("fork~t-1.0.1", "fork~t", 0.0))
+        forks = rewards(d=("fork~t-1.0.0", "t", 1.0), e=("0/fork~t-1.0.0", "t", 0.5))
+        batch = TraceBatch(rewards=fresh | forks)
+        metrics = batch_metrics(batch, batch, {"t"})
+        assert named(metrics, "reward") == {
+            "reward": 0.0,
+            "reward_std": 0.0,
+            "reward/forks": 0.75,
+            "reward/harness/codex": 0.0,
+            "reward/task/t": 0.0,
+        }
+        assert (metrics["sessions"], metrics["groups"]) == (5, 4)
+
     def test_the_cached_share_is_of_all_harnesses_and_of_each(self, batch, trained):
         assert not named(batch_metrics(batch, trained, TASKS), "cached_share")
         batch.continued = {
