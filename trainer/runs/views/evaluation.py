@@ -1,13 +1,14 @@
 """How often tasks are solved, with intervals, and whether two runs on the same tasks differ.
 
 Sessions without a reward do not count. A session solved its task when its reward is at least `SOLVED`. Intervals are of
-95 %. With `FEW_TASKS` tasks or more they say what other tasks of the kind would give: Student's t over the tasks. With
-fewer they hold for these tasks alone. Rewards of 0 and 1 have the interval of Jeffreys' prior there, others Student's t
-over the sessions of a task.
+95 %. With `FEW_TASKS` tasks or more they say what other tasks of the kind would give, with fewer they hold for these
+tasks alone. Those of solved tasks follow from the beta-binomial model: the chances of the tasks have a Beta
+distribution, of which every mean and every spread is as likely as another one. Those of a difference are Student's t
+over the tasks. For few tasks they have Jeffreys' prior for rewards of 0 and 1, and else Student's t over the sessions.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
@@ -26,6 +27,7 @@ from rolltap.trainer.traces.sessions import session_reward
 
 SOLVED = 1.0
 FEW_TASKS = 5
+MANY_TASKS = 30
 DRAWS = 20_000
 """Draws of an estimate, of which the quantiles are the interval."""
 _QUANTILES = (0.025, 0.975)
@@ -72,31 +74,85 @@ def pass_rows(rewards: Mapping[str, Sequence[float]]) -> list[PassRow]:
     """Return a row for each k: 1, 2, 4 and so on, up to the sessions that every task has."""
     tasks = [(len(given), sum(reward >= SOLVED for reward in given)) for given in rewards.values()]
     fewest = min((n for n, _ in tasks), default=0)
-    return [_pass_row(tasks, 2**power) for power in range(fewest.bit_length())]
+    if not fewest:
+        return []
+    rng = np.random.default_rng(0)
+    a, b, weights = _beta_grid(tasks)
+    chances = None
+    if len(tasks) < FEW_TASKS:
+        chosen = rng.choice(len(a), DRAWS, p=weights / weights.sum())
+        n, c = np.array(tasks).T[:, :, None]
+        chances = rng.beta(a[chosen] + c, b[chosen] + n - c)
+    rows = []
+    for power in range(fewest.bit_length()):
+        k = 2**power
+        if chances is None:
+            more = np.arange(k)[:, None]
+            one = 1 - ((b + more) / (a + b + more)).prod(axis=0)
+            every = ((a + more) / (a + b + more)).prod(axis=0)
+        else:
+            weights = np.ones(DRAWS)
+            one = 1 - ((1 - chances) ** k).mean(axis=0)
+            every = (chances**k).mean(axis=0)
+        pass_at = np.array([1 - comb(n - c, k) / comb(n, k) for n, c in tasks])
+        pass_all = np.array([comb(c, k) / comb(n, k) for n, c in tasks])
+        found = [_chance(pass_at, one, weights, rng), _chance(pass_all, every, weights, rng)]
+        rows.append(PassRow(k, len(tasks), *found))
+    return rows
 
 
-def _pass_row(tasks: Sequence[tuple[int, int]], k: int) -> PassRow:
-    return PassRow(
-        k,
-        len(tasks),
-        _chance(tasks, lambda n, c: 1 - comb(n - c, k) / comb(n, k), lambda share: 1 - (1 - share) ** k),
-        _chance(tasks, lambda n, c: comb(c, k) / comb(n, k), lambda share: share**k),
-    )
+def _chance(values: Numbers, means: Numbers, weights: Numbers, rng: np.random.Generator) -> Interval:
+    """Return the mean of the tasks' values, with the interval of `means` with these weights.
 
-
-def _chance(
-    tasks: Sequence[tuple[int, int]],
-    estimate: Callable[[int, int], float],
-    of_share: Callable[[Numbers], Numbers],
-) -> Interval:
-    """Return the mean over tasks, which have n sessions of which c solved them.
-
-    `estimate` is of n and c, `of_share` of the chance of one session.
+    With many tasks it has Student's t in it, which needs no model of the tasks.
     """
-    values, rng = np.array([estimate(n, c) for n, c in tasks]), np.random.default_rng(0)
-    if len(tasks) >= FEW_TASKS and np.ptp(values) > 0:
-        return _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
-    return _interval(values, of_share(_shares(tasks, rng)).mean(axis=0))
+    order = np.argsort(means)
+    below = weights[order].cumsum()
+    low, high = means[order][np.searchsorted(below, np.array(_QUANTILES) * below[-1])]
+    value = values.mean()
+    if len(values) >= MANY_TASKS:
+        other = _interval(values, np.clip(_over_tasks(values, rng), 0, 1))
+        low = min(low, other.low)
+        high = max(high, other.high)
+    return Interval(float(value), float(min(low, value)), float(max(high, value)))  # 32 of 32 ends at 1
+
+
+_CELLS = 50
+_ALIKE = 0.1
+"""Probability, before anything is known, that all tasks have the same chance."""
+
+
+def _beta_grid(tasks: Sequence[tuple[int, int]]) -> tuple[Numbers, Numbers, Numbers]:
+    """Return parameters a and b of the Beta distribution of the tasks' chances, and their weights.
+
+    A grid of its mean and its spread 1 / (a + b + 1) is laid over where they are likely, and again.
+    `tasks` have n sessions, of which c solved them.
+    """
+    bounds = np.array([[0.0, 1.0], [0.0, 1.0]])
+    counts = Counter(tasks)
+    most = max(n for n, _ in tasks)
+    places = (np.arange(_CELLS) + 0.5) / _CELLS
+    for _ in range(3):
+        lows, sizes = bounds[:, 0], np.diff(bounds)[:, 0]
+        mean, spread = lows[:, None] + sizes[:, None] * places
+        spread = np.append(spread, 1e-6)  # all chances alike
+        prior = np.append(np.full(_CELLS, (1 - _ALIKE) * sizes[1] / _CELLS), _ALIKE)
+        total = np.broadcast_to(1 / spread - 1, (_CELLS, len(spread)))
+        a = mean[:, None] * total
+        b = total - a
+        more = np.arange(most)[:, None, None]
+        rising = [np.log(each + more).cumsum(axis=0) for each in (a, b, total)]
+        of_a, of_b, of_total = (np.concatenate([np.zeros((1, *a.shape)), each]) for each in rising)
+        log = np.log(prior) + np.zeros_like(a)
+        for (n, c), number in counts.items():
+            log += number * (of_a[c] + of_b[n - c] - of_total[n])
+        weights = np.exp(log - log.max())
+        likely = weights > 1e-6
+        for axis, among in enumerate((likely.any(axis=1), likely.any(axis=0)[:-1])):
+            if among.any():
+                cells = np.flatnonzero(among)
+                bounds[axis] = lows[axis] + sizes[axis] / _CELLS * np.array([cells[0], cells[-1] + 1])
+    return a.ravel(), b.ravel(), weights.ravel()
 
 
 def _over_tasks(values: Numbers, rng: np.random.Generator) -> Numbers:

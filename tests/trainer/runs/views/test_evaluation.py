@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.cli import main
-from rolltap.trainer.runs.views.evaluation import FEW_TASKS, compare_sessions, pass_rows, rewards_of
-from tests.deep import examples
+from rolltap.trainer.runs.views.evaluation import FEW_TASKS, MANY_TASKS, compare_sessions, pass_rows, rewards_of
+from tests.deep import DEEP, cases, examples
 from tests.factories import write_run
 
 
@@ -52,7 +52,7 @@ def test_k_goes_up_to_the_sessions_that_every_task_has(fewest, ks):
 def test_the_interval_of_one_task_is_that_of_its_sessions_and_never_without_width():
     (row, *_) = pass_rows({"a": [1.0] * 32})
     assert (row.pass_at.value, row.pass_at.high) == (1.0, 1.0)
-    assert 0.89 < row.pass_at.low < 0.95  # Jeffreys' interval of 32 of 32 begins at 0.925
+    assert 0.91 < row.pass_at.low < 0.96  # Jeffreys' interval of 32 of 32 begins at 0.925
     (row, *_) = pass_rows({"a": [1.0] * 5 + [0.0] * 5})
     assert row.pass_at.low == pytest.approx(0.224, abs=0.02)
     assert row.pass_at.high == pytest.approx(0.776, abs=0.02)
@@ -63,17 +63,75 @@ def held(trial, trials=300):
     return sum(trial(rng) for _ in range(trials)) / trials
 
 
-@pytest.mark.parametrize(("tasks", "sessions"), [(1, 8), (1, 32), (3, 8), (5, 8), (8, 2), (30, 1)])
-def test_the_intervals_hold_what_they_say(tasks, sessions):
-    known = np.random.default_rng(0).beta(2, 2, tasks)
+KINDS = [(1, 1), (0.5, 0.5), (2, 2), (0.3, 1.2), (4, 1), (0.3, 0.3)]
+"""Beta distributions of the chance of a task: of all sorts, of easy and hard ones, of hard or easy ones mostly."""
 
-    def trial(rng):
-        chances = known if tasks < FEW_TASKS else rng.beta(2, 2, tasks)  # these tasks, or others of the kind
-        rewards = {str(number): list((rng.random(sessions) < each) * 1.0) for number, each in enumerate(chances)}
-        interval = pass_rows(rewards)[0].pass_at
-        return interval.low <= (known.mean() if tasks < FEW_TASKS else 0.5) <= interval.high
 
-    assert held(trial) >= 0.91
+def coverage(tasks, sessions, chances_of, trials):
+    """Return k -> how often the intervals of pass@k and pass^k hold the truth.
+
+    `chances_of` draws the chances of tasks, and returns them with a mean of functions of them over all such tasks.
+    """
+    rng = np.random.default_rng(1)
+    held = {}
+    for _ in range(trials):
+        chances, mean = chances_of(rng, tasks)
+        solved = rng.random((tasks, sessions)) < chances[:, None]
+        for row in pass_rows({str(number): list(each * 1.0) for number, each in enumerate(solved)}):
+            k = row.k
+            truths = mean(lambda chance, k=k: 1 - (1 - chance) ** k), mean(lambda chance, k=k: chance**k)
+            for interval, truth in zip((row.pass_at, row.pass_all), truths, strict=True):
+                held.setdefault(k, []).append(interval.low - 1e-9 <= truth <= interval.high + 1e-9)
+    return {k: np.mean(every) for k, every in held.items()}
+
+
+def of_kinds(rng, tasks):
+    a, b = KINDS[rng.integers(len(KINDS))]
+    chances = rng.beta(a, b, tasks)
+    if tasks < FEW_TASKS:  # these tasks alone
+        return chances, lambda function: np.mean(function(chances))
+    return chances, lambda function: np.mean(function(POPULATIONS[a, b]))
+
+
+def alike(rng, tasks):
+    chances = np.full(tasks, rng.choice([0.1, 0.5, 0.9]))
+    return chances, lambda function: np.mean(function(chances))
+
+
+def of_two_sorts(rng, tasks):
+    return np.where(rng.random(tasks) < 0.5, 0.0, 0.5), lambda f: (f(np.float64(0.0)) + f(np.float64(0.5))) / 2
+
+
+POPULATIONS = {kind: np.random.default_rng(0).beta(*kind, 20_000) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sessions"), cases([(5, 8), (2, 8), (1, 8), (4, 4), (10, 8), (20, 8), (40, 4)], 0, 1)
+)
+def test_an_interval_holds_the_truth_in_95_of_100_runs(tasks, sessions):
+    held = coverage(tasks, sessions, of_kinds, 2000 if DEEP else 200)
+    spare = 0 if DEEP else 0.02
+    for k, share in held.items():
+        if k <= sessions / 2:
+            assert 0.93 - spare <= share <= 0.97 + spare, k
+        else:
+            assert share >= 0.9, k
+
+
+@pytest.mark.parametrize("chances_of", [alike, of_two_sorts])
+@pytest.mark.parametrize("tasks", cases([5, 20, 200], 0))
+def test_tasks_that_no_beta_distribution_has_are_held_too(tasks, chances_of):
+    if chances_of is of_two_sorts and tasks < MANY_TASKS:
+        tasks = MANY_TASKS
+    assert min(coverage(tasks, 8, chances_of, 1000 if DEEP else 60).values()) >= 0.9
+
+
+def test_tasks_that_are_all_alike_have_an_interval_with_a_width():
+    for reward in (0.0, 1.0):
+        rows = pass_rows({str(number): [reward] * 8 for number in range(20)})
+        for interval in (each for row in rows for each in (row.pass_at, row.pass_all)):
+            assert interval.value == reward
+            assert interval.high - interval.low > 0.02
 
 
 @pytest.mark.parametrize("whole", [True, False])
