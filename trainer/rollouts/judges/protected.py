@@ -41,10 +41,11 @@ _IMPORTED = re.compile(r"([^/.]+)(?:\.(?:py|pyc|(?:[^/]+\.)?so)|/__init__\.[^/]+
 """A module, relative to a folder on Python's path. A folder without `__init__` hides no module."""
 _IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 _UNITTEST = re.compile(r"(?:^|\s)-m\s*unittest\b([^;&|\n]*)")
+_UNIT_TESTS = re.compile(r"pytest|py\.test|unittest")
 _FOLDER_OF_PYTHON = re.compile(r"python[\d.]*\"?(?:\s+-\w+)*\s+([\w./-]+)")
 _NODE = re.compile(r"(?<![\w./-])(?:node\s.*--test|npm|npx|yarn|pnpm|bun|deno|jest|vitest|mocha|ava)(?![\w.-])")
-_NODE_TEST = re.compile(r"(?:.*/)?(?:(?:test|spec)/.*|.*[._-](?:test|spec)|test(?:-.*)?)\.[cm]?[jt]sx?")
-"""Files that test runners of Node run by their names alone."""
+_NODE_FILE = re.compile(r".*\.[cm]?[jt]sx?")
+_NODE_TEST = re.compile(r"(?:.*[._-](?:test|spec)|test(?:-.*)?)\.[cm]?[jt]sx?")
 _MAKEFILES = ("**/makefile", "**/gnumakefile", "**/*.mk")
 _TARGETS = re.compile(r"^([^\s#:=][^#:=\n]*):(?!:?=)|^ *[-s]?include\s+(.*)$", re.MULTILINE)
 """Targets of a rule, and what is included."""
@@ -90,7 +91,7 @@ def _is_listed(path: str, spec: OneJudge) -> bool:
     listed = [*spec.fail_to_pass, *spec.pass_to_pass] if isinstance(spec, PytestJudge) else []
     if matches(path, (*TEST_FILES, *spec.files)) or matches(path.lower(), RUNNER_FILES):
         return True
-    if _NODE_TEST.fullmatch(path) and _NODE.search(_text(spec)):
+    if _is_node_test(path) and _NODE.search(_text(spec)):
         return True
     return path in {name.partition("::")[0] for name in listed}
 
@@ -151,6 +152,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
     folders = {parent for path in laid for parent in parents(path)}
     scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
     taken = taken_by_make(start, own)
+    tests = _test_folders(start, own, spec)
     is_node = (start / "package.json").exists()
     places = {os.path.normpath(place) for place in _python_path(task, spec) if not place.startswith("/")}
     refused: dict[str, Refusal] = {}
@@ -173,10 +175,12 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
             refused[path] = "protected"
         elif path not in changes.added or _is_named(path, task.instruction if "." in path else ""):
             continue
-        elif matches(path, taken) or (is_node and _NODE_TEST.fullmatch(path)):
+        elif matches(path, taken) or (is_node and _is_node_test(path)):
             refused[path] = "planted"
-        elif _is_imported_first(path, scripts, places) or _hides_test(path, own, start, spec):
-            refused[path] = "planted"  # what runners take, then what Python imports
+        elif _is_imported_first(path, scripts, places) or _hides_module(path, own, tests):
+            refused[path] = "planted"  # what Python imports, after what runners take
+        elif path == "__init__.py" and _UNIT_TESTS.search(_text(spec)):
+            refused[path] = "planted"  # pytest imports the package that its folder is
     stays = (path for path, why in refused.items() if path in own and path not in changes.added)
     kept = {parent for path in stays for parent in parents(path)}
     replaced = (path for path in kept if path in changes.changed and changes.changed[path].kind != "folder")
@@ -220,11 +224,26 @@ def _is_imported_first(path: str, scripts: Collection[str], places: Collection[s
     return False
 
 
-def _hides_test(path: str, own: Collection[str], start: Path, spec: OneJudge) -> bool:
+def _test_folders(start: Path, own: Collection[str], spec: OneJudge) -> dict[str, set[str]]:
+    """Return the folders of nothing but tests, and the modules that these import; none without a runner of tests."""
+    folders: dict[str, list[str]] = {}
+    for path in scan(start).entries:
+        if path.endswith(".py"):
+            folders.setdefault(path.rpartition("/")[0], []).append(path)
+    found: dict[str, set[str]] = {}
+    for folder, paths in folders.items():
+        if folder and {*paths} <= {*own} and _UNIT_TESTS.search(_text(spec)):
+            contents = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"" for path in paths)
+            text = "\n".join(content.decode(errors="replace") for content in contents)
+            found[folder] = {*_IMPORT.findall(text)}
+    return found
+
+
+def _hides_module(path: str, own: Collection[str], tests: Mapping[str, set[str]]) -> bool:
     """Return True for a new module that is imported in place of one of the judge's, or of a library of its tests.
 
-    pytest and unittest put the folder of a test first on Python's path: in a folder of tests alone, a module that these
-    import, and that is not there, is a library's. A package at the top is imported by pytest itself.
+    pytest and unittest put the folder of a test first on Python's path: a module that tests import from there, and that
+    is not there, is a library's.
     """
     folder, _, name = path.rpartition("/")
     module = name.partition(".")[0]
@@ -232,13 +251,15 @@ def _hides_test(path: str, own: Collection[str], start: Path, spec: OneJudge) ->
         folder, _, module = folder.rpartition("/")
     if f"{folder}/{module}.py".lstrip("/") in own:
         return True
-    if not name.endswith((".py", ".so")) or not re.search(r"pytest|py\.test|unittest", _text(spec)):
+    return name.endswith((".py", ".so")) and folder in tests and module in _SHADOWS | tests[folder]
+
+
+def _is_node_test(path: str) -> bool:
+    """Return True for a file that test runners of Node run by its name alone."""
+    *folders, name = path.split("/")
+    if not _NODE_FILE.fullmatch(name):
         return False
-    beside = [f"{folder}/{other.name}" for other in (start / folder).glob("*.py")]
-    if not folder or not beside or not {*beside} <= {*own}:
-        return path == "__init__.py"
-    texts = (read_file(start, other, _MAX_SCRIPT_BYTES) or b"" for other in beside)
-    return module in _SHADOWS or any(module in _IMPORT.findall(text.decode(errors="replace")) for text in texts)
+    return not {"test", "spec"}.isdisjoint(folders) or bool(_NODE_TEST.fullmatch(name))
 
 
 def taken_by_make(start: Path, own: Collection[str]) -> list[str]:

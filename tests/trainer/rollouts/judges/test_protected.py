@@ -1,6 +1,8 @@
 import pytest
 
-from rolltap.trainer.rollouts.judges.protected import ambiguous, own_files
+from rolltap.trainer.rollouts.judges.changes import Changes
+from rolltap.trainer.rollouts.judges.folders import Entry
+from rolltap.trainer.rollouts.judges.protected import ambiguous, own_files, select
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.rollouts.judges.sessions import write
 
@@ -56,3 +58,13 @@ def test_what_paths_match_is_never_the_judges_and_what_files_match_is(tmp_path):
 def test_a_file_that_the_command_and_the_instruction_name_is_ambiguous_without_paths(tmp_path):
     assert own(tmp_path, ["grep", "-q", "new", "notes.txt"]) == ({"notes.txt"}, ["notes.txt"])
     assert own(tmp_path, ["grep", "-q", "new", "notes.txt"], paths=["*.txt"]) == (set(), [])
+
+
+def test_names_without_end_take_no_time(tmp_path):
+    start, work = tmp_path / "start", tmp_path / "work"
+    write(start, {"package.json": "{}", "Makefile": "%.ok: x\n", "checks/test_a.py": "import yaml\n"})
+    deep = "-test/" * 600 + "a.py"
+    names = [f"{deep}{number}.jsx.py" for number in range(100)]
+    task = Task.model_validate({"id": "t", "instruction": "x", "evaluate": ["pytest"]})
+    changes = Changes(dict.fromkeys(names, Entry("file")), added=frozenset(names))
+    assert not select(changes, task, task.effective_judge, set(), start, work).refused
