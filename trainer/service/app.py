@@ -56,7 +56,8 @@ def make_app(groups: Groups, token: str) -> FastAPI:
     app.add_middleware(Door, token=token)
     for kind, status in _STATUS.items():
         app.add_exception_handler(kind, _as_json(status))
-    app.add_exception_handler(AnyHTTPException, _refused)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(400, _refused)  # of a body that is no text
     app.add_exception_handler(RequestValidationError, _invalid)
     metrics = Metrics(groups)
     secured: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]}  # for /docs: `Door` refuses
