@@ -196,3 +196,28 @@ async def test_a_shell_judge_ends_what_the_agents_program_left_before_it_compare
     left.do({"main.sh": "echo 5; (sleep 600; echo 4 > out.txt) > /dev/null 2>&1 & sleep 600 > /dev/null 2>&1 &\n"})
     judged = await left.judge(shell(f"{judges}; ls /proc | grep -c '^[0-9]'; exit 1", paths=["main.sh"], timeout=60))
     assert (judged.reward, int(left.log.split()[-1]) <= 5) == (0.0, True), left.log
+
+
+async def test_a_function_judges_what_a_program_left_that_was_run_before(tmp_path, monkeypatch):
+    write(tmp_path / "modules", {"compares.py": "def judge(folder): return float((folder / 'out.txt').read_text())\n"})
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    left = Left(tmp_path / "left", {"main.sh": "echo 0"}, did={"main.sh": "echo 0.5"})
+    run = ["sh", "-c", "sh main.sh > out.txt"]
+    spec = {"kind": "python", "function": "compares:judge", "run": run, "timeout": 60}
+    assert (await left.judge(spec)).reward == 0.5
+    left.do({"main.sh": "kill -9 $PPID"})
+    judged = await left.judge(spec)
+    assert (judged.reward, judged.evidence["untouched_start"]) == (0.0, 0.0)
+
+
+async def test_a_program_is_run_before_its_judge_in_a_container(tmp_path):
+    require_podman()
+    write(tmp_path / "hidden", {"tests/expected.txt": "4\n"})
+    left = Left(tmp_path, {"main.sh": ""}, Container(), did={"main.sh": TELLS})
+    spec = shell(
+        f"{WAITS}; cmp out.txt tests/expected.txt", tests=str(tmp_path / "hidden"), paths=["main.sh", "out.txt"]
+    )
+    spec["run"] = ["sh", "-c", "sh main.sh > out.txt"]
+    assert (await left.judge(spec)).reward == 0.0, left.log
+    left.do({"main.sh": "echo 4\n"})
+    assert (await left.judge(spec)).reward == 1.0, left.log
