@@ -53,21 +53,11 @@ _FORMS = {
     "Password in a URL": r"(?<=://)[^\s/:@\"'<>\\]{1,100}:[^\s/@\"'<>\\]{3,1000}(?=@[\w.\[-])",
 }
 """Kind -> pattern, of forms that detect-secrets has not, or has without their end. A group is the secret."""
-_PREFIXES = {
-    "API key": (("sk-", "gsk_", "xai-", "nvapi-", "r8_", "pplx-", "fw_", "tgp_v1_", "lsv2_"), r"[\w-]{20,}"),
-    "Hugging Face Token": (("hf_",), r"[A-Za-z0-9]{30,}"),
-    "Google Token": (("AIza", "ya29.", "GOCSPX-"), r"[\w-]{20,}"),
-    "AWS Access Key": (("AKIA", "ASIA", "ABIA", "ACCA"), r"[A-Z0-9]{16}(?!\w)"),
-    "Access Token": (
-        (
-            *("github_pat_", "glpat-", "dckr_pat_", "dop_v1_", "doo_v1_", "dapi", "hvs.", "hvb.", "lin_api_"),
-            *("npm_", "shpat_", "shpca_", "shppa_", "shpss_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
-        ),
-        r"[\w-]{20,}",
-    ),
-    "Slack Token": (("xoxa-", "xoxb-", "xoxe-", "xoxo-", "xoxp-", "xoxr-", "xoxs-"), r"[A-Za-z0-9-]{10,}"),
-}
-"""Kind -> how its tokens begin, and the pattern of the rest."""
+_PREFIXES = (
+    "sk- gsk_ xai- nvapi- r8_ pplx- fw_ tgp_v1_ lsv2_ hf_ AIza ya29. GOCSPX- github_pat_ glpat- dckr_pat_ dop_v1_ "
+    "doo_v1_ dapi hvs. hvb. lin_api_ npm_ shpat_ shpca_ shppa_ shpss_ ghp_ gho_ ghu_ ghs_ ghr_ xoxe-"
+)
+"""Beginnings of tokens that say by it whose they are."""
 _NOT_USED = {
     *("BasicAuthDetector", "JwtTokenDetector", "PrivateKeyDetector"),
     *("CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "IPPublicDetector", "SoftlayerDetector"),
@@ -188,10 +178,11 @@ def _forms() -> list[tuple[str, re.Pattern[str], int]]:
     for kind, form in _FORMS.items():
         pattern = re.compile(form)
         found.append((kind, pattern, pattern.groups))
-    for kind, (prefixes, rest) in _PREFIXES.items():
-        for prefix in map(re.escape, prefixes):
-            # a pattern that begins with a text is found ten times as fast, so the look behind comes after it
-            found.append((kind, re.compile(f"{prefix}(?<![A-Za-z0-9]{prefix}){rest}"), 0))
+    for prefix in _PREFIXES.split():
+        begin = re.escape(prefix)
+        # a pattern that begins with a text is found ten times as fast, so the look behind comes after it
+        pattern = re.compile(rf"{begin}(?<![A-Za-z0-9]{begin})(?P<rest>[\w-]{{{_SHORTEST},}})")
+        found.append((f"token ({prefix}...)", pattern, 0))
     detectors: dict[str, Any] = get_mapping_from_secret_type_to_class()
     for kind, detector in sorted(detectors.items()):
         if issubclass(detector, RegexBasedDetector) and detector.__name__ not in _NOT_USED:
@@ -233,7 +224,8 @@ class Secrets:
     def _in(self, text: str, *window: int) -> Iterator[tuple[str, int, int]]:
         for kind, pattern, group in _forms():
             for match in pattern.finditer(text, *window):
-                yield kind, *match.span(group)
+                if "rest" not in pattern.groupindex or _is_random(match["rest"]):
+                    yield kind, *match.span(group)
         for match in _VALUE.finditer(text, *window):
             before = text[max(0, match.start() - _NAME_LENGTH) : match.start()]
             if _is_random(match[1]) and _NAME.search(before):

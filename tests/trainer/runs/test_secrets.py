@@ -71,6 +71,7 @@ ASSIGNED = {
 }
 """Places of a secret that is random characters only."""
 HARMLESS = [
+    "hf_download_of_qwen3_with_retries and npm_config_legacy_peer_deps_2, sk-learn-estimator-checks-of-all",
     "the task-force sk-short and hf_transfer, ghp_x",
     "https://example.com:8080/a@b and git@github.com:me/you.git",
     "-----BEGIN PUBLIC KEY-----",

@@ -121,8 +121,8 @@ def leaking(tmp_path, tokenizer, tokenizer_folder):
 def test_secrets_are_redacted_in_texts_and_tokens_before_anything_is_written(leaking, tmp_path, tokenizer):
     run = rolltap.open_run(leaking)
     result = run.view_file(tmp_path / "run.html", redact=["acme"], progress=False)
-    assert result.secrets == {"Hugging Face Token": {"s"}, "Password in a URL": {"s"}, "given text": {"clean"}}
-    assert any("Hugging Face Token, in 1 session (s)" in line for line in result.lines())
+    assert result.secrets == {"token (hf_...)": {"s"}, "Password in a URL": {"s"}, "given text": {"clean"}}
+    assert any("token (hf_...), in 1 session (s)" in line for line in result.lines())
     answers = answers_in((tmp_path / "run.html").read_text())
     written = json.dumps(answers, ensure_ascii=False)
     for secret in (SECRET, SECRET[:20], SECRET[20:], "hunter2", "acme"):

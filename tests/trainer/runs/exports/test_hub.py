@@ -148,7 +148,7 @@ def test_sessions_with_what_looks_like_a_secret_are_left_out_and_named(hub, run,
     add_rows(run, make_call(0, [7], [8], session_id="leaks", reply=says(f"the key is {key}")), make_session("leaks"))
     add_rows(run, Event(kind="refused", detail=url))
     push("--repo", "org/rollouts")
-    assert "not pushed: session leaks, which has what looks like a secret (Hugging Face Token)" in caplog.text
+    assert "not pushed: session leaks, which has what looks like a secret (token (hf_...))" in caplog.text
     assert "not pushed: events without a session, which has what looks like a secret (Password in a URL)" in caplog.text
     files = {path: content for path, content in hub.files["org/rollouts"].items() if path.endswith(".parquet")}
     tables = {path.split("/")[0]: pq.read_table(BytesIO(content)).to_pylist() for path, content in files.items()}
