@@ -152,15 +152,17 @@ async def connect(address):
         raw.writer.close()
 
 
-POST = b"POST /groups HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n"
+POST = b"POST /groups HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n"
 
 
-async def test_a_body_without_the_token_is_not_read(connect):
+@pytest.mark.parametrize(
+    ("path", "status"), [("/groups", 401), ("/nowhere", 401), ("/view/", 401), ("/health", 405), ("/docs", 405)]
+)
+async def test_a_body_without_the_token_is_not_read(connect, path, status):
     raw = await connect()
-    await raw.send(POST + b"\r\n")  # and nothing of the body
-    answer = await raw.rest()
-    assert answer.startswith(b"HTTP/1.1 401 ")
-    assert b"connection: close" in answer
+    await raw.send(POST.replace(b"/groups", path.encode()) + b"\r\n")  # and nothing of the body
+    assert await raw.reader.readexactly(12) == b"HTTP/1.1 %d" % status
+    assert (b"connection: close" in await raw.reader.readuntil(b"\r\n\r\n")) == (path in ("/groups", "/nowhere"))
 
 
 async def test_a_body_that_never_ends_is_given_up(connect, monkeypatch):

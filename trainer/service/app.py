@@ -228,8 +228,8 @@ class Door:
         try:
             if not is_page and path not in _OPEN:
                 self._require_token(Headers(scope=scope).get("authorization"))
-            if scope["method"] == "POST":
-                receive = await _whole_body(receive)
+                if scope["method"] == "POST":
+                    receive = await _whole_body(receive)
         except HTTPException as error:
             await _error(error.status_code, error.detail, {"connection": "close"})(scope, receive, send)
         else:
