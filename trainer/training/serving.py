@@ -74,6 +74,8 @@ class Serving:
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
         self._expected = self._limit
         self._checked = False
+        self._few = dict[str, tuple[float, float]]()
+        """Kind of prompt -> number of tokens, too few to judge, and the sum of their differences."""
         self._publisher_from = partial(make_publisher, recipe.publish, engines, run=run, base=recipe.model)
         self._publisher = self._publisher_from(folder=folder, adapters=recipe.adapters)
 
@@ -128,8 +130,8 @@ class Serving:
     def check_step(self, step: int, metrics: Mapping[str, float], console: Console) -> None:
         """Compare the tokens of an on-policy step with the engines that sampled them, before the weights change.
 
-        `metrics` are those of the step, counted from 0. Raises `EngineError` when a kind of prompt, of which there are
-        enough tokens, differs by more than the limit.
+        `metrics` are those of the step, counted from 0. Raises `EngineError` when a kind of prompt differs by more than
+        the limit. Where a step has too few tokens of it, they count with those of the next steps.
         """
         first = not self._checked
         self._checked = True
@@ -143,7 +145,12 @@ class Serving:
             )
             if first:
                 console.print(what)
-            if not differs <= self._limit and metrics[f"tokens/{kind}"] >= COMPARED:
+            tokens, total = self._few.pop(kind, (0.0, 0.0))
+            tokens += metrics[f"tokens/{kind}"]
+            total += metrics[f"tokens/{kind}"] * differs
+            if tokens < COMPARED:
+                self._few[kind] = tokens, total
+            elif not total / tokens <= self._limit:
                 raise EngineError(
                     f"{what}, and the limit is {self._limit:g}: the engine did not sample these tokens with the "
                     "weights of the step, or did not see what was recorded; the weights are unchanged. Start the "

@@ -199,6 +199,13 @@ class TestSteps:
         begun(dtype="bfloat16").check_step(3, self.metrics(63.0, bridged=0.32), console)
         assert "warning: step 4: " in console.export_text()
 
+    def test_a_few_tokens_of_each_step_end_it_together(self, begun, console):
+        started = begun(dtype="bfloat16")
+        for step in range(3):
+            started.check_step(step, self.metrics(20.0, bridged=0.32, root=0.01), console)
+        with pytest.raises(EngineError, match="step 4: .* after a bridged prompt"):
+            started.check_step(3, self.metrics(20.0, bridged=0.32, root=0.01), console)
+
     def test_a_step_of_older_weights_says_nothing(self, begun, console):
         started = begun()
         console.export_text()
