@@ -28,7 +28,7 @@ TOKENS = {
     "of GitLab": "glpat-" + "x9" * 10,
     "of AWS": "AKIA" + "ABCD1234" * 2,
     "of Slack": "xoxb-123456789012-" + RANDOM,
-    "of npm": "npm_" + "a1B2" * 9,
+    "of npm": "npm_" + RANDOM + "ab4D",
     "of PyPI": "pypi-AgEIcHlwaS5vcmc" + RANDOM * 3,
     "of Stripe": "sk_live_" + RANDOM[:24],
     "of SendGrid": "SG." + RANDOM[:22] + "." + RANDOM + RANDOM[:11],

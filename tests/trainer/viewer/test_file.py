@@ -16,7 +16,7 @@ from rolltap.trainer.viewer.file import MOST_SESSIONS, page_html
 from tests.factories import make_call, make_session, says, write_run
 from tests.trainer.viewer.runs import reading, write
 
-SECRET = "hf_" + "AbCdE" * 7
+SECRET = "hf_" + "k3Jx9QvT2mWz7LpB4rYd8NfH6sCg1VaExYz"
 
 
 def answers_in(text):

@@ -144,7 +144,7 @@ def test_no_repository_is_created_for_a_folder_that_is_no_run(hub, push, run):
 
 
 def test_sessions_with_what_looks_like_a_secret_are_left_out_and_named(hub, run, push, caplog):
-    key, url = "hf_" + "abcde" * 7, "https://me:hunter2@example.com"
+    key, url = "hf_" + "k3Jx9QvT2mWz7LpB4rYd8NfH6sCg1VaExYz", "https://me:hunter2@example.com"
     add_rows(run, make_call(0, [7], [8], session_id="leaks", reply=says(f"the key is {key}")), make_session("leaks"))
     add_rows(run, Event(kind="refused", detail=url))
     push("--repo", "org/rollouts")
