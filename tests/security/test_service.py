@@ -188,6 +188,14 @@ async def test_idle_connections_make_room_for_others(connect, client):
     assert await idle[0].rest() == b""  # the oldest was closed
 
 
+async def test_few_connections_wait_however_many_may_be_open(connect, client, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_WAITING", 3)
+    idle = [await connect() for _ in range(MOST - 2)]
+    assert (await client.get("/policy")).status_code == 200
+    assert [await raw.rest() for raw in idle[:4]] == [b""] * 4
+    assert len(Connection.waiting) <= 3
+
+
 async def test_streams_of_events_stay_when_others_come(connect, client):
     async with client.stream("GET", "/events") as stream:
         idle = [await connect() for _ in range(2 * MOST)]
@@ -218,7 +226,7 @@ def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
     assert (raise_limit(), given) == (4096, [(4096, 4096)])
-    assert share_limit(4096, 8) == (1000, None)
+    assert share_limit(1 << 20, 8) == (16_384, None)
     assert share_limit(512, 8) == (112, None)
     connections, warning = share_limit(256, 8)
     assert (connections, "the limit of open files is 256, and 8 sessions at once need about" in warning) == (8, True)

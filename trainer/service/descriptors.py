@@ -10,7 +10,7 @@ FEWEST_DESCRIPTORS = 256
 """Files that a recorder must be able to have open, to answer a call."""
 MOST_DESCRIPTORS = 65_536
 """Files that a service has open at most: programs that it starts inherit the limit, and some try every number."""
-MOST_CONNECTIONS = 1_000
+MOST_CONNECTIONS = 16_384
 FEWEST_CONNECTIONS = 8
 _BASE, _PER_SESSION = 96, 24
 """Descriptors that a service needs beside its connections, and those of a session that runs."""
