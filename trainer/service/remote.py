@@ -38,6 +38,7 @@ class RemoteWorker:
     def fit(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks. Raises `InputError` when the service runs others, elsewhere, or with another program."""
         service = self._client.service()
+        sampling = json.loads(service["options"].get("rolltap_sampling", "{}"))  # all but a seed is replaced
         known, own = service["tasks"], {task.id: task.digest() for task in tasks}
         if differing := sorted(name for name, digest in own.items() if known.get(name) != digest):
             raise InputError(
@@ -47,6 +48,7 @@ class RemoteWorker:
             ("run folder", str(Path(service["run"]).resolve()), str(self._out.resolve())),
             ("harness", service["harness"], self.harness.name),
             ("engines", sorted(service["engine"].split(",")), sorted(self._engine.split(","))),
+            ("seed", sampling.get("seed"), None),
             ("options", {name: service["options"].get(name) for name in self._options}, self._options),
         ):
             if theirs != ours:

@@ -64,3 +64,12 @@ def test_a_service_that_does_something_else_is_refused(service, scripted, tasks,
 def test_a_task_that_the_service_does_not_have_as_it_is_is_refused(service, scripted, tasks):
     with pytest.raises(InputError, match="has not the task 'words' as it is: restart it"):
         worker_of(service, scripted).fit([tasks[0].model_copy(update={"instruction": "other"})])
+
+
+def test_a_seed_of_the_service_would_bias_the_loss(service, scripted, tasks, monkeypatch):
+    worker = worker_of(service, scripted)
+    said = worker._client.service()
+    options = {**said["options"], "rolltap_sampling": '{"seed": 3, "top_p": 0.5}'}
+    monkeypatch.setattr(worker._client, "service", lambda: {**said, "options": options})
+    with pytest.raises(InputError, match="has the seed 3, and the training None"):
+        worker.fit(tasks)

@@ -203,7 +203,7 @@ class TestSteps:
         started = begun(dtype="bfloat16")
         for step in range(3):
             started.check_step(step, self.metrics(20.0, bridged=0.32, root=0.01), console)
-        with pytest.raises(EngineError, match="step 4: .* after a bridged prompt"):
+        with pytest.raises(EngineError, match=r"step 4: .* after a bridged prompt"):
             started.check_step(3, self.metrics(20.0, bridged=0.32, root=0.01), console)
 
     def test_a_step_of_older_weights_says_nothing(self, begun, console):
