@@ -4,7 +4,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from rolltap.addons.errors import EngineError, RunError
+from rolltap.addons.errors import EngineError, InputError, RunError
 from rolltap.addons.store.records import CallKind
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.engine.engines import Engines
@@ -70,7 +70,9 @@ class Serving:
 
     def __init__(self, recipe: Recipe, engines: Engines, folder: Path, run: Path) -> None:
         self.engines, self._recipe, self._run = engines, recipe, run
-        self._ids = fixed_ids(load_tokenizer(recipe.model))
+        tokenizer = load_tokenizer(recipe.model)
+        self._ids = fixed_ids(tokenizer)
+        self._vocabulary = tokenizer.get_vocab()
         self._limit = recipe.max_difference or LIMITS[dtype_of(recipe)]
         self._expected = self._limit
         self._checked = False
@@ -85,6 +87,14 @@ class Serving:
         Call it before a checkpoint is loaded. An engine that was left paused, or serves other weights, gets them again,
         as `version`. Adapters of ended trainings are unloaded. Raises `EngineError`.
         """
+        for engine in self.engines.admins:
+            with suppress(InputError):  # the folder is not seen here, or has no tokenizer
+                root = Path(engine.models().root)
+                if load_tokenizer(root).get_vocab() != self._vocabulary:
+                    raise EngineError(
+                        f"the engine at {engine.url} serves {root}, whose vocabulary is not that of "
+                        f"{self._recipe.model}: start it with `rolltap serve {self._recipe.model}`"
+                    )
         base = Base(self._recipe.model, version, self._ids, partial(trainer.score, base=True), self._limit)
         measured = max(self.engines.verify_base(base, console.print).values())
         self._expected = expected_limit(self._limit, measured)

@@ -1,6 +1,7 @@
 """The weights that the engines of a training serve, with folders in place of engines."""
 
 import json
+import shutil
 
 import pytest
 from peft import get_peft_model
@@ -231,6 +232,21 @@ def test_an_engine_with_other_weights_gets_those_of_the_recipes_model(serving, t
     assert (place / "version").read_text() == "1a2b3c4d.0.0"
     assert (tmp_path / "engine" / "9" / "version").read_text() == "default"
     assert "http://127.0.0.1:10 serves the weights default, which differ from" in console.export_text()
+
+
+def test_an_engine_with_two_words_swapped_in_its_vocabulary_is_named(serving, trainer, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "model", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["w5"], words["w6"] = words["w6"], words["w5"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    monkeypatch.setattr(FolderEngine, "model", other)
+    message = (
+        r"the engine at http://127\.0\.0\.1:9 serves .*other, whose vocabulary is not that of .*model: start"
+    )
+    with pytest.raises(EngineError, match=message):
+        serving().verify_base(trainer, "1a2b3c4d.0.0", Console())
 
 
 class TestFolder:
