@@ -265,16 +265,19 @@ class _SessionRow(_OfSession):
     started_at: datetime = datetime.min
 
 
-class _EventRow(BaseModel):
+class _AnyEvent(BaseModel):
     kind: EventKind = "ended"
     host: str = ""
     method: str = ""
     path: str = ""
-    detail: str = ""
     at: datetime = datetime.min
 
 
-class _ObjectEventRow(_EventRow):
+class _EventRow(_AnyEvent):
+    detail: str = ""
+
+
+class _ObjectEventRow(_AnyEvent):
     """An event whose detail is a JSON object."""
 
     detail: Json[dict[str, Any]] = {}

@@ -326,7 +326,8 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 def place_of(batch: pa.RecordBatch) -> str:
     """Return the file and the byte offset of the commit that a batch or a part of it was read from."""
-    return (batch.schema.metadata or {}).get(_PLACE, b"").decode()
+    metadata: dict[bytes, bytes] = batch.schema.metadata or {}
+    return metadata.get(_PLACE, b"").decode()
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:

@@ -25,6 +25,7 @@ from rolltap.trainer.viewer.reader import RunReader
 from tests.factories import START, make_call, make_session, says, write_run
 
 CPU_SECONDS = 10
+ENGINE = "http://127.0.0.1:9"
 
 TRAINED = {
     "step": 1,
@@ -55,7 +56,7 @@ ROWS = {
 def sound_run(run: Path) -> Path:
     """Write a run that has rows in each table, two sessions, and files beside them."""
     first = make_call("a", [1], [2], reply=says("look", "ls"), messages='[{"role": "user", "content": "go"}]')
-    then = make_call("b", [3], [4, 5], after=first, finished_at=START)
+    then = make_call("b", [3], [4, 5], after=first, finished_at=START, engine=ENGINE)
     write_run(
         run,
         first,

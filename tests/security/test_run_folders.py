@@ -1,5 +1,6 @@
 """A run folder of somebody else costs a message: no wait, no memory beyond its size, no traceback."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,10 +16,11 @@ from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import TABLES, read_rows, run_files
+from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import Totals, TraceOptions, iter_traces
 from tests.deep import cases
-from tests.security.run_folders import ROWS, add_row, attempt, commands, sound_run, verify
+from tests.security.run_folders import ENGINE, ROWS, add_row, attempt, commands, sound_run, verify
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 VALUES = [
@@ -195,6 +197,18 @@ def test_metadata_of_another_form_is_a_message(run, text):
     (run / "run.json").write_text(text)
     with pytest.raises(RunError, match=r"run\.json"):
         read_metadata(run)
+
+
+def test_the_metadata_of_a_record_set_the_limits_of_its_rerun_and_no_other_option(run, tmp_path):
+    """`rolltap_allow` would let the program out."""
+    limits = {"max_calls": 9, "allow": "*", "out": "/nowhere"}
+    recorders = [{"engines": [ENGINE], "limits": limits, "images": "hide"}]
+    metadata = {**read_metadata(run), "engines": {ENGINE: {"max_model_len": 99}}, "recorders": recorders}
+    (run / "run.json").write_text(json.dumps(metadata))
+    recorder = Record.of(run, "s").rerun(tmp_path / "again", None, {})
+    assert "rolltap_allow" not in recorder._options
+    assert recorder._options["rolltap_max_calls"] == ["9"]
+    assert recorder.path == tmp_path / "again"
 
 
 def rewritten(path, columns, compression=None):

@@ -70,7 +70,7 @@ class Record:
         engine = completed[-1].engine or ""
         try:
             window = int(metadata["engines"][engine]["max_model_len"])
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise RunError(f"{run} does not say what the engine at {engine or '(none)'} served") from None
         return cls(run.absolute(), session_id, completed, load_sessions(run).get(session_id), metadata, engine, window)
 
@@ -79,8 +79,10 @@ class Record:
         own: dict[str, str | Sequence[str]] = {}
         for each in self.metadata.get("recorders", []):
             if self.engine in [url.rstrip("/") for url in each.get("engines", ())]:
-                own = {f"rolltap_{name}": str(value) for name, value in each["limits"].items()}
-                own["rolltap_images"] = each["images"]
+                limits = each.get("limits", {}).items()
+                # a foreign run sets no other option
+                own = {f"rolltap_{name}": str(value) for name, value in limits if name.startswith("max_")}
+                own["rolltap_images"] = str(each.get("images", "hide"))
         model = model or str(self.metadata.get("model"))
         return Recorder(folder, engine=self.engine, model=model, options={**own, **self._option(), **options})
 
