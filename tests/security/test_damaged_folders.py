@@ -79,7 +79,10 @@ def value(chance, path):
 
 
 def metadata(chance, path):
-    values = json.loads((path.parent / "run.json").read_text())
+    try:
+        values = json.loads((path.parent / "run.json").read_text())
+    except ValueError:  # it is damaged already
+        return
     name = chance.choice([*values, "engines", "recorders", "left_behind", "merged_from", "schema_version"])
     values[name] = chance.choice([each for each in HOSTILE if not isinstance(each, bytes)])
     (path.parent / "run.json").write_text(json.dumps(values))

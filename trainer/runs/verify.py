@@ -157,15 +157,15 @@ def load_rendering(metadata: Mapping[str, Any]) -> Any:
     Nothing is downloaded, and a model of another tokenizer than the run's is none.
     """
     model = str(metadata.get("model"))
-    known = Path(model, "tokenizer_config.json").is_file()
-    if not known and not isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str):
-        return None
     try:
+        known = Path(model, "tokenizer_config.json").is_file()
+        if not known and not isinstance(try_to_load_from_cache(model, "tokenizer_config.json"), str):
+            return None
         from rolltap.addons.prompts.rendering import Rendering
 
         how = (str(metadata.get(name) or "auto") for name in ("renderer", "tool_parser"))
         rendering = Rendering(model, *how)
-    except (ImportError, InputError) as error:
+    except (ImportError, InputError, OSError, ValueError) as error:  # the name of a model may be any text
         logger.warning("replies are not compared with their tokens: %s", error)
         return None
     return rendering if rendering.digests.items() <= metadata.items() else None
