@@ -109,11 +109,12 @@ POPULATIONS = {kind: np.random.default_rng(0).beta(*kind, 20_000) for kind in KI
     ("tasks", "sessions"), cases([(5, 8), (2, 8), (1, 8), (4, 4), (10, 8), (20, 8), (40, 4)], 0, 1)
 )
 def test_an_interval_holds_the_truth_in_95_of_100_runs(tasks, sessions):
-    held = coverage(tasks, sessions, of_kinds, 2000 if DEEP else 200)
+    held = coverage(tasks, sessions, of_kinds, 1000 if DEEP else 200)
     spare = 0 if DEEP else 0.02
+    most = 0.97 if tasks < MANY_TASKS else 0.98  # of two intervals
     for k, share in held.items():
         if k <= sessions / 2:
-            assert 0.93 - spare <= share <= 0.97 + spare, k
+            assert 0.93 - spare <= share <= most + spare, k
         else:
             assert share >= 0.9, k
 
@@ -123,7 +124,7 @@ def test_an_interval_holds_the_truth_in_95_of_100_runs(tasks, sessions):
 def test_tasks_that_no_beta_distribution_has_are_held_too(tasks, chances_of):
     if chances_of is of_two_sorts and tasks < MANY_TASKS:
         tasks = MANY_TASKS
-    assert min(coverage(tasks, 8, chances_of, 1000 if DEEP else 60).values()) >= 0.9
+    assert min(coverage(tasks, 8, chances_of, 300 if DEEP else 60).values()) >= 0.9
 
 
 def test_tasks_that_are_all_alike_have_an_interval_with_a_width():
