@@ -250,8 +250,8 @@ def connect(address: str) -> Any:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"--ray {address}: {error}: give the address of a cluster of which this machine is a node (`ray start`), and "
-            "RAY_AUTH_MODE as the cluster has it"
+            f"--ray {address}: {error}: give the address of a cluster of which this machine is a node (`ray start`), "
+            "and RAY_AUTH_MODE as the cluster has it"
         ) from error
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         logger.warning("the cluster %s asks for no token: whoever reaches a port of it runs code there", address)

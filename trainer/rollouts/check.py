@@ -181,12 +181,12 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
 
 def _require_room_in_a_sandbox(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) -> None:
     """Refuse a path of the box below the system's folders, which a sandbox shows as this machine has them."""
-    paths = [task.workdir]
+    paths: list[str] = [task.workdir]
     for judge in judges:
         if isinstance(judge, CommandJudge):
             paths += [*judge.mounts, *judge.writable, *judge.reward_files]
     for path in paths:
-        if any(Path(path).is_relative_to(top) for top in (*SYSTEM, "/etc")):
+        if any(Path(path).is_relative_to(top) for top in (*SYSTEM, Path("/etc"))):
             raise RefusedError(
                 f"{where} has {path} in its box, and a sandbox shows this machine's folder there: choose another "
                 "path, or use the runtime container"

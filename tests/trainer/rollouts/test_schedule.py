@@ -387,13 +387,16 @@ class TestWithoutPrograms:
     async def test_failures_of_all_groups_count_together_while_an_engine_does_not_answer(
         self, open_schedule, played, monkeypatch
     ):
-        monkeypatch.setattr(schedule.Engines, "silent", lambda _: ["http://gone"])
-        with pytest.raises(RecorderError, match="gave up after 2 consecutive infrastructure failures; the last, b-0"):
+        async def run_three_groups_of_which_two_fail():
             async with open_schedule(retries=0, give_up_after=2) as running:
                 for name in "abc":
                     await running.submit(self.group(name, 0), apart=True)
                 for name in "ab":
                     await played.end(f"{name}-0", "infrastructure")
+
+        monkeypatch.setattr(schedule.Engines, "silent", lambda _: ["http://gone"])
+        with pytest.raises(RecorderError, match="gave up after 2 consecutive infrastructure failures; the last, b-0"):
+            await run_three_groups_of_which_two_fail()
 
     async def test_a_session_that_fails_in_a_way_that_nobody_thought_of_is_data(self, open_schedule, monkeypatch):
         async def play(*_):

@@ -242,9 +242,7 @@ def test_an_engine_with_two_words_swapped_in_its_vocabulary_is_named(serving, tr
     words["w5"], words["w6"] = words["w6"], words["w5"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     monkeypatch.setattr(FolderEngine, "model", other)
-    message = (
-        r"the engine at http://127\.0\.0\.1:9 serves .*other, whose vocabulary is not that of .*model: start"
-    )
+    message = r"the engine at http://127\.0\.0\.1:9 serves .*other, whose vocabulary is not that of .*model: start"
     with pytest.raises(EngineError, match=message):
         serving().verify_base(trainer, "1a2b3c4d.0.0", Console())
 

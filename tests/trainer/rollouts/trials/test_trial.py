@@ -108,7 +108,7 @@ def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_
 
 def test_files_that_the_judges_own_files_name_are_told_without_paths(tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "CHEATS", [])
-    text = "test \"$(python calc.py)\" = \"$(cat expected.txt)\" || exit 1\n"
+    text = 'test "$(python calc.py)" = "$(cat expected.txt)" || exit 1\n'
     for name, fields, reachable in (("any", {}, ("expected.txt",)), ("paths", {"paths": ["calc.py"]}, ())):
         write(tmp_path / name / "start", {"run.sh": text})
         task = make_task(tmp_path / name, judge=command("sh run.sh", **fields), gold_patch=PATCH)
