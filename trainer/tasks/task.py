@@ -5,7 +5,16 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.bounds import (
@@ -66,7 +75,15 @@ class _ValueJudge(_WorkspaceJudge):
     """
 
     range: tuple[Bound, Bound] = (0.0, 1.0)
-    run: list[str] = []
+    run: Command = []
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out an empty `run`: the digest of a task is that of what it says."""
+        values: dict[str, Any] = dump(self)
+        if not self.run:
+            values.pop("run", None)
+        return values
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
