@@ -263,7 +263,10 @@ def _is_node_test(path: str) -> bool:
 
 
 def taken_by_make(start: Path, own: Collection[str]) -> list[str]:
-    """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes."""
+    """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes.
+
+    Variables that grow beyond every use may stand for any path.
+    """
     found: list[str] = []
     for path in own:
         if not matches(path.lower(), _MAKEFILES):
@@ -271,7 +274,11 @@ def taken_by_make(start: Path, own: Collection[str]) -> list[str]:
         text = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"").decode(errors="replace")
         words = "\n".join("".join(line) for line in _TARGETS.findall(text))
         for name, value in [*_ASSIGNED.findall(text)] * _MAX_NESTED:
-            words = words.replace(f"$({name})", value).replace(f"${{{name}}}", value)
+            for variable in (f"$({name})", f"${{{name}}}"):
+                size = len(words) + words.count(variable) * len(value)
+                if size > 2 * _MAX_SCRIPT_BYTES:
+                    return ["**"]
+                words = words.replace(variable, value)
         names = re.sub(r"\$\(.*?\)|\$\{.*?\}|\$.|%", "*", words).split()
         folder = path.rpartition("/")[0]
         found += [os.path.normpath(f"/{folder}/{name}").lstrip("/") for name in names if name.strip("*./")]

@@ -2,7 +2,7 @@ import pytest
 
 from rolltap.trainer.rollouts.judges.changes import Changes
 from rolltap.trainer.rollouts.judges.folders import Entry
-from rolltap.trainer.rollouts.judges.protected import ambiguous, own_files, select
+from rolltap.trainer.rollouts.judges.protected import ambiguous, own_files, select, taken_by_make
 from rolltap.trainer.tasks.task import Task
 from tests.trainer.rollouts.judges.sessions import write
 
@@ -68,3 +68,13 @@ def test_names_without_end_take_no_time(tmp_path):
     task = Task.model_validate({"id": "t", "instruction": "x", "evaluate": ["pytest"]})
     changes = Changes(dict.fromkeys(names, Entry("file")), added=frozenset(names))
     assert not select(changes, task, task.effective_judge, set(), start, work).refused
+
+
+def test_variables_of_make_that_grow_without_end_make_every_new_path_the_judges(tmp_path):
+    (tmp_path / "Makefile").write_text("A=$(A)$(A)\n" * 1000 + "$(A): x\n")
+    assert taken_by_make(tmp_path, ["Makefile"]) == ["**"]
+
+
+def test_targets_and_includes_of_make_are_the_judges_and_variables_in_them_stand_for_their_values(tmp_path):
+    (tmp_path / "Makefile").write_text("OUT = build\n-include local.mk\ntest: $(OUT)/x.o %.out\n$(OUT)/x.o:\n")
+    assert {"local.mk", "test", "build/x.o"} <= {*taken_by_make(tmp_path, ["Makefile"])}
