@@ -16,7 +16,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "cannot be read"), ("[]", "has no schema_version"), ("{}", "has no schema_version")]
+    ("text", "words"), [("{", "cannot be read"), ("[]", "should be an object"), ("{}", "has no schema_version")]
 )
 def test_damaged_metadata_is_refused(run, text, words):
     (run / "run.json").write_text(text)
