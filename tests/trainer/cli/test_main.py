@@ -20,7 +20,6 @@ from tests.trainer.cli.program import run_rolltap
     ("arguments", "message"),
     [
         (["inspect", "/nowhere"], "/nowhere is not a run folder"),
-        (["inspect", "unreadable"], "calls-0.arrow"),
         (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
         (["record", "--out", "x", "--model", "m", "--harness", "clod"], "no harness is named 'clod': choose"),
         (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
@@ -33,12 +32,19 @@ from tests.trainer.cli.program import run_rolltap
     ],
 )
 def test_a_users_mistake_is_a_message_and_status_1(arguments, message, tmp_path):
-    (tmp_path / "unreadable/calls-0.arrow").mkdir(parents=True)
-    write_metadata(tmp_path / "unreadable", {})
     ended = run_rolltap(*arguments, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert message in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+def test_a_table_that_is_no_file_is_a_warning_which_names_it_and_damage(tmp_path):
+    (tmp_path / "calls-0.arrow").mkdir()
+    write_metadata(tmp_path, {})
+    read = run_rolltap("inspect", tmp_path)
+    assert (read.returncode, "calls-0.arrow" in read.stderr) == (0, True)
+    checked = run_rolltap("verify", tmp_path)
+    assert (checked.returncode, "damage: calls-0.arrow" in checked.stdout) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_file_is_written_and_what_was_redacted_is_said(run, tmp_path):
     ended = run_rolltap("view", run, "--out", tmp_path / "run.html", "--sessions", "s", "--redact", "the key")
     assert ended.returncode == 0
     assert "1 session, " in ended.stderr
-    assert "redacted: AWS key id, in 1 session (s)" in ended.stderr
+    assert "redacted: AWS Access Key, in 1 session (s)" in ended.stderr
     assert "redacted: given text, in 1 session (s)" in ended.stderr
     assert "AKIA" not in (tmp_path / "run.html").read_text()
 

@@ -124,7 +124,7 @@ import torch
 from rolltap.trainer.training.loop import join_processes
 join_processes(None)
 assert not torch.cuda.is_initialized()
-print("settings:", torch._C._accelerator_getAllocatorSettings())
+print(f"settings: {torch._C._accelerator_getAllocatorSettings()}\\n", end="", flush=True)
 """
 
 

@@ -23,7 +23,7 @@ RUN = "0a1b2c3d"
 OLD, NEW = f"{RUN}.1.0", f"{RUN}.2.0"
 ATTACK = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1> \x1b[31mred\x1b[0m \u202egnp.exe\u202c ]"
 """Markup, escape sequences and a right-to-left override."""
-STRANGE_ID = "../x?y=1&<b>#\u202e"
+STRANGE_ID = "../x?y=1&<b>#"
 IN_TRAINING = ("s-good", "s-flat1")
 WHY = "2 earlier calls fit equally well up to message 3"
 
