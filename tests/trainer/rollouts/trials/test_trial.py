@@ -99,7 +99,8 @@ def test_expected_data_that_the_agents_code_can_read_are_found_unless_it_is_run_
     write(tmp_path / "solution", {"calc.py": f"{RIGHT}\n\nprint(add(2, 3))\n"})
     weak = command("python calc.py > out; cmp out /hidden/expected.txt || exit 1", **hidden)
     (found,) = check(make_task(tmp_path / "weak", judge=weak, **solution), runtime="sandbox")
-    assert ([weakness.cheat for weakness in found.weaknesses], found.solution) == ([told], 1.0)
+    assert told in [weakness.cheat for weakness in found.weaknesses]
+    assert found.solution == 1.0
     assert "'run'" in found.weaknesses[0].advice
     strong = command("cmp out /hidden/expected.txt || exit 1", run=["sh", "-c", "python calc.py > out"], **hidden)
     (found,) = check(make_task(tmp_path / "strong", judge=strong, **solution), runtime="sandbox")
