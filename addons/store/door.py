@@ -15,17 +15,19 @@ import os
 import stat
 import struct
 from collections.abc import Mapping
-from datetime import datetime
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from rolltap.addons.store.records import CallKind, CallRole, CallStatus, EventKind, SessionStatus
+from rolltap.addons.store.records import Call, Event, Session
+from rolltap.addons.store.routing import Routing
+from rolltap.addons.store.scores import Score
 
 MOST_MIB = "ROLLTAP_MOST_MIB"
 """Variable with the size in MiB of the largest commit, and of the largest file that is read as a whole."""
@@ -208,114 +210,65 @@ class _Span(BaseModel):
     call_id: str = ""
 
 
+def _row_of(record: type, **columns: Any) -> type[BaseModel]:
+    """Return what the rows of a record hold: values of its fields' types, but for some `columns`.
+
+    A row may lack a column. It was not asked for then.
+    """
+    kinds = {each.name: each.type for each in fields(record)} | columns
+    with_default: dict[str, Any] = {name: (kind, None) for name, kind in kinds.items()}
+    return create_model(record.__name__, **with_default)
+
+
 class _AnyRow(BaseModel):
     pass
 
 
-class _OfSession(BaseModel):
+class _TrainedRow(BaseModel):
     session_id: str = ""
-
-
-class _OfCall(_OfSession):
-    call_id: str = ""
-
-
-class _CallRow(_OfCall):
-    parent_id: str | None = None
-    kind: CallKind = "root"
-    kind_reason: str | None = None
-    status: CallStatus = "completed"
-    error: str | None = None
-    violation: str | None = None
-    role: CallRole = "agent"
-    role_evidence: str = ""
-    dialect: str = ""
-    host: str = ""
-    path: str = ""
-    model: str = ""
-    prompt_length: _Count = 0
-    prompt_tail_ids: InstanceOf[list[int]] = []
-    completion_ids: InstanceOf[list[int]] = []
-    logprobs: InstanceOf[list[float]] | None = None
-    weight_versions: list[_Span] | None = None
-    sampling: Json[_Sampling] = _Sampling()
-    messages: Json[list[_Message]] = []
-    tools: Json[list[_Tool]] | None = None
-    reply: Json[_Reply] | None = None
-    cached_tokens: _Count | None = None
-    started_at: datetime = datetime.min
-
-
-class _SessionRow(_OfSession):
-    task_id: str = ""
     group_id: str = ""
-    harness: str = ""
-    status: SessionStatus = "unknown"
-    reward: _Number | None = None
-    parts: Json[dict[str, _Number]] = {}
-    evidence: Json[dict[str, Any]] = {}
-    suspicions: Json[dict[str, _Count]] = {}
-    revision: _Count = 0
-    harness_version: str = ""
-    program_digest: str = ""
-    preset_digest: str = ""
-    task_digest: str = ""
-    runtime: str = ""
-    image_digest: str = ""
-    started_at: datetime = datetime.min
-
-
-class _AnyEvent(BaseModel):
-    kind: EventKind = "ended"
-    host: str = ""
-    method: str = ""
-    path: str = ""
-    at: datetime = datetime.min
-
-
-class _EventRow(_AnyEvent):
-    detail: str = ""
-
-
-class _ObjectEventRow(_AnyEvent):
-    """An event whose detail is a JSON object."""
-
-    detail: Json[dict[str, Any]] = {}
-
-
-class _RoutingRow(_OfCall):
-    first: _Count = 0
-    layers: _Count = 0
-    top_k: _Count = 0
-    expert_bytes: Literal[1, 2] = 1
-    experts: bytes = b""
-
-
-class _ScoreRow(_OfCall):
-    name: str = ""
-    scorer: str = ""
-    logprobs: InstanceOf[list[float]] = []
-    top_k: _Count = 0
-    top_ids: InstanceOf[list[int]] = []
-    top_logprobs: InstanceOf[list[float]] = []
-
-
-class _TrainedRow(_OfSession):
     step: _Count = 0
-    group_id: str = ""
     sampled: _Count = 0
     trained: _Count = 0
     left_out: list[_Span] = []
     spans: list[_Span] = []
 
 
+_Ids = InstanceOf[list[int]]
+_Logprobs = InstanceOf[list[float]]
+_CALL = _row_of(
+    Call,
+    prompt_length=_Count,
+    prompt_tail_ids=_Ids,
+    completion_ids=_Ids,
+    logprobs=_Logprobs | None,
+    weight_versions=list[_Span] | None,
+    sampling=Json[_Sampling],
+    messages=Json[list[_Message]],
+    tools=Json[list[_Tool]] | None,
+    reply=Json[_Reply] | None,
+    cached_tokens=_Count | None,
+)
+_SESSION = _row_of(
+    Session,
+    reward=_Number | None,
+    parts=Json[dict[str, _Number]],
+    evidence=Json[dict[str, Any]],
+    suspicions=Json[dict[str, _Count]],
+    revision=_Count,
+)
+_EVENT = _row_of(Event)
+_OBJECT_EVENT = _row_of(Event, detail=Json[dict[str, Any]])
+"""An event whose detail is a JSON object."""
+_ROUTING = _row_of(Routing, first=_Count, layers=_Count, top_k=_Count, expert_bytes=Literal[1, 2])
+_SCORE = _row_of(Score, logprobs=_Logprobs, top_k=_Count, top_ids=_Ids, top_logprobs=_Logprobs)
 _ROWS: dict[str, type[BaseModel]] = {
-    "messages": _CallRow,
-    "revision": _SessionRow,
-    "detail": _EventRow,
-    "at": _EventRow,
-    "experts": _RoutingRow,
-    "scorer": _ScoreRow,
+    "messages": _CALL,
+    "revision": _SESSION,
+    "detail": _EVENT,
+    "at": _EVENT,
+    "experts": _ROUTING,
+    "scorer": _SCORE,
     "trained": _TrainedRow,
 }
 """A column that no other table has -> what the rows of its table hold."""
@@ -332,22 +285,20 @@ def _model(columns: tuple[str, ...]) -> type[BaseModel]:
 def row_faults(row: Mapping[str, Any]) -> dict[str, str]:
     """Return column -> what is wrong with its value, for the columns of a row whose values no writer writes."""
     model = _model(tuple(row))
-    if model is _EventRow and row.get("kind") in _OBJECTS:
-        model = _ObjectEventRow
+    if model is _EVENT and row.get("kind") in _OBJECTS:
+        model = _OBJECT_EVENT
     try:
         model.model_validate(row)
     except ValidationError as error:
         # the first fault of a column counts
         return {str(fault["loc"][0]): _described(row, fault) for fault in reversed(error.errors())}
-    if model is _RoutingRow and row["missing"] is None:
+    if model is _ROUTING and row["missing"] is None:
         size = row["layers"] * row["top_k"] * row["expert_bytes"]
         if not size or len(row["experts"]) % size:
             return {
                 "experts": f"its experts have {len(row['experts'])} bytes, which are no numbers of {size} bytes a token"
             }
-    if model is _ScoreRow and not len(row["top_ids"]) == len(row["top_logprobs"]) == row["top_k"] * len(
-        row["logprobs"]
-    ):
+    if model is _SCORE and not len(row["top_ids"]) == len(row["top_logprobs"]) == row["top_k"] * len(row["logprobs"]):
         return {"top_ids": f"its top_ids are not {row['top_k']} for each token"}
     return {}
 
