@@ -72,10 +72,15 @@ def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]
         metrics[f"cached_share/{file_name(harness)}" if harness else "cached_share"] = share
     if rewards:
         metrics["traces_per_session"] = len(batch.traces) / len(rewards)
-    forks = [each for each in rewards if f"{FORK}~{each.task_id}-" in each.group_id]
+    fresh = []
+    forks = []
+    for each in rewards:
+        if f"{FORK}~{each.task_id}-" in each.group_id:
+            forks.append(each)
+        else:
+            fresh.append(each)
     if forks:
         metrics["reward/forks"] = fmean(labelled.reward for labelled in forks)
-    fresh = [each for each in rewards if each not in forks]
     if fresh:
         metrics["reward"] = fmean(labelled.reward for labelled in fresh)
         metrics["reward_std"] = mean_group_std(rewards_by(GROUP, fresh).values())
