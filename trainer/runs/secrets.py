@@ -207,9 +207,11 @@ class Secrets:
 
     def find(self, text: str) -> Iterator[tuple[str, int, int]]:
         """Yield the kind, start and end of what is found in a text, in order. No two have a character in common."""
-        found = {
-            (*reading.origin(*place), kind) for reading in readings(text) for kind, *place in self._in(reading.text)
-        }
+        found = set()
+        for reading in readings(text):
+            for window in reading.windows():
+                for kind, start, end in self._in(reading.text, *window):
+                    found.add((*reading.origin(start, end), kind))
         last: tuple[str, int, int] | None = None
         for start, end, kind in sorted(found, key=lambda each: (each[0], -each[1], each[2])):
             if last is not None and start < last[2]:
@@ -274,7 +276,7 @@ def find_in_run(run: Path, decode: Callable[[list[int]], str] | None) -> dict[st
 
 
 def _texts(recorded: RecordedSession, decode: Callable[[list[int]], str] | None) -> Iterator[str | None]:
-    """Yield the texts that a session recorded. JSON stays as it is: the known forms have nothing to escape."""
+    """Yield the texts that a session recorded. JSON stays as it is: a form is found within it too."""
     calls = recorded.calls
     for call in calls:
         yield from (call.messages, call.reply, call.tools, call.sampling, call.error, call.path)
