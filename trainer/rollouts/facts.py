@@ -141,7 +141,7 @@ class Facts(NamedTuple):
         refusals: Number of requests that were refused, as far as the recorder tells each: an event may stand for many.
         unreadable: Why a call with tools was refused, when the model's tool calls cannot be read; None when none was.
         diverged: Why a fork did not come to the call at which it forks, in words; None when it did.
-        permanent: True when the session could not be run, and no retry can be before its task is fixed.
+        permanent: True when the session could not be run, and no retry can be before its task or preset is fixed.
     """
 
     fault: str | None = None

@@ -1,23 +1,32 @@
 """A harness: the command line and environment of an unmodified agent program, as data."""
 
+import logging
+import os
 import shutil
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.toml import load_toml
 
+logger = logging.getLogger(__name__)
+
 _PRESETS = resources.files("rolltap.harnesses")
 _WINDOW = "{max_model_len}"
+_BESIDE = ("./", "../")
+"""Beginnings of words that are paths relative to the preset's file."""
 
 
 class Harness(BaseModel):
     """An agent program and how to start it. A preset (`recipes/harnesses`) is a TOML file with these fields as keys.
+
+    A word of its command line that begins with `./` or `../` is the path of a file or folder, relative to the TOML
+    file. Every box shows it, read-only. All other words stay as they are.
 
     The constructor raises pydantic's `ValidationError`, a `ValueError`, for wrong fields.
 
@@ -47,17 +56,52 @@ class Harness(BaseModel):
     version_arguments: list[str] = ["--version"]
     quirks: list[str] = []
 
+    _files: tuple[Path, ...] = PrivateAttr(())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files and folders that words of the command line name relative to the preset's file."""
+        return self._files
+
     @classmethod
     def load(cls, name: str) -> Self:
         """Return the preset with this name, or the harness in this `.toml` file. Raises `InputError`."""
         if not name.endswith(".toml") and name not in cls.names():
             raise InputError(f"no harness is named {name!r}: choose {', '.join(cls.names())}, or give a .toml file")
-        return load_toml(Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml", cls)
+        if name.endswith(".toml"):
+            return load_toml(Path(name), cls)._beside(Path(name).absolute())
+        return load_toml(_PRESETS / f"{name}.toml", cls)
 
     @staticmethod
     def names() -> list[str]:
         """Return the names of the presets that rolltap brings."""
         return sorted(Path(file.name).stem for file in _PRESETS.iterdir() if file.name.endswith(".toml"))
+
+    def _beside(self, file: Path) -> Self:
+        """Return the harness with the absolute paths of what lies beside its file. Raises `InputError` for a path."""
+        files: list[Path] = []
+
+        def resolve(word: str) -> str:
+            path = Path(os.path.normpath(file.parent / word))
+            if not word.startswith(_BESIDE):
+                if path.is_file():
+                    logger.warning("%s: %r does not name the file beside it: write './%s' for that", file, word, word)
+                return word
+            if not path.exists():
+                raise InputError(f"{file}: {word!r} is {path}, which does not exist: correct the path")
+            files.append(path)
+            return str(path)
+
+        resolved = self.model_copy(
+            update={
+                "program": resolve(self.program),
+                "arguments": [resolve(word) for word in self.arguments],
+                "headless": [resolve(word) for word in self.headless],
+                "version_arguments": [resolve(word) for word in self.version_arguments],
+            }
+        )
+        resolved._files = tuple(files)
+        return resolved
 
     def require_program(self) -> None:
         """Raise `InputError` unless `program` can be started."""

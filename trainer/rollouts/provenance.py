@@ -72,7 +72,7 @@ class Provenances:
             logger.warning("the harness %s %s %s", harness.name, what, why)
         return Provenance(
             harness_version=version,
-            program_digest=await asyncio.to_thread(_program_digest, self._harness.program, image),
+            program_digest=await asyncio.to_thread(_program_digest, self._harness, image),
             preset_digest=self._harness.digest(),
             image_digest=image_digest,
         )
@@ -113,13 +113,23 @@ def find_version(output: str) -> str:
     return found[1] if found else ""
 
 
-def _program_digest(program: str, image: str | None) -> str:
-    """Return the SHA-256 of a program's file; empty in an image, whose digest stands for it, and when it is gone."""
-    path = shutil.which(program)
-    if path is None or image is not None:
-        return ""
+def _program_digest(harness: Harness, image: str | None) -> str:
+    """Return the SHA-256 of a program's file, and of the files that its preset names; empty without any.
+
+    In an image its digest stands for the program.
+    """
+    program = shutil.which(harness.program)
+    found = [] if program is None or image is not None else [Path(program)]
+    files = dict.fromkeys([*found, *harness.files])
+    digests = [_digest(path) for path in files if path.is_file()]
+    if len(digests) < 2:
+        return "".join(digests)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
     try:
-        with Path(path).resolve().open("rb") as file:
+        with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return ""

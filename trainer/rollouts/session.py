@@ -18,6 +18,7 @@ is stopped. One that cannot be prepared has one too; one that is stopped before 
 """
 
 import asyncio
+import errno
 import logging
 import math
 import secrets
@@ -54,6 +55,15 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import SessionRows
 
 logger = logging.getLogger(__name__)
+
+_NEVER_STARTS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+"""Errors of a program that is missing, or is no program: another attempt would fail too."""
+_NOT_RUN = (126, 127)
+"""Exit statuses of a shell that cannot run a command."""
+_SHOWN = (
+    "A box shows the program's installation and the files that its preset names by ./ alone: show other folders with "
+    "--tools DIR (tools in a recipe)"
+)
 
 Enter = Callable[[Literal["running", "judging"]], Awaitable[None]]
 """Waits for the slot of a phase, and leaves that of the phase before."""
@@ -222,7 +232,9 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             try:
                 ended = await box.run(command, env=env, timeout=timeout, log=log)
             except OSError as error:
-                raise OSError(f"the harness {command[0]} cannot be started: {error}") from error
+                kind = InputError if error.errno in _NEVER_STARTS else OSError
+                shown = f". {_SHOWN}" if stage.runtime.isolated else ""
+                raise kind(f"the harness {command[0]} cannot be started: {error}{shown}") from error
             session.exit_status = ended.status
             await box.settle()
             await run_to_end(recorder.stop_calls, session.session_id)
@@ -241,8 +253,18 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         session.status, session.reward, session.error = result.status, result.reward, result.error
         if result.ended is not None:  # for a reward that somebody gives later
             session.evidence = {**session.evidence, "ended": result.ended}
+        stopped_early = bool(ended.status) and not facts.calls
         if facts.fault is not None:
-            session.error = f"{result.error}; its output is in {log.name}{_last_line(log)}"
+            session.error = f"{result.error}; its output is in {log.name}"
+            last = _last_line(log).replace(str(made.workspace), "WORKSPACE")
+            if last and not stopped_early:
+                session.error += f", and ends with: {last}"
+            elif last:  # the program's own words say why
+                session.error = f"{last}; {session.error}"
+            if stopped_early and stage.runtime.isolated:
+                session.error += f". {_SHOWN}"
+        if stopped_early and ended.status in _NOT_RUN:
+            return facts._replace(permanent=True)
         return facts
     finally:
         try:
@@ -298,9 +320,9 @@ async def _prepared(
 
 
 def _last_line(log: Path) -> str:
-    """Return the end of a program's output, for a message; empty without output."""
+    """Return the last line of a program's output, for a message; empty without output."""
     last = read_end(log, 4096).strip().rpartition("\n")[2].strip() if log.exists() else ""
-    return f", and ends with: {printable(last, 300)}" if last else ""
+    return printable(last, 300)
 
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:

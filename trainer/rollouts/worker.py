@@ -70,10 +70,10 @@ class Worker:
         """
         self.runtime.check()
         if isinstance(self.runtime, HidingRuntime):
+            self.runtime.show(self.harness.program, self.harness.files)
             tools = self.runtime.tools
             private = [*private, *self.recorder.private_files()]
             self.runtime.hide(private_paths(self.recorder.path, tasks, private, tools))
-            self.runtime.show(self.harness.program)
             self.runtime.layers()
         fitting = fit_tasks(tasks, self.runtime, self.harness)
         if not all(task.image for task in fitting):

@@ -192,11 +192,13 @@ async def test_an_engine_that_is_down_from_the_start_is_a_fault(play, tokenizer_
     assert ledger.sampled == 0
 
 
-async def test_a_harness_that_makes_no_call_has_no_reward(play, recorder_with):
+async def test_a_harness_that_makes_no_call_has_no_reward_and_if_it_failed_its_last_line_comes_first(play):
     session, _ = await play("print('give a key\\n'); sys.exit(3)")
     assert (session.status, session.exit_status, session.reward) == ("infrastructure", 3, None)
-    assert f"the harness ended with status 3); its output is in {session.session_id}.log" in session.error
-    assert session.error.endswith(", and ends with: give a key")
+    assert session.error.startswith("give a key; no model call came: did the program use the proxy?")
+    assert session.error.endswith(f"the harness ended with status 3); its output is in {session.session_id}.log")
+    session, _ = await play("print('bye')")
+    assert session.error.endswith(", and ends with: bye")
 
 
 WRONG = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"

@@ -46,3 +46,38 @@ def test_a_bad_preset_is_named(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(InputError, match=message):
         Harness.load(str(tmp_path / "x.toml"))
+
+
+BESIDE = """
+name = "own"
+program = "../bin/run"
+arguments = ["./agent", "-v", "agent.py"]
+headless = ["--config=./x", "./{instruction}"]
+version_arguments = ["./agent.py", "--version"]
+"""
+
+
+@pytest.fixture
+def beside(tmp_path):
+    for name in ("bin/run", "own/agent/__main__.py", "own/agent.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path / "own" / "own.toml"
+
+
+def test_a_word_that_begins_with_a_dot_and_a_slash_is_a_path_relative_to_the_preset(beside, tmp_path, monkeypatch):
+    beside.write_text(BESIDE.replace(', "./{instruction}"', ', "{instruction}"'))
+    monkeypatch.chdir(tmp_path)
+    harness = Harness.load("own/own.toml")
+    own = str(tmp_path / "own")
+    command = [str(tmp_path / "bin/run"), f"{own}/agent", "-v", "agent.py", "--config=./x", "./go"]
+    assert harness.command_for("./go") == command
+    assert harness.version_arguments == [f"{own}/agent.py", "--version"]
+    assert harness.files == (tmp_path / "bin/run", tmp_path / "own/agent", tmp_path / "own/agent.py")
+
+
+def test_a_path_to_nothing_is_an_error_and_the_name_of_a_file_beside_the_preset_a_warning(beside, caplog):
+    beside.write_text(BESIDE.replace("./{instruction}", "./agnet.py"))
+    with pytest.raises(InputError, match=r"own\.toml: './agnet\.py' is .*/own/agnet\.py, which does not exist"):
+        Harness.load(str(beside))
+    assert "'agent.py' does not name the file beside it: write './agent.py' for that" in caplog.text

@@ -69,3 +69,17 @@ def test_the_digest_of_a_preset_is_that_of_how_it_is_started():
     plain = Harness(name="x", program=sys.executable, headless=[])
     assert plain.digest() == plain.model_copy(update={"quirks": ["q"], "install": "i"}).digest()
     assert plain.digest() != plain.model_copy(update={"arguments": ["-I"]}).digest()
+
+
+async def test_a_change_of_a_file_that_the_preset_names_is_another_program(tmp_path):
+    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "x.toml").write_text('name = "x"\nprogram = "python3"\narguments = ["./agent.py"]\nheadless = []\n')
+    harness = Harness.load(str(tmp_path / "x.toml"))
+
+    async def digest():
+        return (await Provenances(harness, ProcessRuntime(), tmp_path).of(None)).program_digest
+
+    before = await digest()
+    assert await digest() == before
+    (tmp_path / "agent.py").write_text("pass")
+    assert await digest() != before

@@ -128,10 +128,19 @@ async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, j
     assert (row.reward, row.parts, row.evidence) == (0.25, {"speed": 0.5}, {"judge": "command"})
 
 
-async def test_a_harness_that_is_not_there_is_named(play):
-    row = await play(Harness(name="gone", program="no-such-program", headless=[]))
+@pytest.mark.parametrize(
+    ("harness", "error"),
+    [
+        (Harness(name="gone", program="no-such-program", headless=[]), "the harness no-such-program cannot be started"),
+        ("no-such-program", "sh: 1: no-such-program: not found; no model call came"),
+        ("touch agent; ./agent", "sh: 1: ./agent: Permission denied; no model call came"),
+    ],
+)
+async def test_a_program_that_cannot_be_run_is_named_and_is_not_started_again(play, recorder, harness, error):
+    row = await play(harness, retries=2)
     assert row.status == "infrastructure"
-    assert "no-such-program" in row.error
+    assert error in row.error
+    assert f"{row.session_id}~1" not in load_sessions(recorder.path)
 
 
 async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):

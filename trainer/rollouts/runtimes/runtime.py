@@ -148,9 +148,10 @@ class HidingRuntime:
         """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
         self._hidden |= {os.path.join(real, ""): real for real in map(Path.resolve, paths)}
 
-    def show(self, program: str) -> None:
-        """Show what a program of the operator's needs, where a box shows no folder that nobody named."""
+    def show(self, program: str, files: Iterable[Path] = ()) -> None:
+        """Show what a program of the operator's needs, where a box shows no folder that nobody named, and `files`."""
         self.programs.add(program)
+        self.tools += [file for file in files if file not in self.tools]
 
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
         """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
