@@ -7,7 +7,7 @@ from types import FrameType
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, fleet, rerun, rollout, runs, service, tasks, train, view
+from rolltap.trainer.cli import doctor, edit, fleet, init, rerun, rollout, runs, service, tasks, train, view
 from rolltap.trainer.console import plain_console, runs_first
 
 
@@ -29,6 +29,7 @@ class InOrder(click.Group):
         rerun.fork_command,
         rollout.env_command,
         doctor.doctor_command,
+        init.init_command,
         tasks.tasks_group,
         rollout.rollout_command,
         rollout.reward_command,

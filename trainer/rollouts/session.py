@@ -253,7 +253,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         session.status, session.reward, session.error = result.status, result.reward, result.error
         if result.ended is not None:  # for a reward that somebody gives later
             session.evidence = {**session.evidence, "ended": result.ended}
-        stopped_early = bool(ended.status) and not facts.calls
+        stopped_early = bool(ended.status) and not facts.calls and not facts.refusals
         if facts.fault is not None:
             session.error = f"{result.error}; its output is in {log.name}"
             last = _last_line(log).replace(str(made.workspace), "WORKSPACE")

@@ -53,7 +53,7 @@ def test_a_table_that_is_no_file_is_a_warning_which_names_it_and_damage(tmp_path
         (["record", "--out", "x", "--model", "m", "--set", "a", "--", "true"], "'a' is not written as NAME=VALUE"),
         (["record", "--out", "x", "--model", "m"], "give a COMMAND after --, or --harness"),
         (["rollout", "--max-calls", "0"], "Invalid value for '--max-calls': 0 is not in the range x>=1"),
-        (["inspct"], "Did you mean 'inspect'?"),
+        (["inspekt"], "Did you mean 'inspect'?"),
     ],
 )
 def test_a_wrong_command_line_is_a_message_and_status_2(arguments, message):
