@@ -9,6 +9,7 @@ from tests.conftest import ROOT
 DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in (".", "addons", "trainer")),
     *sorted((ROOT / "recipes").rglob("README.md")),
+    *sorted((ROOT / "recipes" / "site" / "pages").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -3,11 +3,21 @@
 from tests.conftest import ROOT
 from tests.readme.blocks import blocks_of
 
+EXAMPLE = [
+    path.read_text()
+    for path in (ROOT / "recipes" / "harnesses" / "own-agent").rglob("*")
+    if path.suffix in (".py", ".toml", ".jsonl")
+]
+"""Files that `rolltap init` writes, as the page of an own agent shows them."""
+
 SKIPPED = {
     "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
     "python3 -m venv engine && engine/bin/pip install '.[vllm]'": "downloads gigabytes of CUDA libraries",
     "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --gpu-memory-utilization 0.8": (
         "needs a GPU; the fixture `engine` starts the server of this command on the CPU"
+    ),
+    "export ROLLTAP_ENGINE_KEY_FILE=~/.rolltap-engine.key": (
+        "runs until it is stopped; the fixture `engine` stands for it"
     ),
     "recipes/gpu/check.sh": "takes minutes; tests/recipes/test_gpu.py runs its small form",
     "python recipes/swe/mini/make.py runs/mini": "tests/recipes/test_swe_mini.py runs these tasks in more ways",
@@ -44,6 +54,10 @@ SKIPPED |= {
 SKIPPED |= {
     block.first_line: "most of it needs a GPU; tests/recipes/test_gpu.py reads its commands"
     for block in blocks_of(ROOT / "recipes" / "gpu" / "README.md")
+}
+
+SKIPPED |= {
+    text.partition("\n")[0].partition("  #")[0]: "tests/trainer/cli/test_init.py writes and runs it" for text in EXAMPLE
 }
 
 FILES = {

@@ -13,12 +13,12 @@ from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
-from tests.readme.blocks import BLOCKS, DOCUMENTS, prose_of
-from tests.readme.tables import FILES, SERVERS, SKIPPED, SUBSTITUTIONS
+from tests.readme.blocks import BLOCKS, DOCUMENTS, blocks_of, prose_of
+from tests.readme.tables import EXAMPLE, FILES, SERVERS, SKIPPED, SUBSTITUTIONS
 from tests.readme.workshop import RUNNABLE, Workshop, file_name
 from tests.trainer.runs.exports.hub import loopback_hub
 
-PROGRAMS = ("bash", "curl", "mini")
+PROGRAMS = ("bash", "bwrap", "curl", "mini")
 """Programs that the blocks start and that are not in the environment of the tests."""
 COMMAND = re.compile(r"^(?:\S*/)?rolltap ([^>\n]*)", re.MULTILINE)
 
@@ -55,7 +55,8 @@ def test_a_block_ends_with_status_0(workshop, block):
 def test_the_runs_of_the_blocks_are_sound_and_hold_calls(workshop):
     workshop.run_through(RUNNABLE[-1])
     runs = {path.parent.name: path.parent for path in (workshop.folder / "runs").glob("*/run.json")}
-    assert runs.keys() == {"try", "first", "grpo", "a", "b", "wire", "imported", "both", "best"}
+    names = "try first grpo a b wire imported both best my-agent my-agent-trained"
+    assert runs.keys() == set(names.split())
     for name, run in runs.items():
         assert verify_run(run, lambda *_: None).sound, name
         assert RecordedCalls(run), name
@@ -92,6 +93,12 @@ def test_the_files_are_what_the_commands_expect(tmp_path):
     assert load_recipe(tmp_path / "recipe.toml").tasks == tmp_path / "tasks.jsonl"
     harness = rolltap.Harness.load(str(tmp_path / "my-agent.toml"))
     assert harness.command_for("Work") == ["my-agent", "--no-telemetry", "--task=Work"]
+
+
+def test_the_page_of_an_own_agent_shows_the_files_that_init_writes():
+    page = ROOT / "recipes" / "site" / "pages" / "your-own-agent.md"
+    shown = [block.text for block in blocks_of(page) if block.language != "sh"]
+    assert sorted(shown) == sorted(EXAMPLE)
 
 
 def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch):
