@@ -32,6 +32,8 @@ def test_the_wheel_has_every_file_of_the_packages_once_and_no_other():
     files = {path for top in tops for path in top.rglob("*")}
     sources = {path for path in files if path.suffix in (".py", ".toml", ".typed") or path.name == "dataset_card.md"}
     sources |= {path for path in (ROOT / "trainer" / "viewer" / "page").rglob("*") if path.is_file()}
+    example = ROOT / "recipes" / "harnesses" / "own-agent"
+    sources |= {path for path in example.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     # not by name alone: an editable install left metadata in the checkout
     (wheel,) = distributions(name="rolltap", path=[Path(rolltap.__file__).parents[1]])
     installed = [PurePosixPath(path) for path in wheel.files if path.parts[0] == "rolltap" and path.suffix != ".pyc"]

@@ -112,8 +112,11 @@ class Harness(BaseModel):
             )
 
     def digest(self) -> str:
-        """Return the SHA-256 of what decides how the program is started."""
-        return sha256(self.model_dump_json(exclude={"install", "quirks"}).encode()).hexdigest()
+        """Return the SHA-256 of what decides how the program is started, wherever the preset's folder is."""
+        text = self.model_dump_json(exclude={"install", "quirks"})
+        for path in self.files:
+            text = text.replace(str(path), path.name)
+        return sha256(text.encode()).hexdigest()
 
     def command_for(self, instruction: str) -> list[str]:
         """Return the command line of one headless session."""

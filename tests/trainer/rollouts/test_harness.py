@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 
 from rolltap.addons.errors import EngineError, InputError
@@ -73,6 +75,10 @@ def test_a_word_that_begins_with_a_dot_and_a_slash_is_a_path_relative_to_the_pre
     command = [str(tmp_path / "bin/run"), f"{own}/agent", "-v", "agent.py", "--config=./x", "./go"]
     assert harness.command_for("./go") == command
     assert harness.version_arguments == [f"{own}/agent.py", "--version"]
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(tmp_path / "bin", tmp_path / "copy" / "bin")
+    shutil.copytree(tmp_path / "own", tmp_path / "copy" / "own")
+    assert Harness.load("copy/own/own.toml").digest() == harness.digest()
     assert harness.files == (tmp_path / "bin/run", tmp_path / "own/agent", tmp_path / "own/agent.py")
 
 
