@@ -15,9 +15,11 @@ from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.rollouts.schedule import run_groups
 from rolltap.trainer.tasks.task import Limits, Task
 from rolltap.trainer.traces.reader import load_sessions
+from tests.boxes import sandboxed
 from tests.harness.play import tool_call
 from tests.scripted_engine import Say
 from tests.trainer.rollouts.stages import ONE_CALL, ONE_CALL_TEXT, stage_of
@@ -141,6 +143,13 @@ async def test_a_program_that_cannot_be_run_is_named_and_is_not_started_again(pl
     assert row.status == "infrastructure"
     assert error in row.error
     assert f"{row.session_id}~1" not in load_sessions(recorder.path)
+
+
+@sandboxed
+async def test_a_program_that_failed_in_a_box_before_its_first_call_is_told_what_a_box_shows(play):
+    row = await play("cat /opt/none", runtime=SandboxRuntime())
+    assert row.error.startswith("cat: /opt/none: No such file or directory; no model call came")
+    assert row.error.endswith("show other folders with --tools DIR (tools in a recipe)")
 
 
 async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row(recorder, tmp_path, judges):

@@ -7,6 +7,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.rollouts.runtimes import runtime
+from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import (
     HidingRuntime,
     layered,
@@ -15,6 +16,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
     require_narrow,
     tool_folders,
 )
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.tasks.task import CommandJudge, Task
 
 
@@ -210,3 +212,20 @@ def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch)
     assert private_paths(tmp_path / "run", [written], [tmp_path / "key"]) == found[:5]
     built = Task(id="t", instruction="i", evaluate=["true"], build={"folder": tmp_path / "start"})
     assert private_paths(tmp_path / "run", [built], [tmp_path / "key"]) == [*found[:5], tmp_path / "start"]
+
+
+def test_files_of_a_preset_are_seen_in_every_box_and_what_is_hidden_beside_them_is_not(tmp_path):
+    for name in ("own/agent.py", "own/lib/a.py", "own/lib/secret/key"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    agent, lib = tmp_path / "own/agent.py", tmp_path / "own/lib"
+    for made in (ContainerRuntime(), SandboxRuntime()):
+        made.hide([lib / "secret", tmp_path])
+        made.show("python3", [agent, lib])
+        layers = made.layers()
+        assert {path: layers.get(path) for path in (tmp_path, agent, lib, lib / "secret")} == {
+            tmp_path: None,
+            agent: True,
+            lib: True,
+            lib / "secret": False,
+        }
