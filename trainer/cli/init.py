@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-import rolltap
 from rolltap.errors import InputError
 from rolltap.trainer.cli.options import FOLDER, command
 from rolltap.trainer.cli.rollout import name_of
@@ -58,9 +57,8 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
     if preset is not None:
         (folder / "agent.py").unlink()
         (folder / "agent.toml").write_text(preset)
-    rolltap.Harness.load(str(folder / "agent.toml"))
 
-    out = Path("runs", folder.name)
+    out = Path("runs", folder.resolve().name)
     tasks = str(folder / "tasks.jsonl")
     harness = ["--harness", str(folder / "agent.toml")]
     console = plain_console()
@@ -83,7 +81,10 @@ def _preset(program: str, folder: Path) -> str:
     except (ValueError, IndexError) as error:
         raise InputError(f"--program {program!r} is no command line: write it as for a shell") from error
     for index, word in enumerate(words):
-        if Path(word).is_file():
+        is_path = word.startswith(("./", "../"))
+        if is_path and not os.path.exists(word):
+            raise InputError(f"--program names {word}, which does not exist: correct the path")
+        if is_path or os.path.isfile(word):
             relative = os.path.relpath(word, folder)
             words[index] = relative if relative.startswith("../") else f"./{relative}"
     if not any("{instruction}" in word for word in words):

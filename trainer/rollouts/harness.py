@@ -84,7 +84,7 @@ class Harness(BaseModel):
         def resolve(word: str) -> str:
             path = Path(os.path.normpath(file.parent / word))
             if not word.startswith(_BESIDE):
-                if path.is_file():
+                if os.path.isfile(path):  # False for a text that is too long for a path
                     logger.warning("%s: %r does not name the file beside it: write './%s' for that", file, word, word)
                 return word
             if not path.exists():

@@ -1,5 +1,7 @@
 """`rolltap init`: the files that it writes run. The page Your own agent trains with them."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
@@ -47,10 +49,26 @@ def test_a_program_of_ones_own_is_asked_for_and_found_from_the_preset(init, tmp_
     assert not (tmp_path / "my-agent" / "agent.py").exists()
 
 
-@pytest.mark.parametrize("program", ["", "python3 'agent.py"])
-def test_a_program_that_is_no_command_line_is_named_and_nothing_is_written(init, tmp_path, program):
-    assert "is no command line" in str(init("--program", program, "--model", "m").exception)
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("", "--program '' is no command line"),
+        ("python3 'agent.py", "is no command line"),
+        ("python3 ./agnet.py", "--program names ./agnet.py, which does not exist"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_named_and_nothing_is_written(init, tmp_path, program, message):
+    assert message in str(init("--program", program, "--model", "m").exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_may_be_a_folder_of_code_and_code_itself(init):
+    Path("agent").mkdir()
+    code = "pass; " * 100
+    ended = init("--model", "m", "--program", f"python3 -c '{code}' ./agent")
+    assert ended.exit_code == 0
+    harness = rolltap.Harness.load("my-agent/agent.toml")
+    assert harness.command_for("go") == ["python3", "-c", code, str(Path("agent").resolve()), "go"]
 
 
 @sandboxed
