@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class _Recorder(BaseModel):
 class _Metadata(BaseModel):
     """Fields of `run.json`, as far as they are read."""
 
+    run_id: str | None = None
+    """Drawn when a run begins; its parts, made by split and filter, have it too."""
     model: str | None = None
     source: str | None = None
     tokenizer_sha256: str | None = None
@@ -74,7 +77,8 @@ def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, wait=True):
         if not (run / RUN_FILE).exists():
-            _write_metadata(run, {"schema_version": SCHEMA_VERSION, **metadata})
+            new = {"schema_version": SCHEMA_VERSION, "run_id": secrets.token_hex(4)}
+            _write_metadata(run, {**new, **metadata})
             return
     require_tokenizer(run, metadata, "choose a new folder")
 

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, get_args
 import click
 
 import rolltap
+from rolltap.runs import CallRole, SessionStatus, SplitBy
 from rolltap.trainer.cli.options import FOLDER, RUN, Command, command, json_option, new_folder_option, print_result
 from rolltap.trainer.console import plain_console
-from rolltap.types import CallRole, SessionStatus, SplitBy
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
 
@@ -131,10 +131,15 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
 def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     """Write the sessions of several RUNS to one.
 
-    The runs must have the same tokenizer and chat template, and no session in common. Rows that cannot be read or
-    whose digest does not match are not copied, and counted. With a single damaged run, this saves its sound rows.
+    The runs must have the same tokenizer and chat template. When two runs have sessions or groups of equal names, the
+    names of the later run get its folder's name as a prefix. The same session twice is an error. Rows that cannot be
+    read or whose digest does not match are not copied, and counted. With a single damaged run, this saves its sound
+    rows.
     """
     run, left_behind = rolltap.merge_runs(runs, out)
+    for origin in run.metadata["merged_from"]:
+        if prefix := origin.get("prefix"):
+            click.echo(f"sessions and groups of {origin['run']} are named {prefix}... : another run has equal names")
     for loss in left_behind:
         click.echo(
             f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "

@@ -11,16 +11,20 @@ from typing import Any, BinaryIO, Unpack
 
 from rolltap.addons.errors import InputError, MissingPackageError
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import CallRole, Session
+from rolltap.addons.store.records import CallRole as CallRole
+from rolltap.addons.store.records import Session
+from rolltap.addons.store.records import SessionStatus as SessionStatus
 from rolltap.addons.store.rewards import GivenReward, finite, give_reward
 from rolltap.addons.store.scores import Score
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.console import progress_bar
-from rolltap.trainer.runs.edit import Filter, LeftBehind, SplitBy, filter_run, split_run
+from rolltap.trainer.runs.edit import Filter, LeftBehind, filter_run, split_run
+from rolltap.trainer.runs.edit import SplitBy as SplitBy
 from rolltap.trainer.runs.edit import merge_runs as _merge_runs
-from rolltap.trainer.runs.exports import ExportFormat, exporter
+from rolltap.trainer.runs.exports import ExportFormat as ExportFormat
+from rolltap.trainer.runs.exports import exporter
 from rolltap.trainer.runs.import_calls import ImportSummary
 from rolltap.trainer.runs.import_calls import import_calls as _import_calls
 from rolltap.trainer.runs.secrets import find_in_run
@@ -40,10 +44,13 @@ from rolltap.trainer.runs.views.inspect import (
     view_call,
     view_session,
 )
-from rolltap.trainer.runs.views.report import Sort, Summary, follow_sessions, summarize
+from rolltap.trainer.runs.views.report import Sort as Sort
+from rolltap.trainer.runs.views.report import Summary, follow_sessions, summarize
 from rolltap.trainer.runs.views.score import ScoreReport, Teacher, score_run
 from rolltap.trainer.runs.views.training import read_training as read_training
-from rolltap.trainer.traces.build import TRAINED_ROLES, Strategy, Trace, TraceBatch, require_collection
+from rolltap.trainer.traces.build import TRAINED_ROLES as TRAINED_ROLES
+from rolltap.trainer.traces.build import Strategy as Strategy
+from rolltap.trainer.traces.build import Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, recorded_ids, unknown_session
 from rolltap.trainer.traces.scores import RecordedScores
@@ -420,7 +427,9 @@ def merge_runs(runs: Sequence[str | Path], out: str | Path, *, progress: bool = 
     """Write the sessions of several runs, or of one that is damaged, to the new folder `out`.
 
     Returns the new run, and the rows and places that were not copied: they cannot be read, or their digest does not
-    match. Raises `InputError` for no runs, for different tokenizers and for a session in several runs; and `RunError`.
+    match. When two runs have sessions or groups of equal names, the names of the later run get a prefix; the entries of
+    `merged_from` in `metadata` have it. Raises `InputError` for no runs, for different tokenizers, and for a session
+    with the same content in several runs; and `RunError`.
     """
     require_collection(runs)
     if not runs:

@@ -60,8 +60,8 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
 
     Raises `MissingPackageError` without the extra `train`; `RunError` for a folder that is not a run; `InputError` for
     a wrong recipe, an `out` whose training is finished or was begun with another recipe, seed or other groups, no
-    group to train on, a session in two runs, and a tokenizer or a sampling temperature that is not the recipe's;
-    `RankError` when another process failed.
+    group to train on, the same session in two runs, and a tokenizer or a sampling temperature that is not the
+    recipe's; `RankError` when another process failed.
     """
     require_collection(runs)
     if not runs:

@@ -1,14 +1,18 @@
 """Split and filter of a run by session; merge of several runs, or of the sound rows of a damaged run.
 
-Rows are copied unchanged, with their digests. Output folders are created atomically. Memory: a split or a filter takes
-the tokens of one session and the rows of all sessions; a merge takes one batch and the ids of the sessions.
+Rows are copied unchanged, with their digests; a merge changes only names that two runs share. Output folders are
+created atomically. Memory: a split or a filter takes the tokens of one session and the rows of all sessions; a merge
+takes one batch and the ids of the sessions.
 """
 
+import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
@@ -17,11 +21,12 @@ import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, write_metadata
-from rolltap.addons.store.records import DIGEST, CallRole, Session, SessionStatus
+from rolltap.addons.store.records import DIGEST, CallRole, Session, SessionStatus, json_text
+from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder
-from rolltap.addons.store.tables import TABLES, RunWriter, read_batches, run_files
+from rolltap.addons.store.tables import TABLES, RunWriter, batch_rows, read_batches, run_files
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, some
 from rolltap.trainer.runs.verify import check_rows
@@ -246,6 +251,8 @@ class LeftBehind:
 class _Source:
     run: Path
     metadata: dict[str, Any]
+    sessions: set[str]
+    groups: set[str]
 
     @property
     def name(self) -> str:
@@ -259,7 +266,7 @@ class _Source:
     def origins(self, merged: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the run's name and the metadata that differs from `merged`; for a merged run, one entry per origin."""
         origins = self.metadata.get("merged_from", [{"run": self.name}])
-        known = (*_JOINED, "merged_from")
+        known = (*_JOINED, "merged_from", "run_id")
         other = {key: value for key, value in self.metadata.items() if key not in known and merged.get(key) != value}
         return [{**other, **origin} for origin in origins]
 
@@ -268,18 +275,21 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
     """Write the sound rows of one or more runs to the new folder `out`.
 
     Return the number of sessions, and the losses: rows that cannot be read or whose digest does not match are not
-    copied.
-    The new `run.json` lists the losses as `left_behind`.
+    copied. The new `run.json` lists the losses as `left_behind`.
 
-    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have calls or the row of the
-    same session, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
+    When two runs have sessions or groups of equal names, all names of the later run get a prefix, which `merged_from`
+    of the new `run.json` has. Parts of one run that have different sessions keep their names, so that a group of the
+    run becomes whole again.
+
+    Raises `InputError` when the runs' tokenizers or chat templates differ, when two runs have the same session with
+    the same content, and when no row of a damaged run is sound. Raises `RunError` when a run cannot be read.
     """
-    sources = [_Source(run, read_metadata(run)) for run in runs]
+    sources = [_source(run) for run in runs]
     # an import that names no model is taken to be of the model of the runs it is merged with
     recorded = [source for source in sources if source.names_model] or sources
     recorded.sort(key=lambda source: source.metadata.get("source") == "import")  # the merged run is a recorded one
     _require_one_model(recorded)
-    _require_other_sessions(runs)
+    prefixes = _prefixes(sources)
     tables = [(source, table) for source in sources for table in TABLES]
     files = [(source, table, path) for source, table in tables for path in run_files(source.run, table)]
     size, done = sum(path.lstat().st_size for _, _, path in files), 0
@@ -289,18 +299,19 @@ def merge_runs(runs: Sequence[Path], out: Path, advance: Advance) -> tuple[int, 
         with RunWriter(staged, "never") as writer:
             for source, table, path in files:
                 done += path.lstat().st_size
-                left_behind += _copy_sound_rows(source, table, path, writer, sessions)
+                prefix = prefixes.get(source.run, "")
+                left_behind += _copy_sound_rows(source, table, path, writer, sessions, prefix)
                 advance("bytes copied", done, size)
         if left_behind and not sessions:
             raise InputError(f"no session of {', '.join(map(str, runs))} can be saved: {out} was not written")
-        write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind))
+        write_metadata(staged, _merged_metadata(recorded[0], sources, left_behind, prefixes))
     return len(sessions), left_behind
 
 
 def _copy_sound_rows(
-    source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None]
+    source: _Source, table: str, path: Path, writer: RunWriter, sessions: set[str | None], prefix: str
 ) -> Iterator[LeftBehind]:
-    """Write the rows of a file whose digest matches. Yield the losses, if there are any.
+    """Write the rows of a file whose digest matches, with `prefix` before names. Yield the losses, if there are any.
 
     Adds to `sessions` the ids of sessions with a copied call or row.
     """
@@ -309,7 +320,10 @@ def _copy_sound_rows(
         for _, batch in reader:
             sound = pa.array([fault is None for _, fault in check_rows(table, batch)])
             if sound.true_count:
-                writer.add_batch(table, copied := batch.filter(sound))
+                copied = batch.filter(sound)
+                if prefix:
+                    copied = _with_prefix(table, copied, prefix)
+                writer.add_batch(table, copied)
                 if table != "events":
                     sessions.update(copied.column("session_id").unique().to_pylist())
             rows += sound.false_count
@@ -327,30 +341,94 @@ def _require_one_model(sources: Sequence[_Source]) -> None:
                 raise InputError(f"{first.run} and {other.run} do not have the same {what}: merge runs of one model")
 
 
-def _require_other_sessions(runs: Sequence[Path]) -> None:
-    owners: dict[str, Path] = {}
-    for run in runs:
-        recorded = recorded_ids(run)
-        if repeated := sorted(session_id for session_id in recorded if session_id in owners):
-            first = owners[repeated[0]]
-            alike = _digests(first, repeated[0]) == _digests(run, repeated[0])
-            what = "with the same content: leave one run out" if alike else "with other content"
-            raise InputError(f"{run} and {first} both have session {some(repeated)}, {what}")
-        owners |= dict.fromkeys(recorded, run)
+def _source(run: Path) -> _Source:
+    metadata = read_metadata(run)
+    batches = read_batches(run, "sessions")
+    groups = {name for batch in batches for name in batch.column("group_id").unique().to_pylist() if name}
+    return _Source(run, metadata, recorded_ids(run), groups)
 
 
-def _digests(run: Path, session_id: str) -> set[str]:
-    """Return the digests of a session's calls and row."""
-    batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table, [session_id]))
-    return {digest for batch in batches for digest in batch.column(DIGEST).to_pylist()}
+def _prefixes(sources: Sequence[_Source]) -> dict[Path, str]:
+    """Return run -> the prefix of its names, for each run that shares names with an earlier run."""
+    prefixes: dict[Path, str] = {}
+    taken: set[str] = set()
+    for number, source in enumerate(sources):
+        for earlier in sources[:number]:
+            require_other_content(earlier.run, source.run, earlier.sessions & source.sessions)
+            run_id = source.metadata.get("run_id")
+            one_run = run_id is not None and run_id == earlier.metadata.get("run_id")
+            if earlier.sessions & source.sessions or (earlier.groups & source.groups and not one_run):
+                prefixes[source.run] = ""
+        names = source.sessions | source.groups
+        if source.run in prefixes:
+            prefix = _free_prefix(source, names, taken)
+            prefixes[source.run] = prefix
+            names = {prefix + name for name in names}
+        taken |= names
+    return prefixes
 
 
-def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind]) -> dict[str, Any]:
+def _free_prefix(source: _Source, names: Collection[str], taken: Collection[str]) -> str:
+    """Return the name of the run's folder with a dot, and with a number where a name would be taken."""
+    folder = re.sub(r"[^\w-]", "-", source.name)
+    for number in count(2):
+        prefix = f"{folder}."
+        if taken.isdisjoint(prefix + name for name in names):
+            break
+        folder = re.sub(r"[^\w-]", "-", source.name) + f"-{number}"
+    return prefix
+
+
+def _with_prefix(table: str, batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:
+    """Return the rows with `prefix` before the ids of their sessions and groups, and with their new digests."""
+    schema = TABLES[table]
+    rows = batch_rows(batch)
+    for row in rows:
+        _rename(row, prefix)
+        if table == "events" and row["kind"] == "session_started":
+            detail = json.loads(row["detail"])
+            _rename(detail, prefix)
+            row["detail"] = json_text(detail)
+        row[DIGEST] = row_digest(row, schema)
+    return pa.RecordBatch.from_pylist(rows, schema)
+
+
+def _rename(row: dict[str, Any], prefix: str) -> None:
+    for name in ("session_id", "group_id"):
+        if row.get(name):
+            row[name] = prefix + row[name]
+
+
+def require_other_content(first: Path, second: Path, session_ids: Collection[str]) -> None:
+    """Raise `InputError` when one of the sessions, which both runs have, has the same content in both."""
+    if not session_ids:
+        return
+    known = _digests(first, session_ids)
+    other = _digests(second, session_ids)
+    if same := sorted(name for name in session_ids if known[name] == other[name]):
+        what = f"{second} and {first} both have session {some(same)}, with the same content"
+        raise InputError(f"{what}: leave one run out")
+
+
+def _digests(run: Path, session_ids: Collection[str]) -> dict[str, set[str]]:
+    """Return session id -> the digests of its calls and its rows."""
+    digests: defaultdict[str, set[str]] = defaultdict(set)
+    for table in ("calls", "sessions"):
+        for batch in read_batches(run, table, session_ids):
+            names = batch.column("session_id").to_pylist()
+            for name, digest in zip(names, batch.column(DIGEST).to_pylist(), strict=True):
+                digests[name].add(digest)
+    return digests
+
+
+def _merged_metadata(
+    first: _Source, sources: Sequence[_Source], left_behind: Sequence[LeftBehind], prefixes: Mapping[Path, str]
+) -> dict[str, Any]:
     """Return the metadata of the first run with the engines, recorders and losses of all runs.
 
     Other metadata in which a run differs is in `merged_from`.
     """
-    merged = dict(first.metadata)
+    merged = {key: value for key, value in first.metadata.items() if key != "run_id"}
     if engines := {url: engine for source in sources for url, engine in source.metadata.get("engines", {}).items()}:
         merged["engines"] = engines
     losses = [{"file": loss.file, "rows": loss.rows, "places": loss.unreadable_ranges} for loss in left_behind]
@@ -358,5 +436,10 @@ def _merged_metadata(first: _Source, sources: Sequence[_Source], left_behind: Se
         entries = [entry for source in sources for entry in source.metadata.get(key, [])] + more
         if entries:
             merged[key] = [entry for number, entry in enumerate(entries) if entry not in entries[:number]]
-    merged["merged_from"] = [entry for source in sources for entry in source.origins(merged)]
+    merged["merged_from"] = []
+    for source in sources:
+        origins = source.origins(merged)
+        if prefix := prefixes.get(source.run):
+            origins = [{**origin, "prefix": prefix + origin.get("prefix", "")} for origin in origins]
+        merged["merged_from"] += origins
     return merged

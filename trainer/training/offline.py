@@ -4,7 +4,7 @@ The runs may hold sessions of other policies than the model: the loss corrects b
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +21,7 @@ from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import nodes_started, processes_started
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.names import counted
+from rolltap.trainer.runs.edit import require_other_content
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
@@ -88,19 +89,27 @@ class RecordedTraces(Source):
     def __call__(self, rows: list[dict[str, Any]]) -> TraceBatch:
         """Return the batch of the groups that the rows name (`group`: index of a group).
 
-        A group's id gets the index of its run: two runs may have groups of one name.
+        A group's id gets the index of its run: two runs may have groups of one name. A session's id gets it where two
+        runs have the id.
         """
         batch = TraceBatch()
         for row in rows:
             group = self.groups[row["group"]]
             part = make_batch(self._trace(group.run, name) for name in group.session_ids + group.unrewarded)
             name = f"{group.run}/{group.group_id}"
-            batch.traces += [replace(trace, group_id=name) for trace in part.traces]
-            batch.rewards |= {session: replace(reward, group_id=name) for session, reward in part.rewards.items()}
-            batch.unrewarded |= {session: replace(why, group_id=name) for session, why in part.unrewarded.items()}
-            batch.accounts |= part.accounts
+            named = {id: f"{group.run}/{id}" if id in self._shared else id for id in part.accounts}
+            batch.traces += [replace(trace, session_id=named[trace.session_id], group_id=name) for trace in part.traces]
+            batch.rewards |= {named[id]: replace(reward, group_id=name) for id, reward in part.rewards.items()}
+            batch.unrewarded |= {named[id]: replace(why, group_id=name) for id, why in part.unrewarded.items()}
+            batch.accounts |= {named[id]: replace(account, group_id=name) for id, account in part.accounts.items()}
             batch.ledger += part.ledger
         return batch
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        """The ids of sessions that several runs have."""
+        runs_with = Counter(session_id for sessions, *_ in self._read for session_id in sessions)
+        return {session_id for session_id, runs in runs_with.items() if runs > 1}
 
     def skipped(self) -> tuple[Ledger, str]:
         """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
@@ -134,19 +143,19 @@ class RecordedTraces(Source):
 def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = False) -> list[RecordedGroup]:
     """Return the groups of runs whose rewards, by the recipe's rules, differ, by run and id; `every` one with a reward.
 
-    Raises `InputError` when a session id is in two runs and when no group is left, and `RunError` for a folder that is
-    not a run.
+    Raises `InputError` when two runs have the same session with the same content and when no group is left, and
+    `RunError` for a folder that is not a run.
     """
-    owners: dict[str, Path] = {}
+    ids: list[set[str]] = []
     groups: list[RecordedGroup] = []
     rewarded = 0
     for number, run in enumerate(runs):
         members: defaultdict[str, list[str]] = defaultdict(list)
         sessions = load_sessions(run)
+        for other, known in zip(runs, ids, strict=False):
+            require_other_content(other, run, known & sessions.keys())
+        ids.append(set(sessions))
         for session_id, session in sorted(sessions.items()):
-            if session_id in owners:
-                raise InputError(f"session {session_id} is in {owners[session_id]} and in {run}: name each run once")
-            owners[session_id] = run
             members[session.group_id or session_id].append(session_id)
         for group_id, names in sorted(members.items()):
             labels = {name: label_session(sessions[name], rules).reward for name in names}

@@ -1,9 +1,11 @@
+import json
 import os
 import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
@@ -13,13 +15,17 @@ from hypothesis import strategies as st
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.metadata import add_engine, add_recorder, read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, Event
+from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.tables import read_rows, run_files
+from rolltap.addons.store.tables import RunWriter, read_rows, run_files
+from rolltap.addons.store.trained import TRAINED_SCHEMA
 from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.rollouts.resume import started_event
 from rolltap.trainer.runs.edit import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.trained import read_trained, trained_batch
 from tests.deep import examples
 from tests.factories import add_rows, make_call, make_session
 from tests.trainer.runs.recorded_runs import ids_of, ignore, make_run, record, recorded_sessions, rows_of, traces_of
@@ -40,6 +46,12 @@ def lose_the_first_call(run):
     with open(path, "wb") as file, pa.ipc.new_stream(file, CALL_SCHEMA) as stream:
         stream.write_table(pa.Table.from_pylist(rows, CALL_SCHEMA))
     return path
+
+
+def output(*arguments):
+    result = CliRunner().invoke(rolltap, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
 
 
 class TestSplit:
@@ -158,7 +170,7 @@ class TestFilter:
 
 class TestMerge:
     def test_small_commits_of_all_runs_become_large_batches_in_one_file_a_table(self, tmp_path):
-        runs = [make_run(tmp_path / f"{i}", make_session(f"s{i}")) for i in range(10)]
+        runs = [make_run(tmp_path / f"{i}", make_session(f"s{i}", group_id="")) for i in range(10)]
         assert merge_runs(runs, tmp_path / "out", ignore) == (10, [])
         assert [len(run_files(tmp_path / "out", table)) for table in ("calls", "sessions", "events")] == [1, 1, 1]
         assert rows_of(tmp_path / "out")["events"] == sum((rows_of(run)["events"] for run in runs), Counter())
@@ -172,16 +184,59 @@ class TestMerge:
             merge_runs([a, b], tmp_path / "out", ignore)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
-    @pytest.mark.parametrize(("reward", "what"), [(1.0, "with the same content"), (0.0, "with other content")])
-    def test_a_session_that_is_in_two_runs_is_refused(self, tmp_path, reward, what):
+    def test_a_session_with_the_same_content_in_two_runs_is_refused(self, tmp_path):
         a = make_run(tmp_path / "a", make_session("s"), make_session("t"))
-        b = make_run(tmp_path / "b", make_session("u"), make_session("t", reward=reward))
-        with pytest.raises(InputError, match=f"both have session t, {what}"):
+        b = make_run(tmp_path / "b", make_session("s", reward=0.0), make_session("t"))
+        with pytest.raises(InputError, match="both have session t, with the same content: leave one run out"):
             merge_runs([a, b], tmp_path / "out", ignore)
         assert not (tmp_path / "out").exists()
 
+    def test_two_rollouts_of_the_same_tasks_keep_their_sessions_and_groups_apart(self, tmp_path):
+        a = make_run(tmp_path / "a", make_session("s", reward=0.0), make_session("t", reward=0.0))
+        b = make_run(tmp_path / "b", make_session("s"), make_session("u"))
+        numbers = dict.fromkeys(TRAINED_SCHEMA.names, 0) | {"left_out": [], "spans": []}
+        values = {"logprobs": np.float16([-0.1]), "weights": np.float32([0.3])}
+        row = {**numbers, **values, "version": "v", "session_id": "s", "group_id": "g", "reason": None, "digest": ""}
+        routing = Routing(session_id="s", call_id="a", layers=1, top_k=1, experts=b"\0")
+        with RunWriter(add_rows(b, routing, started_event(make_session("s")))) as writer:
+            writer.add_batch("trained", trained_batch([row]))
+        [said, count] = output("merge", a, b, "--out", tmp_path / "out").splitlines()
+        assert said == "sessions and groups of b are named b.... : another run has equal names"
+        assert count == f"4 sessions in {tmp_path / 'out'}"
+        merged = load_sessions(tmp_path / "out")
+        assert {name: session.group_id for name, session in merged.items()} == {
+            "s": "g",
+            "t": "g",
+            "b.s": "b.g",
+            "b.u": "b.g",
+        }
+        assert merged["b.s"].reward == 1.0
+        assert verify_run(tmp_path / "out", ignore).findings == verify_run(b, ignore).findings
+        calls = RecordedCalls(tmp_path / "out")
+        assert [call.prompt_ids for call in calls["b.s"]] == [call.prompt_ids for call in RecordedCalls(b)["s"]]
+        [started] = [row for row in read_rows(tmp_path / "out", "events") if row["kind"] == "session_started"]
+        assert (started["session_id"], json.loads(started["detail"])["group_id"]) == ("b.s", "b.g")
+        [trained] = read_trained(tmp_path / "out")
+        assert (trained.session_id, trained.group_id) == ("b.s", "b.g")
+        assert read_metadata(tmp_path / "out")["merged_from"] == [{"run": "a"}, {"run": "b", "prefix": "b."}]
+
+    def test_groups_of_equal_name_of_two_runs_stay_two_and_parts_of_one_run_become_one_again(self, tmp_path):
+        a = make_run(tmp_path / "a", make_session("s"), make_session("t", status="failed"))
+        split_run(a, tmp_path / "parts", "status", ignore)
+        merge_runs([tmp_path / "parts" / "completed", tmp_path / "parts" / "failed"], tmp_path / "whole", ignore)
+        assert {session.group_id for session in load_sessions(tmp_path / "whole").values()} == {"g"}
+        b = make_run(tmp_path / "b", make_session("u"))
+        merge_runs([a, b], tmp_path / "both", ignore)
+        groups = {name: session.group_id for name, session in load_sessions(tmp_path / "both").items()}
+        assert groups == {"s": "g", "t": "g", "b.u": "b.g"}
+
+    def test_runs_in_folders_of_equal_name_get_different_prefixes(self, tmp_path):
+        runs = [make_run(tmp_path / name / "run", make_session("s", task_id=name)) for name in "abc"]
+        merge_runs(runs, tmp_path / "out", ignore)
+        assert ids_of(tmp_path / "out") == ["run-2.s", "run.s", "s"]
+
     def test_engines_and_recorders_of_all_runs_are_kept_with_their_differences(self, tmp_path):
-        runs = [make_run(tmp_path / name, make_session(name), renderer=name) for name in "abc"]
+        runs = [make_run(tmp_path / name, make_session(name, group_id=""), renderer=name) for name in "abc"]
         for run in runs:
             add_recorder(run, {"sampling": {"temperature": 1.0}})
             add_engine(run, f"http://{run.name}", {"version": run.name})
@@ -298,12 +353,6 @@ class TestProperties:
 def test_the_commands_split_filter_and_merge(tmp_path):
     run = make_run(tmp_path / "run", make_session("s"), make_session("t", harness="x", reward=0.0))
     parts, best, merged = tmp_path / "parts", tmp_path / "best", tmp_path / "merged"
-
-    def output(*arguments):
-        result = CliRunner().invoke(rolltap, [str(argument) for argument in arguments], catch_exceptions=False)
-        assert result.exit_code == 0
-        return result.stdout
-
     split = output("split", run, "--by", "harness", "--out", parts)
     assert split == f"1 sessions in {parts / 'h'}\n1 sessions in {parts / 'x'}\n"
     assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 sessions in {best}\n"

@@ -249,6 +249,19 @@ def test_groups_of_one_name_in_two_runs_are_two_groups(two_runs):
     assert source.skipped() == (Ledger(), "")  # all groups are rows: nothing is said
 
 
+def test_sessions_of_one_name_in_two_runs_are_two_sessions(tmp_path, model, write_recipe):
+    first = write_run(tmp_path / "first", model, {"a": [0.0, 1.0]})
+    second = write_run(tmp_path / "second", model, {"a": [1.0, 0.0]})
+    rolltap.train_offline(write_recipe(steps=1, groups_per_step=2), [first, second], out=tmp_path / "out")
+    trained = {row.session_id: (row.group_id, row.reward) for row in read_trained(tmp_path / "out")}
+    assert trained == {
+        "0/a-0": ("0/a", 0.0),
+        "0/a-1": ("0/a", 1.0),
+        "1/a-0": ("1/a", 1.0),
+        "1/a-1": ("1/a", 0.0),
+    }
+
+
 HOT = {"sampling": '{"temperature": 0.7}'}
 
 
@@ -294,7 +307,7 @@ def test_a_folder_that_is_not_a_run_and_a_run_named_twice_are_refused(tmp_path, 
     (tmp_path / "empty").mkdir()
     for runs, error, message in [
         ([run, tmp_path / "empty"], RunError, "empty is not a run folder"),
-        ([run, run], InputError, r"session a-0 is in .* and in .*: name each run once"),
+        ([run, run], InputError, r"both have session a-0, .*, with the same content: leave one run out"),
         ([], InputError, "the list of runs is empty"),
     ]:
         with pytest.raises(error, match=message):
