@@ -254,8 +254,12 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
         if result.ended is not None:  # for a reward that somebody gives later
             session.evidence = {**session.evidence, "ended": result.ended}
         stopped_early = bool(ended.status) and not facts.calls and not facts.refusals
+        not_run = stopped_early and ended.status in _NOT_RUN
         if facts.fault is not None:
-            session.error = f"{result.error}; its output is in {log.name}"
+            why = result.error
+            if not_run:
+                why = f"a shell could not run a command, and the harness ended with status {ended.status}"
+            session.error = f"{why}; its output is in {log.name}"
             last = _last_line(log).replace(str(made.workspace), "WORKSPACE")
             if last and not stopped_early:
                 session.error += f", and ends with: {last}"
@@ -263,7 +267,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
                 session.error = f"{last}; {session.error}"
             if stopped_early and stage.runtime.isolated:
                 session.error += f". {_SHOWN}"
-        if stopped_early and ended.status in _NOT_RUN:
+        if not_run:
             return facts._replace(permanent=True)
         return facts
     finally:

@@ -134,8 +134,8 @@ async def test_a_judge_that_breaks_is_no_verdict_and_the_rollout_goes_on(play, j
     ("harness", "error"),
     [
         (Harness(name="gone", program="no-such-program", headless=[]), "the harness no-such-program cannot be started"),
-        ("no-such-program", "sh: 1: no-such-program: not found; no model call came"),
-        ("touch agent; ./agent", "sh: 1: ./agent: Permission denied; no model call came"),
+        ("no-such-program", "sh: 1: no-such-program: not found; a shell could not run a command"),
+        ("touch agent; ./agent", "sh: 1: ./agent: Permission denied; a shell could not run a command"),
     ],
 )
 async def test_a_program_that_cannot_be_run_is_named_and_is_not_started_again(play, recorder, harness, error):
