@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import rolltap
-from rolltap.trainer.cli.main import rolltap as command_line
+from rolltap.trainer.cli.main import load
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.reader import RecordedCalls
@@ -113,5 +113,5 @@ def test_a_command_that_is_not_run_has_options_that_exist(tmp_path, monkeypatch)
     texts = [block.text.replace("\\\n", "") for block in BLOCKS if block.first_line in SKIPPED]
     for command in [command for text in texts for command in COMMAND.findall(text)]:
         name, *arguments = shlex.split(command, comments=True)
-        with command_line.commands[name].make_context(name, arguments):
+        with load(name).make_context(name, arguments):
             pass

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli.main import rolltap as command_line
+from rolltap.trainer.cli.main import load
 from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.dry_run.plan import plan
@@ -525,7 +525,7 @@ class TestFirstDay:
             if program == "rolltap":
                 name, *arguments = arguments
                 checked.append(name)
-                with command_line.commands[name].make_context(name, arguments):
+                with load(name).make_context(name, arguments):
                     pass
             elif program.endswith("check.sh"):
                 checked.append(program)

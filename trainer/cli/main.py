@@ -2,56 +2,75 @@
 
 import signal
 import sys
+from importlib import import_module
 from types import FrameType
 
 import click
 
 from rolltap.addons.errors import RolltapError
-from rolltap.trainer.cli import doctor, edit, fleet, init, rerun, rollout, runs, service, tasks, train, view
 from rolltap.trainer.console import plain_console, runs_first
 
+COMMANDS = {
+    "serve": ("train", "Start vLLM for recording and publishing."),
+    "record": ("rollout", "Run one COMMAND under the recorder, and exit with its status."),
+    "rerun": ("rerun", "Run a COMMAND again against a recorded session, without an engine."),
+    "fork": ("rerun", "Run the harness of a session again up to a call, and sample from there."),
+    "env": ("rollout", "Print the variables that send a program through a recorder."),
+    "doctor": ("doctor", "Try a program without an engine, or examine a model, and say what to set."),
+    "init": ("init", "Write a preset, a task with its judge and a recipe into a new folder."),
+    "tasks": ("tasks", "Work on tasks before a rollout."),
+    "rollout": ("rollout", "Run every task several times and record it."),
+    "reward": ("rollout", "Give a recorded session a reward."),
+    "judge": ("tasks", "Judge recorded sessions again, without running them."),
+    "service": ("service", "Serve rollouts by HTTP."),
+    "fleet": ("fleet", "See the nodes that run sessions on a Ray cluster."),
+    "train": ("train", "Record, train, publish and repeat, as a RECIPE says."),
+    "inspect": ("runs", "Show a RUN, the calls of a SESSION, or a CALL with its tokens."),
+    "view": ("view", "Show a RUN in the browser: rewards, sessions, calls and tokens."),
+    "check": ("runs", "Score calls of a RUN again on a running engine."),
+    "score": ("runs", "Store the log-probabilities of another model in a RUN."),
+    "compare": ("runs", "Compare the mean rewards of two runs on the same tasks."),
+    "engine": ("train", "Say what an engine serves, or reset it."),
+    "traces": ("runs", "Build the traces of a RUN, to train on."),
+    "export": ("runs", "Write a RUN in another format, or push it to the Hub."),
+    "import": ("edit", "Write calls that another program made to a new RUN."),
+    "merge": ("edit", "Write the sessions of several RUNS to one."),
+    "split": ("edit", "Write the sessions of a RUN to several runs."),
+    "filter": ("edit", "Write some sessions of a RUN to a new run."),
+    "verify": ("runs", "Check a RUN for damage."),
+    "addon": ("rollout", "Print the path of the recorder's mitmproxy script."),
+}
+"""Command -> its module and its line of the help, in the order of work. A module is imported when its command runs."""
 
-class InOrder(click.Group):
-    """A group whose help lists its commands in the order of work, not of the alphabet."""
+
+class Rolltap(click.Group):
+    """The group of `COMMANDS`. Its `commands` have their line of the help alone, so the help imports none of them."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of the commands as they were given."""
         return list(self.commands)
 
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is run."""
+        name, command, rest = super().resolve_command(context, arguments)
+        return name, load(name) if name in COMMANDS else command, rest
+
+
+def load(name: str) -> click.Command:
+    """Return the command `name`, whose module is imported."""
+    module = import_module(f"rolltap.trainer.cli.{COMMANDS[name][0]}")
+    for value in vars(module).values():
+        if isinstance(value, click.Command) and value.name == name:
+            return value
+    raise LookupError(name)
+
 
 @click.group(
-    cls=InOrder,
+    cls=Rolltap,
     context_settings={"help_option_names": ["-h", "--help"]},
-    commands=[
-        train.serve_command,
-        rollout.record_command,
-        rerun.rerun_command,
-        rerun.fork_command,
-        rollout.env_command,
-        doctor.doctor_command,
-        init.init_command,
-        tasks.tasks_group,
-        rollout.rollout_command,
-        rollout.reward_command,
-        tasks.judge_command,
-        service.service_command,
-        fleet.fleet_group,
-        train.train_command,
-        runs.inspect_command,
-        view.view_command,
-        runs.check_command,
-        runs.score_command,
-        runs.compare_command,
-        train.engine_command,
-        runs.traces_command,
-        runs.export_command,
-        edit.import_command,
-        edit.merge_command,
-        edit.split_command,
-        edit.filter_command,
-        runs.verify_command,
-        rollout.addon_command,
-    ],
+    commands=[click.Command(name, short_help=line) for name, (_, line) in COMMANDS.items()],
 )
 @click.version_option(package_name="rolltap", prog_name="rolltap")
 def rolltap() -> None:

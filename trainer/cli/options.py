@@ -4,17 +4,17 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin
 
 import click
-from pydantic.fields import FieldInfo
 from rich.console import Console
 
 import rolltap
 from rolltap.trainer.console import runs_first
-from rolltap.types import Budget, RolloutConfig
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -38,13 +38,6 @@ FILE = click.Path(path_type=Path, dir_okay=False, exists=_READS)
 
 new_folder_option = click.option("--out", type=OUT, required=True, help="The folder to write. It must be new or empty.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-harness_option = partial(
-    click.option,
-    "--harness",
-    "preset",
-    metavar="NAME",
-    help=f"A preset: {', '.join(rolltap.Harness.names())}, or a .toml file of your own.",
-)
 
 
 def command(name: str, *lines: str, **how: Any) -> Callable[[Callable[..., None]], click.Command]:
@@ -55,6 +48,12 @@ def command(name: str, *lines: str, **how: Any) -> Callable[[Callable[..., None]
 def examples(*lines: str) -> str:
     """Return the epilog of a command's help: command lines that a user can copy, as they are written here."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def harness_option(**how: Any) -> Callable[[Command], Command]:
+    """Add --harness."""
+    help = f"A preset: {', '.join(rolltap.Harness.names())}, or a .toml file of your own."
+    return click.option("--harness", "preset", metavar="NAME", help=help, **how)
 
 
 def engine_option(help: str) -> Callable[[Command], Command]:
@@ -121,6 +120,8 @@ def rollout_options(command: Callable[..., None], only: Sequence[str] = ()) -> C
 
     Type, default, bounds and help are the field's. Those of the budget are --max-calls and so on.
     """
+    from rolltap.types import Budget, RolloutConfig  # most commands need none of it
+
     budgets = {f"max_{name}": field for name, field in Budget.model_fields.items()}
     for name, field in reversed([*RolloutConfig.model_fields.items(), *budgets.items()]):
         if name in only or (not only and name not in ("budget", "recorder")):
@@ -128,7 +129,7 @@ def rollout_options(command: Callable[..., None], only: Sequence[str] = ()) -> C
     return command
 
 
-def _field_option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+def _field_option(name: str, field: "FieldInfo") -> Callable[[Command], Command]:
     kind, *_ = [each for each in (*get_args(field.annotation), field.annotation) if each is not type(None)]
     bounds = {key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt") if hasattr(bound, key)}
     types: dict[Any, click.ParamType[Any]] = {

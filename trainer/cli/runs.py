@@ -24,10 +24,9 @@ import click
 
 import rolltap
 from rolltap.errors import InputError, RunError
-from rolltap.rollouts import Engines, engine_status
+from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
-from rolltap.types import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
 
 
 @command(
@@ -57,6 +56,8 @@ def check_command(run: Path, engine: str, sample: int, seed: int, threshold: flo
     Exit status 1: one is not. Calls of weights that the engine does not serve are skipped and counted. So are those
     of the model that the engine was started with, unless run.json names the same one.
     """
+    from rolltap.rollouts import Engines, engine_status
+
     opened = rolltap.open_run(run)
     for status in Engines(engine).each(engine_status):
         click.echo(str(status), err=True)

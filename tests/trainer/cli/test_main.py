@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.cli.main import COMMANDS, load, rolltap
 from tests.trainer.cli.program import run_rolltap
 
 
@@ -80,7 +80,7 @@ def test_without_the_extras_the_commands_for_run_folders_work():
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
-from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.cli.main import COMMANDS, load, rolltap
 from rolltap.trainer.runs.exports import atif, hub, messages, openenv, parquet
 rolltap(["--help"])
 """
@@ -98,7 +98,7 @@ def test_modules_that_take_seconds_to_import_are_imported_on_use(module):
     assert heavy.isdisjoint(shown.stdout.split())
 
 
-COMMANDS = sorted(rolltap.commands)
+NAMES = sorted(COMMANDS)
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def there(tmp_path, monkeypatch):
 HELPS = """
 import json, sys
 from click.testing import CliRunner
-from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.cli.main import COMMANDS, load, rolltap
 runner = CliRunner(env={"COLUMNS": "80"})
-lines = [f"{name} {option}".strip() for name in ("", *rolltap.commands) for option in ("-h", "--help")]
+lines = [f"{name} {option}".strip() for name in ("", *COMMANDS) for option in ("-h", "--help")]
 json.dump({line: runner.invoke(rolltap, line).output for line in lines}, sys.stdout)
 """
 """In a process of its own: a command that was once called by itself keeps that call's name of the help option."""
@@ -131,30 +131,30 @@ def helps():
 
 def examples(command):
     """Return the arguments of each call of `command` in the examples of its help."""
-    lines = (rolltap.commands[command].epilog or "").replace("\\\n", " ")
+    lines = (load(command).epilog or "").replace("\\\n", " ")
     calls = re.findall(rf"\brolltap ({command}\b[^|>)\n]*)", lines)
     return [shlex.split(call)[1:] for call in calls]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_examples_that_it_accepts(name, there):
     assert examples(name)
     for arguments in examples(name):
-        rolltap.commands[name].make_context(name, arguments).close()
+        load(name).make_context(name, arguments).close()
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", *NAMES])
 def test_h_is_help_and_shows_the_examples_as_they_are_written_on_a_terminal_of_80_columns(name, helps):
     shown = helps[f"{name} -h".strip()]
     assert shown.startswith("Usage: rolltap")
     assert shown == helps[f"{name} --help".strip()]
-    epilog = rolltap.commands[name].epilog.removeprefix("\b\n") if name else ""
+    epilog = load(name).epilog.removeprefix("\b\n") if name else ""
     assert epilog in re.sub(r"^  ", "", shown, flags=re.MULTILINE)
     assert [line for line in epilog.splitlines() if len(line) > 78] == []
 
 
 def test_h_behind_a_commands_separator_is_the_commands_own(there):
-    command = rolltap.commands["record"]
+    command = load("record")
     with command.make_context("record", ["--model", "m", "--out", "runs/new", "--", "pi", "-h"]) as context:
         assert context.params["command"] == ("pi", "-h")
 

@@ -2,12 +2,9 @@
 
 import inspect
 
-import pytest
-
 import rolltap
-from rolltap.errors import InputError
-from rolltap.trainer.cli.main import rolltap as command
-from rolltap.trainer.rollouts.config import RENAMED, Budget, RolloutArguments, RolloutConfig
+from rolltap.trainer.cli.main import load
+from rolltap.trainer.rollouts.config import Budget, RolloutArguments, RolloutConfig
 from rolltap.trainer.training.recipe import Recipe
 
 OF_THE_CALL = {"tasks", "harness", "engine", "model", "out", "new_groups", "as_json", "engine_key_file"}
@@ -18,22 +15,15 @@ def test_the_keywords_the_recipes_keys_and_the_options_are_the_fields():
     fields = RolloutConfig.model_fields.keys()
     assert RolloutArguments.__annotations__.keys() | {"runtime"} == fields <= Recipe.model_fields.keys()
     assert fields & inspect.signature(rolltap.rollout).parameters.keys() == {"runtime"}
-    options = {option.name for option in command.commands["rollout"].params} - OF_THE_CALL
+    options = {option.name for option in load("rollout").params} - OF_THE_CALL
     budgets = {f"max_{name}" for name in Budget.model_fields}
     assert options - {"preset", "settings"} == (fields - {"budget", "recorder"}) | budgets
 
 
 def test_every_setting_has_a_help_and_the_option_has_its_default():
     assert all(field.description for kind in (RolloutConfig, Budget) for field in kind.model_fields.values())
-    defaults = {option.name: option.default for option in command.commands["rollout"].params}
+    defaults = {option.name: option.default for option in load("rollout").params}
     assert (defaults["sessions"], defaults["timeout"], defaults["retries"]) == (8, 1800.0, 2)
-
-
-@pytest.mark.parametrize("old", RENAMED)
-@pytest.mark.parametrize("kind", [RolloutConfig, Recipe])
-def test_an_earlier_name_is_refused_with_the_new_one(kind, old):
-    with pytest.raises(InputError, match=f"{old!r} is {RENAMED[old]!r} now"):
-        kind.of({"model": "m", "steps": 1, old: 1} if kind is Recipe else {old: 1})
 
 
 def test_budgets_and_further_options_are_those_of_the_recorder():
