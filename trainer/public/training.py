@@ -11,7 +11,7 @@ from rolltap.trainer.console import plain_console, runs_first
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.build import require_collection
-from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe, require_steps_left
 
 if TYPE_CHECKING:
     from rolltap.trainer.training.dry_run.plan import TrainingPlan
@@ -33,8 +33,8 @@ def train(
     With `torchrun` or `accelerate launch`, every process calls it. The first one rolls out, publishes and prints.
 
     Raises `MissingPackageError` without the extra `train`; `InputError` for a wrong recipe, for an `out` whose training
-    is finished or was begun with another recipe or seed, and for other numbers of processes and engines than the
-    recipe's; `EngineError` when an engine refuses, belongs to another training, or does not serve the trainer's
+    has taken all steps or was begun with another recipe or seed, and for other numbers of processes and engines than
+    the recipe's; `EngineError` when an engine refuses, belongs to another training, or does not serve the trainer's
     weights; `RecorderError` when the recorder dies; `RankError` when another process failed.
     """
     out = Path(out)
@@ -116,9 +116,9 @@ def _title(recipe: Path, seed: int) -> str:
 
 def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None, ray: str | None = None) -> Recipe:
     """Return a recipe whose files are there, before the slow imports. A plan, without `out`, needs no tasks yet."""
-    if out is not None and (out / FINISHED).exists():
-        raise InputError(f"{out} holds a finished training: choose another folder")
     settings = load_recipe(Path(recipe), ray)
+    if out is not None:
+        require_steps_left(out, settings)
     if not settings.model.is_dir():
         raise InputError(f"{recipe}: model: the folder {settings.model} does not exist: correct the key in the recipe")
     if rollouts and settings.harness is not None:

@@ -368,7 +368,7 @@ def _prefixes(sources: Sequence[_Source]) -> dict[Path, str]:
     return prefixes
 
 
-def _free_prefix(source: _Source, names: Collection[str], taken: Collection[str]) -> str:
+def _free_prefix(source: _Source, names: set[str], taken: set[str]) -> str:
     """Return the name of the run's folder with a dot, and with a number where a name would be taken."""
     folder = re.sub(r"[^\w-]", "-", source.name)
     for number in count(2):

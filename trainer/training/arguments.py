@@ -20,7 +20,7 @@ from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
 from rolltap.trainer.training.grpo.config import CHANGE_BASE, TraceGRPOConfig, check_model, check_type
-from rolltap.trainer.training.recipe import Machine, Recipe
+from rolltap.trainer.training.recipe import CHECKPOINTS, Machine, Recipe, checkpoint_step
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""
@@ -45,10 +45,6 @@ def require_servable(lora: Mapping[str, Any]) -> None:
             raise InputError(f'{what}: leave it out, or set publish = "checkpoint"')
 
 
-CHECKPOINTS = "checkpoints"
-"""Folder in the run with the trainer's checkpoints."""
-
-
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest whole checkpoint, or None."""
     return max(filter(_whole, folder.glob("checkpoint-*")), key=checkpoint_step, default=None)
@@ -60,11 +56,6 @@ def remove_incomplete(folder: Path) -> Path | None:
         if not _whole(checkpoint):
             shutil.rmtree(checkpoint)
     return last_checkpoint(folder)
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    """Return the number of optimizer steps before a checkpoint."""
-    return int(checkpoint.name.rpartition("-")[2])
 
 
 def _whole(checkpoint: Path) -> bool:

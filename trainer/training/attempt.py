@@ -13,11 +13,11 @@ from typing import Any
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.store.staging import locked, write_atomically
 from rolltap.trainer.names import Version
-from rolltap.trainer.rollouts.config import FREE_OPTIONS, RENAMED
+from rolltap.trainer.rollouts.config import FREE_OPTIONS
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
-from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.recipe import FINISHED, Recipe, go_on_elsewhere
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
@@ -56,13 +56,15 @@ def begun_offline(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int)
 
 def require_same(where: object, known: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
     """Raise `InputError`, which names the keys, unless a training is begun with the values that are `known`."""
-    known = {RENAMED.get(key, key): value for key, value in known.items()}
     differ = [key for key in known.keys() | begun.keys() if _json(known.get(key)) != _json(begun.get(key))]
     if "kind" in differ:
         differ = ["kind"]
     if differ:
         named = ", ".join(_named(known, key) for key in sorted(differ))
-        raise InputError(f"{where} was begun with other values of {named}: start in another folder, or put them back")
+        fix = "start in another folder, or put them back"
+        if differ == ["steps"] and isinstance(where, Path) and (where / FINISHED).exists():
+            fix = go_on_elsewhere(where, begun["steps"] - known["steps"])
+        raise InputError(f"{where} was begun with other values of {named}: {fix}")
 
 
 def _common(recipe: Recipe, seed: int) -> dict[str, Any]:

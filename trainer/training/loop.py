@@ -95,6 +95,7 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
     with ExitStack() as stack:
         attempt = on_main(partial(source.claim, stack))
         together(partial(require_shared, run, attempt))
+        on_main(partial(set_aside, run, recipe, console))
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
@@ -150,6 +151,15 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
             return arguments.checkpoint_step(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return int(trainer.state.global_step)
+
+
+def set_aside(run: Path, recipe: Recipe, console: Console) -> None:
+    """Rename the model of a finished training that takes more steps now: its folder is for the new model."""
+    checkpoint = arguments.last_checkpoint(run / arguments.CHECKPOINTS)
+    if (run / FINISHED).exists() and checkpoint is not None:
+        steps = arguments.checkpoint_step(checkpoint) // recipe.iterations
+        kept = (run / FINISHED).rename(run / f"{FINISHED}-{steps}")
+        console.print(f"takes more steps: the model of {steps} steps is in {kept} now")
 
 
 def save_finished(trainer: TraceGRPOTrainer, recipe: Recipe, run: Path) -> None:

@@ -17,6 +17,8 @@ from rolltap.trainer.traces.sessions import Outcomes, RewardRules, Suspicious, T
 
 FINISHED = "model"
 """Folder in the run with the trained model. It exists once the training is finished."""
+CHECKPOINTS = "checkpoints"
+"""Folder in the run with the trainer's checkpoints."""
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -214,3 +216,27 @@ def load_recipe(path: Path, ray: str | None = None) -> Recipe:
             raise InputError(f"{path}: {what}: set concurrency = 2 or more")
         paths["evaluation"] = held_out.model_copy(update={"tasks": (path.parent / held_out.tasks).resolve()})
     return recipe.model_copy(update=paths)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of optimizer steps before a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def require_steps_left(out: Path, recipe: Recipe) -> None:
+    """Raise `InputError` when the training in `out` is finished and the recipe has no more steps."""
+    if not (out / FINISHED).exists():
+        return
+    checkpoints = (out / CHECKPOINTS).glob("checkpoint-*")
+    steps = max(map(checkpoint_step, checkpoints), default=0) // recipe.iterations
+    if not steps:
+        raise InputError(f"{out} holds a finished training without checkpoints: {go_on_elsewhere(out, recipe.steps)}")
+    if recipe.steps <= steps:
+        what = f"{out} holds a finished training, and steps = {recipe.steps} is no more than its {steps}"
+        raise InputError(f"{what}: choose another folder, or set more steps")
+
+
+def go_on_elsewhere(out: Path, steps: int) -> str:
+    """Return what to do to train the model of a finished training for further steps with new learning rates."""
+    lines = f"model = {json.dumps(str((out / FINISHED).absolute()))}\nsteps = {max(steps, 1)}"
+    return f"to train its model further, start in another folder with a recipe that has the lines\n{lines}"

@@ -97,7 +97,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         assert train(2).exit_code == 0
         run_name = json.loads((run / TRAINING_FILE).read_text())["run"]
         assert version_served(engine) == f"{run_name}.2.0"
-        shutil.rmtree(run / FINISHED)  # as if the run had been stopped after its second checkpoint
+        assert train(2).exit_code == 1  # a finished training takes no steps again, but more
         assert train(3).exit_code == 0
     finally:
         restore(engine)

@@ -1,6 +1,7 @@
 """Training from recorded runs, with a tiny model."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -169,8 +170,29 @@ def test_a_resumed_training_needs_the_same_groups(run, model, write_recipe, tmp_
 
 def test_a_finished_training_is_not_overwritten(run, write_recipe, tmp_path):
     (tmp_path / "out" / "model").mkdir(parents=True)
-    with pytest.raises(InputError, match="holds a finished training"):
+    with pytest.raises(InputError, match=r"finished training without checkpoints: .* start in another folder"):
         rolltap.train_offline(write_recipe(), [run], out=tmp_path / "out")
+
+
+def test_a_finished_training_takes_more_steps_as_one_that_had_them_from_the_start(run, write_recipe, tmp_path):
+    constant = GRPO + "lr_scheduler_type = 'constant'\n"
+    rolltap.train_offline(write_recipe(constant, steps=2), [run], out=tmp_path / "once")
+    rolltap.train_offline(write_recipe(constant, steps=1), [run], out=tmp_path / "out")
+    first = weights(tmp_path / "out" / "model")
+    with pytest.raises(InputError, match="steps = 1 is no more than its 1: choose another folder, or set more steps"):
+        rolltap.train_offline(write_recipe(constant, steps=1), [run], out=tmp_path / "out")
+    rolltap.train_offline(write_recipe(constant, steps=2), [run], out=tmp_path / "out")
+    assert equal(weights(tmp_path / "out" / "model"), weights(tmp_path / "once" / "model"))
+    assert equal(weights(tmp_path / "out" / "model-1"), first)
+
+
+def test_a_finished_training_whose_learning_rates_follow_from_its_steps_names_the_lines_that_go_on(
+    run, write_recipe, tmp_path
+):
+    rolltap.train_offline(write_recipe(steps=1), [run], out=tmp_path / "out")
+    lines = f'start in another folder with a recipe that has the lines\nmodel = "{tmp_path}/out/model"\nsteps = 3'
+    with pytest.raises(InputError, match=re.escape(lines)):
+        rolltap.train_offline(write_recipe(steps=4), [run], out=tmp_path / "out")
 
 
 def source_of(runs, recipe=RECIPE):
