@@ -19,7 +19,14 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
-from rolltap.trainer.training.grpo.config import CHANGE_BASE, TraceGRPOConfig, check_model, check_type
+from rolltap.trainer.training.grpo.config import (
+    ACCEPTED,
+    CHANGE_BASE,
+    TraceGRPOConfig,
+    check_model,
+    check_type,
+    why_refused,
+)
 from rolltap.trainer.training.recipe import CHECKPOINTS, Machine, Recipe, checkpoint_step
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -113,6 +120,43 @@ def require_rows(recipe: Recipe, rows: int, what: str) -> None:
         raise InputError(f"groups_per_step is {recipe.groups_per_step}, but {what}")
 
 
+_LENGTHS = (
+    "the longest reply is max_tokens of recorder.rolltap_sampling, the longest trace the recipe's max_tokens, "
+    "and a session's tokens are budget.tokens"
+)
+_ELSEWHERE = {
+    **dict.fromkeys(["max_steps", "num_train_epochs"], "write the recipe's key steps"),
+    **dict.fromkeys(["save_steps", "save_strategy"], "write the recipe's key save_steps"),
+    **dict.fromkeys(["num_generations", "num_generations_eval"], "write the recipe's key sessions"),
+    **dict.fromkeys(["generation_batch_size", "steps_per_generation"], "write the recipe's key groups_per_step"),
+    **dict.fromkeys(
+        ["per_device_train_batch_size", "per_device_eval_batch_size"],
+        "write the recipe's keys groups_per_step and sessions, and grpo.gradient_accumulation_steps",
+    ),
+    **dict.fromkeys(["bf16", "fp16"], "write the recipe's key dtype"),
+    "output_dir": "give --out",
+    "seed": "give --seed",
+    "max_prompt_length": _LENGTHS,
+}
+"""Field of `GRPOConfig` that does nothing in a recipe -> what does it here."""
+
+
+def _require_used(grpo: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a key of [grpo] that would do nothing, also when its value is TRL's default."""
+    for key, value in grpo.items():
+        what = f"grpo.{key} = {value!r}"
+        if key in _ELSEWHERE:
+            raise InputError(f"{what} does nothing here: {_ELSEWHERE[key]}")
+        if key == "max_completion_length" and grpo.get("normalise") != "constant":
+            raise InputError(f"{what} has no effect without grpo.normalise = 'constant': {_LENGTHS}")
+        if key in ("ddp_backend", "ddp_timeout"):
+            raise InputError(f"grpo.{key} is set by rolltap: remove it")
+    _check_names("grpo", TraceGRPOConfig, grpo)
+    for key in grpo:
+        if key not in ACCEPTED:
+            raise InputError(f"grpo.{key} = {grpo[key]!r}: {why_refused(key)}; leave it out")
+
+
 def training_arguments(recipe: Recipe, run: Path, seed: int) -> TraceGRPOConfig:
     """Return TRL's arguments: the recipe's, and those that follow from it. Raises `InputError` for what TRL refuses."""
     set_here: dict[str, Any] = {
@@ -122,10 +166,7 @@ def training_arguments(recipe: Recipe, run: Path, seed: int) -> TraceGRPOConfig:
         "save_strategy": "steps",
         "save_steps": recipe.save_steps * recipe.iterations,
     }
-    for key in (*set_here, "ddp_backend", "ddp_timeout"):
-        if key in recipe.grpo:
-            raise InputError(f"grpo.{key} is set by rolltap: remove it")
-    _check_names("grpo", TraceGRPOConfig, recipe.grpo)
+    _require_used(recipe.grpo)
     defaults: dict[str, Any] = {
         "use_cpu": not torch.cuda.is_available(),
         "run_name": run.name,

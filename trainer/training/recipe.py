@@ -187,6 +187,10 @@ def load_recipe(path: Path, ray: str | None = None) -> Recipe:
         raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
     if (recipe.teacher is None) == bool(recipe.grpo.get("teacher_share", recipe.teacher)):
         raise InputError(f"{path}: teacher and a grpo.teacher_share above 0 need each other: add or remove one")
+    if recipe.teacher_engine and not recipe.teacher:
+        raise InputError(f"{path}: teacher_engine does nothing without teacher: add teacher, or remove it")
+    if "adapters" in recipe.model_fields_set and recipe.publish != "lora":
+        raise InputError(f'{path}: adapters does nothing with publish = "{recipe.publish}": remove it')
     for key in ("replace_zero_variance", "forks"):
         if recipe.teacher and getattr(recipe, key):
             raise InputError(f"{path}: with a teacher all groups train: remove {key}")

@@ -113,10 +113,18 @@ class TestChecks:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("[grpo]\nmax_steps = 1\n", "grpo.max_steps is set by rolltap"),
+            ("[grpo]\nmax_steps = 1\n", r"grpo\.max_steps = 1 does nothing here: write the recipe's key steps"),
+            ("[grpo]\nnum_generations = 8\n", r"grpo\.num_generations = 8 does .*: write the recipe's key sessions"),
+            ("[grpo]\nnum_generations = 16\n", r"grpo\.num_generations = 16 does .*: write the recipe's key sessions"),
+            (
+                "[grpo]\nmax_completion_length = 9\n",
+                r"has no effect without .*max_tokens of recorder\.rolltap_sampling",
+            ),
+            ("[grpo]\nmax_prompt_length = 9\n", r"does nothing here: the longest reply is max_tokens of"),
+            ("[grpo]\nuse_vllm = false\n", r"grpo\.use_vllm = False: the traces are sampled already"),
             ('[grpo]\ntemperature = "1.0"\n', "grpo.temperature = '1.0': Input should be a valid number"),
             ("[grpo]\nbeta = true\n", "grpo.beta = True: Input should be a valid number"),
-            ("[grpo]\nbf16 = true\n", "grpo.bf16 = True: the type of the loaded weights decides"),
+            ("[grpo]\nbf16 = true\n", "grpo.bf16 = True does nothing here: write the recipe's key dtype"),
             ('[grpo]\nreport_to = "pencil"\n', "grpo.report_to = 'pencil': pencil is not supported"),
             ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", "model_init_kwargs.dtype: set `dtype`"),
             ("[grpo]\nmodel_init_kwargs = 1\n", "grpo.model_init_kwargs = 1: Input should be a valid dictionary"),

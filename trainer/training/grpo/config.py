@@ -98,7 +98,7 @@ class TraceGRPOConfig(GRPOConfig):
         changed = {name: value for name, value in vars(self).items() if value != defaults.get(name, value)}
         for name, value in changed.items():
             if name not in ACCEPTED:
-                raise InputError(f"{name} = {value!r}: {_why_refused(name)}; leave it out")
+                raise InputError(f"{name} = {value!r}: {why_refused(name)}; leave it out")
             check_type(name, value, _TYPES[name])
         for name, why in self._contradictions(changed.keys()):
             raise InputError(f"{name} = {getattr(self, name)!r} {why}")
@@ -216,7 +216,8 @@ _REASONS = {
 """Reason -> beginnings of the names of the fields of `GRPOConfig` that must keep their defaults for it."""
 
 
-def _why_refused(name: str) -> str:
+def why_refused(name: str) -> str:
+    """Return why a field of `GRPOConfig` must keep its default."""
     found = (why for why, beginnings in _REASONS.items() if name.startswith(tuple(beginnings.split())))
     return next(found, "a training on recorded traces has no use for it")
 

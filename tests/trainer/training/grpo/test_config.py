@@ -9,7 +9,7 @@ from transformers import integrations
 from trl import GRPOConfig
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.grpo.config import _REASONS, ACCEPTED, TraceGRPOConfig, _why_refused
+from rolltap.trainer.training.grpo.config import _REASONS, ACCEPTED, TraceGRPOConfig, why_refused
 
 
 def config(tmp_path, **values):
@@ -46,7 +46,7 @@ def test_a_field_of_trl_that_is_not_accepted_says_its_name_its_value_and_why(tmp
     ],
 )
 def test_the_reasons(name, why):
-    assert why in _why_refused(name)
+    assert why in why_refused(name)
 
 
 @pytest.mark.parametrize(
