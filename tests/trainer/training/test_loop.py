@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from rolltap import plan_training
+from rolltap.errors import InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.names import Version
@@ -97,7 +98,8 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
         assert train(2).exit_code == 0
         run_name = json.loads((run / TRAINING_FILE).read_text())["run"]
         assert version_served(engine) == f"{run_name}.2.0"
-        assert train(2).exit_code == 1  # a finished training takes no steps again, but more
+        with pytest.raises(InputError, match="steps = 2 is no more than its 2"):
+            train(2)  # a finished training takes no step again, but more of them
         assert train(3).exit_code == 0
     finally:
         restore(engine)
