@@ -105,6 +105,8 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + "recorders = 0\n", "'recorders' is 0"),
         (GOOD + "max_tokens = 0\n", "'max_tokens' is 0"),
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
+        (GOOD + "adapters = 2\n", 'adapters does nothing with publish = "checkpoint": remove it'),
+        (GOOD + 'teacher_engine = "http://h"\n', "teacher_engine does nothing without teacher: add teacher"),
         (GOOD + 'publish = "nccl"\n', "'publish' is 'nccl': Input should be 'checkpoint' or 'lora'"),
         (GOOD + "[evaluation]\nevery = 2\n", r"'evaluation\.tasks' is missing"),
         (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),
