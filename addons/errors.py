@@ -3,6 +3,27 @@
 A message says what failed and where and, when the user can act on it, what to do.
 """
 
+import json
+import shlex
+from importlib.metadata import distributions
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+def install_command(extras: str) -> str:
+    """Return the command that adds extras, from the checkout or the wheel that rolltap was installed from.
+
+    No index has rolltap. The installer notes the origin in `direct_url.json` (PEP 610).
+    """
+    notes = (found.read_text("direct_url.json") for found in distributions(name="rolltap"))
+    origin = json.loads(next(filter(None, notes), "{}"))  # a build leaves metadata without it in a checkout
+    url = urlsplit(origin.get("url", ""))
+    path = unquote(url.path)
+    if url.scheme != "file" or not Path(path).exists():
+        return f"pip install '.[{extras}]' in a clone of rolltap"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}{shlex.quote(f'{path}[{extras}]')}"
+
 
 class RolltapError(Exception):
     """Base class of rolltap's public errors. A failed commit raises `OSError` instead."""

@@ -71,7 +71,9 @@ def test_the_tested_versions_are_within_the_bounds():
 
 TEXTS = [
     *DOCUMENTS,
+    *sorted((ROOT / "addons").rglob("*.py")),
     *sorted((ROOT / "trainer").rglob("*.py")),
+    *sorted((ROOT / "recipes").rglob("*.ipynb")),
     *sorted((ROOT / "recipes").rglob("*.sh")),
 ]
 """Files with commands that install rolltap: pages, messages, scripts."""

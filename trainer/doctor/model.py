@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.options import OPTIONS, typed
 
 
@@ -58,7 +58,7 @@ def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDia
     try:
         from rolltap.addons.prompts.rendering import Rendering, resolve_model
     except ImportError as error:
-        raise MissingPackageError(f"the recorder is not installed ({error}): pip install '.[record]'") from error
+        raise MissingPackageError(f"the recorder is not installed ({error}): {install_command('record')}") from error
     given, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in options.items()})
     if wrong:
         raise InputError("\n".join(wrong))

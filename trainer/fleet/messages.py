@@ -9,7 +9,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rolltap.addons import errors
 from rolltap.addons.engine.key import KEY_FILE
-from rolltap.addons.errors import MissingPackageError, RolltapError
+from rolltap.addons.errors import MissingPackageError, RolltapError, install_command
 from rolltap.addons.store.records import Session
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
@@ -116,5 +116,5 @@ def require_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingPackageError("--ray needs a package that is not installed: pip install '.[ray]'") from error
+        raise MissingPackageError(f"--ray needs a package that is not installed: {install_command('ray')}") from error
     return ray

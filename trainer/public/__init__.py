@@ -121,10 +121,10 @@ def _load(name: str) -> Any:
     try:
         return getattr(import_module(_PLACES[name]), name)
     except ImportError as error:
-        from rolltap.addons.errors import MissingPackageError
+        from rolltap.addons.errors import MissingPackageError, install_command
 
         extra = "train" if name in _TRAINER else "record"
-        message = f"rolltap.{name} needs packages that are not installed ({error}): pip install '.[{extra}]'"
+        message = f"rolltap.{name} needs packages that are not installed ({error}): {install_command(extra)}"
         raise MissingPackageError(message) from error
 
 

@@ -5,7 +5,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
-from rolltap.addons.errors import MissingPackageError
+from rolltap.addons.errors import MissingPackageError, install_command
 from rolltap.runs import Run, open_run
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.doctor.model import diagnose as examine_model
@@ -181,6 +181,6 @@ def examine(command: Sequence[str] = (), **how: Any) -> "Diagnosis":
     try:
         from rolltap.trainer.doctor import examine as module
     except ImportError as error:
-        message = f"rolltap doctor needs packages that are not installed ({error}): pip install '.[record]'"
+        message = f"rolltap doctor needs packages that are not installed ({error}): {install_command('record')}"
         raise MissingPackageError(message) from error
     return module.examine(command, **how)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Unpack
 
-from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CallRole as CallRole
 from rolltap.addons.store.records import Session
@@ -301,8 +301,8 @@ class Run:
     def export(self, target: ExportFormat, out: str | Path, *, progress: bool = True) -> int:
         """Write the run in another format to the new folder `out`, and return the number of records.
 
-        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `openenv`: OpenEnv's
-        TrainingTrace. `atif`: Harbor's trajectories. `messages`: chats for supervised fine-tuning.
+        `parquet`: a dataset with the configs `traces`, `calls`, `sessions` and `events`. `atif`: Harbor's
+        trajectories. `messages`: chats for supervised fine-tuning.
 
         Raises `RunError` when `out` is not empty.
         """
@@ -401,7 +401,7 @@ class Run:
         try:
             from rolltap.trainer.runs.views.report import plot_rewards
         except ImportError as error:
-            raise MissingPackageError(f"plots need matplotlib ({error}): pip install '.[train]'") from error
+            raise MissingPackageError(f"plots need matplotlib ({error}): {install_command('train')}") from error
         plot_rewards(self.path, Path(path), title)
 
 
@@ -414,7 +414,7 @@ def view_run(path: str | Path, *, host: str = "127.0.0.1", port: int = 0, say: C
     try:
         from rolltap.trainer.viewer.serve import serve
     except ImportError as error:
-        raise MissingPackageError(f"rolltap view needs packages ({error}): pip install '.[service]'") from error
+        raise MissingPackageError(f"rolltap view needs packages ({error}): {install_command('service')}") from error
     run_blocking(serve(Path(path), host=host, port=port, say=say))
 
 

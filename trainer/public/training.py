@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.runs import Run
 from rolltap.trainer.console import plain_console, runs_first
 from rolltap.trainer.rollouts.harness import Harness
@@ -143,4 +143,4 @@ def _importing() -> Iterator[None]:
         # TRL and transformers raise RuntimeError, whose cause is the ImportError
         if not isinstance(error, ImportError) and not isinstance(error.__cause__, ImportError):
             raise
-        raise MissingPackageError(f"the trainer is not installed ({error}): pip install '.[train]'") from error
+        raise MissingPackageError(f"the trainer is not installed ({error}): {install_command('train')}") from error

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rolltap.addons.engine.policy import PolicyFile
-from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.errors import EngineError, InputError, install_command
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.rollouts.harness import Harness
@@ -157,7 +157,7 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
             "the runtime sandbox or container"
         )
     if any(isinstance(judge, PytestJudge) and judge.log_parser for judge in judges) and not find_spec("swebench"):
-        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: pip install '.[swe]'")
+        raise RefusedError(f"{where}: its judge's 'log_parser' needs swebench: {install_command('swe')}")
     if task.build is not None:
         if not isinstance(runtime, ContainerRuntime) or not runtime.builds:
             file = ", ".join(filter(None, [str(task.build.folder / "Dockerfile"), task.build.why]))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rolltap.addons.errors import MissingPackageError, RecorderError, RunError
+from rolltap.addons.errors import MissingPackageError, RecorderError, RunError, install_command
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.rollouts.runtimes.runtime import remove_folder
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised
@@ -143,7 +143,7 @@ def _program() -> str:
     beside = Path(sys.executable).with_name("mitmdump")
     program = str(beside) if beside.exists() else shutil.which("mitmdump")
     if program is None:
-        raise MissingPackageError("mitmdump is not installed: pip install '.[record]'")
+        raise MissingPackageError(f"mitmdump is not installed: {install_command('record')}")
     return program
 
 

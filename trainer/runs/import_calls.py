@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.store.door import LARGEST_NUMBER, MOST_NAME, is_name
 from rolltap.addons.store.metadata import RUN_FILE, tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, CallRole, CallStatus, Session, VersionSpan, find_violation, utc_now
@@ -300,7 +300,7 @@ def named_model(model: str) -> tuple[dict[str, Any], Any]:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise MissingPackageError(f"the tokenizer needs transformers ({error}): pip install '.[record]'") from error
+        raise MissingPackageError(f"the tokenizer needs transformers ({error}): {install_command('record')}") from error
     folder = Path(model).expanduser()
     name = str(folder.resolve()) if folder.is_dir() else model
     if folder.is_dir() and not any((folder / file).exists() for file in _TOKENIZER_FILES):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rolltap.addons.engine.key import make_key
-from rolltap.addons.errors import InputError, MissingPackageError
+from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.trainer.concurrency import wait_for_end
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.tasks.sources import load_tasks
@@ -49,7 +49,7 @@ async def serve(
         from rolltap.trainer.viewer.app import reading_token
     except ImportError as error:
         raise MissingPackageError(
-            f"rolltap service needs packages ({error}): pip install '.[record,service]'"
+            f"rolltap service needs packages ({error}): {install_command('record,service')}"
         ) from error
     run = worker.recorder.path
     token_file = token_file or run / TOKEN_FILE

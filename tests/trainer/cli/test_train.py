@@ -16,6 +16,7 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
+from tests.conftest import ROOT
 from tests.deep import cases
 from tests.trainer.cli.program import ROLLTAP, run_rolltap
 from tests.trainer.engine.acting import acting
@@ -71,7 +72,7 @@ def test_without_a_package_of_the_trainer_it_says_what_to_install(recipe, packag
     ended = subprocess.run(program, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "error: the trainer is not installed" in ended.stderr
-    assert "pip install '.[train]'" in ended.stderr
+    assert f"pip install -e '{ROOT}[train]'" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
 
 

@@ -143,7 +143,7 @@ def test_a_path_that_is_not_there_is_named_before_anything_starts(fields, what):
 
 def test_a_log_parser_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(check, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install '\.\[swe\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '\S+\[swe\]'"):
         fit_tasks([make_task(judge={"kind": "pytest", "log_parser": "parse_log_django"})], PROCESS)
 
 

@@ -7,7 +7,7 @@ forge: see `canary`. The package needs no Docker for this.
 from functools import lru_cache
 from typing import Any
 
-from rolltap.addons.errors import MissingPackageError
+from rolltap.addons.errors import MissingPackageError, install_command
 from rolltap.trainer.rollouts.judges.checkout import Checkout
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
@@ -61,7 +61,8 @@ def _swebench() -> tuple[dict[str, Any], Any]:
         from swebench.harness.log_parsers import PARSER_REGISTRY
         from swebench.types import TestSpec
     except ImportError as error:
-        raise MissingPackageError(f"the judge's 'log_parser' needs swebench ({error}): pip install '.[swe]'") from error
+        message = f"the judge's 'log_parser' needs swebench ({error}): {install_command('swe')}"
+        raise MissingPackageError(message) from error
     return PARSER_REGISTRY, TestSpec
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from rolltap.addons.errors import install_command
 from rolltap.addons.store.metadata import read_metadata
 
 Piece = list[Any]
@@ -100,6 +101,6 @@ def load_text(run: Path) -> TokenText | str:
 
         return TokenText(AutoTokenizer.from_pretrained(model, local_files_only=True).backend_tokenizer)
     except ImportError as error:
-        return f"token text needs packages that are not installed ({error}): pip install '.[record]'"
+        return f"token text needs packages that are not installed ({error}): {install_command('record')}"
     except Exception as error:  # of the libraries, which raise whatever they like for a damaged file
         return f"the tokenizer of {model!r} is not on this machine ({str(error).partition(chr(10))[0]})"

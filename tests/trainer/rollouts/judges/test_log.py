@@ -31,7 +31,7 @@ SPEC = {
 async def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "swebench.harness.log_parsers", None)
     log._swebench.cache_clear()
-    with pytest.raises(MissingPackageError, match=r"pip install '\.\[swe\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install -e '\S+\[swe\]'"):
         await Left(tmp_path, START).judge(SPEC)
 
 
