@@ -1,6 +1,7 @@
 """Quickstart: makes the tiny model, serves it and trains it with recipe.toml. Called by run.sh."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -67,6 +68,8 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         soft_wrap=True,
         highlight=False,
     )
+    look = shlex.join(["rolltap", "view", str(run)])
+    console.print(f'next: export PATH="{Path(sys.executable).parent}:$PATH"; {look}', soft_wrap=True, highlight=False)
 
 
 def interval(sessions: Sequence[rolltap.Session]) -> str:

@@ -5,7 +5,7 @@ import sys
 import click
 
 from rolltap.rollouts import examine, examine_model
-from rolltap.trainer.cli.options import command, harness_option, json_option, print_result, set_option
+from rolltap.trainer.cli.options import command, harness_option, json_option, next_line, print_result, set_option
 
 
 @command(
@@ -63,4 +63,7 @@ def doctor_command(
     click.echo(f"running {preset or command[0]}, at most {timeout:g} s", err=True)
     diagnosis = examine(command, harness=preset, timeout=timeout, options=settings, tool=tool)
     print_result(diagnosis, as_json)
+    if not diagnosis.problems and not as_json:
+        program = ["--harness", preset] if preset is not None else ["--", *command]
+        click.echo(next_line("record", "--model", "MODEL", "--out", "runs/first", *program), err=True)
     sys.exit(1 if diagnosis.problems else 0 if diagnosis.ready else 3)

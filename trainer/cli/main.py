@@ -1,7 +1,9 @@
 """The `rolltap` command: its subcommands, and its exit status."""
 
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
 
@@ -41,6 +43,8 @@ COMMANDS = {
     "addon": ("rollout", "Print the path of the recorder's mitmproxy script."),
 }
 """Command -> its module and its line of the help, in the order of work. A module is imported when its command runs."""
+RESUMED = ("rollout", "train", "score", "judge")
+"""Commands that go on where they were stopped."""
 
 
 class Rolltap(click.Group):
@@ -100,8 +104,18 @@ def run(command: click.Command) -> None:
         sys.exit(getattr(error, "exit_status", 1))
     except (KeyboardInterrupt, click.Abort):
         if runs_first():
-            plain_console().print("stopped by a signal; committed calls stay in the run")
+            plain_console().print(said_when_stopped(sys.argv[1:]))
         sys.exit(130)
+
+
+def said_when_stopped(arguments: Sequence[str]) -> str:
+    """Return what a command that a signal stopped says. `arguments` are those of `rolltap`."""
+    name = next(iter(arguments), "")
+    if name in RESUMED:
+        return f"stopped by a signal; the same command goes on: {shlex.join(['rolltap', *arguments])}"
+    if name == "record":
+        return "stopped by a signal; committed calls stay in the run"
+    return "stopped by a signal"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

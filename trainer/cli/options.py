@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,6 +102,11 @@ def print_result(result: Result, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     else:
         Console(soft_wrap=True).print(result, markup=False, highlight=False)
+
+
+def next_line(*arguments: object) -> str:
+    """Return the line that names the command which a person may give next."""
+    return f"next: {shlex.join(['rolltap', *map(str, arguments)])}"
 
 
 def recorder_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -33,6 +33,7 @@ from rolltap.trainer.cli.options import (
     engine_option,
     harness_option,
     json_option,
+    next_line,
     print_result,
     recorder_options,
     rollout_options,
@@ -301,6 +302,8 @@ def rollout_command(tasks: Path, settings: dict[str, list[str]], preset: str, as
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     run = rolltap.rollout(tasks, harness=preset, recorder=settings, budget=budget, **given)
     print_result(run.summary(), as_json)
+    if not as_json:
+        plain_console().print(next_line("view", run.path))
     report_rollout(run)
 
 

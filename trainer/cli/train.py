@@ -25,6 +25,7 @@ from rolltap.trainer.cli.options import (
     engine_key_option,
     engine_option,
     json_option,
+    next_line,
     print_result,
 )
 from rolltap.trainer.console import plain_console, runs_first
@@ -180,8 +181,10 @@ def _train(
     console = plain_console(quiet=not runs_first())
     if runs:
         model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
-        return console.print(f"trained model: {model}")
+        console.print(f"trained model: {model}")
+        return console.print(next_line("serve", model))
     run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
     if runs_first():
         print_result(run.summary(), as_json=False)
     console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}")
+    console.print(next_line("view", out))

@@ -24,7 +24,14 @@ def test_doctor_tells_a_ready_program_by_its_status_and_as_json():
         [
             ([sys.executable, "-c", "print('no key')"], 1, ["problem: No model call came.", "HTTPS_PROXY", "no key"]),
             ([sys.executable, AGENT, "raises"], 1, ["problem: The call of shell was not answered"]),
-            ([sys.executable, AGENT, "toolless"], 3, [f"{sys.executable}: 1 call captured; continuity not tried.\n"]),
+            (
+                [sys.executable, AGENT, "toolless"],
+                3,
+                [
+                    f"{sys.executable}: 1 call captured; continuity not tried.\n",
+                    f"next: rolltap record --model MODEL --out runs/first -- {sys.executable} {AGENT} toolless\n",
+                ],
+            ),
             (["no-such-program"], 1, ["'no-such-program' is not on the PATH"]),
         ],
         *(0, 2, 3),

@@ -79,6 +79,7 @@ def test_rollout_says_which_files_of_the_judge_sessions_changed(options, tasks, 
     planted = ASK.replace("print(", "open('conftest.py', 'w').write(")
     ended = run_rolltap("rollout", tasks, "--harness", preset([sys.executable, "-c", planted]), "-n", 2, *options)
     assert "2 sessions changed files of the judge, which it did not take: conftest.py (2). If the task" in ended.stderr
+    assert f"next: rolltap view {options[1]}\n" in ended.stderr
 
 
 ASK_OF_SYSTEM = f"""
