@@ -55,7 +55,7 @@ def test_every_row_is_read_and_verified(run):
     assert (report["verdict"], report["rows"]) == ("ok", {"calls": 9, "sessions": 4, "events": 20})
 
 
-@pytest.mark.parametrize("target", ["openenv", "atif", "messages"])
+@pytest.mark.parametrize("target", ["atif", "messages"])
 def test_its_exports_are_the_same(run, tmp_path, target):
     rolltap.Run(run).export(target, tmp_path / "out")
     names = {path.relative_to(EXPORTS / target) for path in (EXPORTS / target).rglob("*.json*")}

@@ -174,8 +174,6 @@ def phases(model: Path, folder: Path, median: float, slots: int, engine: str | N
         "ready 4, judges not warmed": {},
         "ready 4": {},
     }
-    if engine is not None:
-        cases["ready 4, admission by the engine"] = {"admission": "engine"}
     drawn = [random.Random(str(n)).lognormvariate(math.log(median), 1) for _ in tasks for n in range(SESSIONS)]
     rows: Rows = []
     for name, settings in cases.items():

@@ -160,7 +160,7 @@ def commands(run: Path, out: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-FORMATS = ("parquet", "atif", "messages", "openenv")
+FORMATS = ("parquet", "atif", "messages")
 
 
 def attempt(read: Callable[[], object], size: int = 0) -> str | None:

@@ -93,8 +93,8 @@ def compare_command(first: Path, second: Path, as_json: bool) -> None:
     "target",
     type=click.Choice([*get_args(ExportFormat), "hub"]),
     required=True,
-    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. openenv: TrainingTrace JSON. "
-    "atif: Harbor's trajectories. messages: plain chats.",
+    help="parquet: a dataset for the Hub and its viewer. hub: the same, pushed. atif: Harbor's trajectories. "
+    "messages: plain chats.",
 )
 @click.option("--out", type=OUT, help="Write into this folder, which must be new or empty.")
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")

@@ -15,15 +15,6 @@ from rolltap.trainer.rollouts.runtimes.choose import make_runtime
 from rolltap.trainer.rollouts.runtimes.runtime import Runtime
 from rolltap.trainer.toml import describe
 
-RENAMED = {
-    "session_timeout": "timeout",
-    "sessions_per_group": "sessions",
-    "options": "recorder",
-    "max_calls": "budget.calls",
-    "max_sampled_tokens": "budget.sampled_tokens",
-    "max_prompt_tokens": "budget.prompt_tokens",
-}
-"""Earlier name of a setting -> its name. The earlier one is refused, and the refusal names the other."""
 RUNTIME_SETTINGS = ("tools", "container_engine", "container_arguments", "build")
 """Settings of a runtime that is chosen by its name."""
 
@@ -66,8 +57,6 @@ class RolloutConfig(BaseModel):
     ray: str | None = Field(default=None, min_length=1)
     """Address of a Ray cluster whose nodes run the sessions, as HOST:PORT; this machine is one of them. By default they
     run here."""
-    admission: Literal["fixed", "engine"] = "fixed"
-    """`engine` lets fewer sessions run while the engines' caches are full, or calls wait in their queues."""
     preparing: int | None = Field(default=None, ge=1)
     """Maximum number of sessions whose workspace and box are made at the same time. By default as many as run."""
     preparing_timeout: float = Field(default=600.0, gt=0)
@@ -109,14 +98,6 @@ class RolloutConfig(BaseModel):
         except ValidationError as error:
             raise InputError(describe(error)) from error
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_earlier_names(cls, settings: Any) -> Any:
-        for old, new in RENAMED.items():
-            if isinstance(settings, Mapping) and old in settings:
-                raise ValueError(f"{old!r} is {new!r} now: rename it")
-        return settings
-
     @model_validator(mode="after")
     def _refuse_two_budgets(self) -> Self:
         for name in Budget.model_fields:
@@ -146,7 +127,6 @@ class RolloutArguments(TypedDict, total=False):
     sessions: int
     concurrency: int
     ray: str | None
-    admission: Literal["fixed", "engine"]
     preparing: int | None
     preparing_timeout: float
     ready: int

@@ -5,20 +5,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
-from rolltap.addons.errors import EngineError, RecorderError, UnreadableModelError
+from rolltap.addons.errors import RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
-from rolltap.trainer.engine.admin import Load
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, place_of
-from rolltap.trainer.rollouts.scheduler import POLL_SECONDS, Admission, Phase, Scheduler, Slots
+from rolltap.trainer.rollouts.scheduler import Phase, Scheduler, Slots
 from rolltap.trainer.rollouts.session import Stage, new_session, run_session
 
 logger = logging.getLogger(__name__)
@@ -112,9 +110,7 @@ class Schedule:
     def __init__(self, stage: Stage, advance: Advance, share: float = 0.0, ended: OnEnd = lambda *_: None) -> None:
         config = stage.config
         most = config.concurrency
-        first = most if config.admission == "fixed" else 0  # until the engines have told their load
-        slots = Slots(config.preparing or most, config.ready, first, config.judging or most, max(1, int(share * most)))
-        self._share = share
+        slots = Slots(config.preparing or most, config.ready, most, config.judging or most, max(1, int(share * most)))
         self._scheduler = Scheduler(slots, config.retries, PAUSE_SECONDS)
         self._stage, self._advance, self._ended = stage, advance, ended
         self._tally = Tally(self._scheduler.counts)
@@ -125,7 +121,6 @@ class Schedule:
         self._named: set[str] = set()
         self._tasks = asyncio.TaskGroup()
         self._timer: asyncio.TimerHandle | None = None
-        self._admitting: asyncio.Task[None] | None = None
         self._over = False
         """True when no session may start any more."""
 
@@ -133,8 +128,6 @@ class Schedule:
         if self._stage.runtime.warning is not None:
             _warn_once(self._stage.runtime.warning)
         await self._tasks.__aenter__()
-        if self._stage.config.admission == "engine":
-            self._admitting = self._tasks.create_task(self._admit())
         return self
 
     async def __aexit__(
@@ -146,8 +139,6 @@ class Schedule:
         except asyncio.CancelledError as error:
             kind, value, traceback = type(error), error, error.__traceback__
         self._over = True
-        if self._admitting is not None:
-            self._admitting.cancel()
         try:
             await self._tasks.__aexit__(kind, value, traceback)
         except ExceptionGroup as failures:
@@ -235,21 +226,6 @@ class Schedule:
     def running(self) -> int:
         """Number of sessions that run."""
         return self._scheduler.counts["running"]
-
-    async def _admit(self) -> None:
-        """Let as many sessions run as the engines bear."""
-        engines, admission = Engines(self._stage.recorder.engine), Admission(self._stage.config.concurrency)
-        load: Load | None = await asyncio.to_thread(engines.load)  # one that does not tell it at all ends the rollout
-        while True:
-            counts, now = self._scheduler.counts, time.monotonic()
-            running = admission.poll(load, running=counts["running"], ended=self._tally.done, now=now)
-            evaluation = max(1, int(self._share * running))
-            self._scheduler.slots = self._scheduler.slots._replace(running=running, evaluation=evaluation)
-            self._go_on()
-            await asyncio.sleep(POLL_SECONDS)
-            load = None
-            with suppress(EngineError):
-                load = await asyncio.to_thread(engines.load)
 
     def _go_on(self) -> None:
         """Do what the scheduler says, and come back when it says so."""

@@ -81,7 +81,7 @@ def test_without_the_extras_the_commands_for_run_folders_work():
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
 from rolltap.trainer.cli.main import COMMANDS, load, rolltap
-from rolltap.trainer.runs.exports import atif, hub, messages, openenv, parquet
+from rolltap.trainer.runs.exports import atif, hub, messages, parquet
 rolltap(["--help"])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -95,7 +95,7 @@ class TestRun:
     def test_an_export_is_a_folder_with_a_number_of_records(self, run, tmp_path):
         assert run.export("parquet", tmp_path / "parquet", progress=False) == 4 + 7 + 2 + 1
         assert len(load_dataset(str(tmp_path / "parquet"), "calls", split="train")) == 7
-        with pytest.raises(InputError, match="unknown format 'csv': choose parquet, openenv, atif, messages"):
+        with pytest.raises(InputError, match="unknown format 'csv': choose parquet, atif, messages"):
             run.export("csv", tmp_path / "other")
 
     def test_filter_and_split_return_the_new_runs(self, run, tmp_path):

@@ -1,6 +1,4 @@
 import asyncio
-import re
-import threading
 from collections import defaultdict
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
@@ -8,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rolltap.addons.errors import EngineError, RecorderError
+from rolltap.addons.errors import RecorderError
 from rolltap.addons.options import RecordedFrom
-from rolltap.trainer.engine.admin import Load
-from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
@@ -234,19 +230,6 @@ async def test_a_group_of_forks_runs_beside_others_and_each_keeps_the_digest_of_
     assert len(digests[0][0]) == 32
 
 
-async def test_the_engines_load_decides_how_many_run_and_one_that_does_not_tell_it_ends_the_rollout(
-    recorder, tmp_path, monkeypatch
-):
-    stage = stage_of(recorder, tmp_path, ONE_CALL, admission="engine", concurrency=8)
-    with pytest.raises(EngineError, match="/metrics"):
-        await run([group_of(tmp_path, 0)], stage)
-    seen = []
-    monkeypatch.setattr(Engines, "load", lambda engines: Load(running=0, waiting=0, cache=0.1, preemptions=0))
-    await run([group_of(tmp_path, *range(1, 6))], stage, lambda what, done, total: seen.append(what))
-    running = [int(found[1]) for line in seen if (found := re.search(r"(\d+) running", line))]
-    assert max(running) <= 2  # a quarter of eight
-
-
 async def test_what_sessions_share_is_made_once_for_several_calls(recorder, tmp_path, monkeypatch):
     asked = tmp_path / "asked"
     program = tmp_path / "program"
@@ -437,26 +420,6 @@ class TestWithoutPrograms:
         with pytest.raises(ZeroDivisionError):
             await fail()
         assert (await failing.submit(self.group("a", 0))).cancelled()
-
-    async def test_nothing_runs_before_the_engines_have_told_their_load(self, open_schedule, played, monkeypatch):
-        asked, answer = threading.Event(), threading.Event()
-
-        def load(engines):
-            asked.set()
-            answer.wait()
-            return Load(running=0, waiting=0, cache=0.1, preemptions=0)
-
-        monkeypatch.setattr(Engines, "load", load)
-        async with open_schedule(admission="engine", concurrency=8) as running:
-            result = await running.submit(self.group("a", *range(4)))
-            await asyncio.to_thread(asked.wait)
-            assert played.ends == {}
-            answer.set()
-            for name in [f"a-{place}" for place in range(4)]:
-                await played.runs(name)
-                assert len([end for end in played.ends.values() if not end.done()]) <= 2
-                await played.end(name)
-            assert len(await result) == 4
 
     async def test_a_task_that_cannot_be_read_is_an_error_before_the_first_session(
         self, recorder, tmp_path, played, monkeypatch

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from rolltap.addons.errors import InputError
 from rolltap.trainer.console import Advance
 
-ExportFormat = Literal["parquet", "openenv", "atif", "messages"]
+ExportFormat = Literal["parquet", "atif", "messages"]
 
 
 def exporter(target: ExportFormat) -> Callable[[Path, Path, Advance], int]:

@@ -11,7 +11,6 @@ from tests.trainer.runs.exports.recording import Recording, user, write
 LOADERS = {
     "parquet": lambda folder: load_dataset(str(folder), "calls", split="train"),
     "messages": lambda folder: load_dataset(str(folder), split="train"),
-    "openenv": lambda folder: load_dataset("json", data_files=str(folder / "sessions.jsonl"), split="train"),
     "atif": lambda folder: load_dataset(str(folder), split="train"),
     "traces": load_from_disk,
 }
