@@ -42,7 +42,19 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 """Samples from the unmodified policy, so that sampled tokens follow the recorded log-probabilities. Each call sends all
 of them, because vLLM takes missing ones from the model's generation_config.json."""
-_SAMPLING_KEYS = sorted({*NEUTRAL_SAMPLING, "max_tokens", "seed"})
+_SAMPLING_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (sys.float_info.min, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (sys.float_info.min, sys.float_info.max),
+    "max_tokens": (1, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""The least and the greatest value that vLLM takes."""
+_SAMPLING_KEYS = sorted(_SAMPLING_BOUNDS)
 _KINDS = {str: "one text", int: "a whole number", bool: "true or false", list: "a list of texts"}
 _ALIKE = 0.6
 """Least similarity of two names, as difflib counts it, to suggest one for the other."""
@@ -127,6 +139,11 @@ def _sampling(text: str) -> dict[str, Any]:
             raise ValueError(f"has the unknown key {key!r}: use {', '.join(_SAMPLING_KEYS)}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"has {key} = {value!r}: give a number")
+        least, most = _SAMPLING_BOUNDS[key]
+        if not least <= value <= most:
+            raise ValueError(f"has {key} = {value!r}, which vLLM refuses: give a number from {least:g} to {most:g}")
+        if key in ("top_k", "max_tokens", "seed") and value != int(value):
+            raise ValueError(f"has {key} = {value!r}: give a whole number")
     return {**NEUTRAL_SAMPLING, **sampling}
 
 

@@ -67,6 +67,14 @@ def test_an_unknown_name_is_refused_with_the_nearest_if_it_resembles_one(name, a
     [
         ("rolltap_patience", "abc", "rolltap_patience is 'abc': give a whole number"),
         ("rolltap_patience", "1.5", "rolltap_patience is '1.5': give a whole number"),
+        (
+            "rolltap_sampling",
+            '{"temperature": -3}',
+            "rolltap_sampling has temperature = -3, which vLLM refuses",
+        ),
+        ("rolltap_sampling", '{"top_p": 0}', "rolltap_sampling has top_p = 0, which vLLM refuses"),
+        ("rolltap_sampling", '{"max_tokens": 0}', "rolltap_sampling has max_tokens = 0, which vLLM refuses"),
+        ("rolltap_sampling", '{"seed": 0.5}', "rolltap_sampling has seed = 0.5: give a whole number"),
         ("rolltap_sampling", '{"temperature": NaN}', "rolltap_sampling has temperature = nan: give a number"),
         ("rolltap_sampling", '{"temperature": 1e400}', "rolltap_sampling has temperature = inf: give a number"),
         ("rolltap_patience", "", "rolltap_patience is '': give a whole number"),

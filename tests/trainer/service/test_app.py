@@ -53,6 +53,10 @@ WRONG = {
     "a deadline in the past": ({"task": "words", "deadline": "2001-01-01T00:00:00Z"}, "which is past: give a later"),
     "a deadline without a zone": ({"task": "words", "deadline": "2099-01-01T00:00:00"}, "'deadline' is"),
     "sampling": ({"task": "words", "sampling": {"temprature": 1}}, "has the unknown key 'temprature': use"),
+    "temperature": (
+        {"task": "words", "sampling": {"temperature": -3}},
+        "which vLLM refuses: give a number",
+    ),
     "a task of the client's": (
         {"task": {"id": "own", "instruction": "go", "evaluate": ["true"]}},
         "the runtime process does not hold code from requests: send the id",

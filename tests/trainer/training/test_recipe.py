@@ -113,6 +113,7 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + HELD_OUT + "share = 0\n", r"'evaluation\.share' is 0"),
         (GOOD + HELD_OUT + "every = 0\n", r"'evaluation\.every' is 0"),
         (GOOD + HELD_OUT + "step = 1\n", r"unknown key 'evaluation\.step'"),
+        (GOOD + HELD_OUT + "sampling = {max_tokens = 0}\n", r"evaluation\.sampling: .*max_tokens = 0.* vLLM refuses"),
         (GOOD + HELD_OUT + "sampling = {temprature = 0}\n", r"evaluation\.sampling: .* unknown key 'temprature'"),
         (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
         (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
