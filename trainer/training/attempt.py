@@ -16,8 +16,8 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.rollouts.config import FREE_OPTIONS
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.training.arguments import CHECKPOINTS, dtype_of, last_checkpoint
-from rolltap.trainer.training.recipe import FINISHED, Recipe, go_on_elsewhere
+from rolltap.trainer.training.arguments import dtype_of, last_checkpoint
+from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, go_on_elsewhere
 
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""

@@ -40,7 +40,7 @@ from rolltap.trainer.training import arguments
 from rolltap.trainer.training.attempt import Attempt, require_shared
 from rolltap.trainer.training.grpo.ranks import is_main, lost, object_group, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
-from rolltap.trainer.training.recipe import FINISHED, Recipe
+from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
 from rolltap.trainer.training.report import Reports
 
 ADAPTER = "adapter"
@@ -146,18 +146,18 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     checkpoint = on_main(partial(arguments.remove_incomplete, Path(trainer.args.output_dir)))
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}")
-        if arguments.checkpoint_step(checkpoint) >= trainer.args.max_steps:
+        if checkpoint_step(checkpoint) >= trainer.args.max_steps:
             trainer._load_from_checkpoint(str(checkpoint))  # `train` would take one more step
-            return arguments.checkpoint_step(checkpoint)
+            return checkpoint_step(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return int(trainer.state.global_step)
 
 
 def set_aside(run: Path, recipe: Recipe, console: Console) -> None:
     """Rename the model of a finished training that takes more steps now: its folder is for the new model."""
-    checkpoint = arguments.last_checkpoint(run / arguments.CHECKPOINTS)
+    checkpoint = arguments.last_checkpoint(run / CHECKPOINTS)
     if (run / FINISHED).exists() and checkpoint is not None:
-        steps = arguments.checkpoint_step(checkpoint) // recipe.iterations
+        steps = checkpoint_step(checkpoint) // recipe.iterations
         kept = (run / FINISHED).rename(run / f"{FINISHED}-{steps}")
         console.print(f"takes more steps: the model of {steps} steps is in {kept} now")
 
