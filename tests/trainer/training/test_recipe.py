@@ -95,8 +95,6 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         ),
         (GOOD + '[recorder]\nrolltap_patience = "abc"\n', r"recorder\.rolltap_patience is 'abc'"),
         ("model = ", "is not TOML"),
-        (GOOD + "session_timeout = 9\n", "'session_timeout' is 'timeout' now"),
-        (GOOD + "sessions_per_group = 4\n", "'sessions_per_group' is 'sessions' now"),
         (GOOD + "stepz = 3\n", "unknown key 'stepz'"),
         (GOOD.replace("steps = 1", "steps = 0"), "'steps' is 0"),
         (GOOD + 'strategy = "merge"\n', "'strategy' is 'merge': Input should be 'per_request', .* or 'tree'"),
