@@ -1,6 +1,6 @@
 """Options of the recorder: name, type, default, choices and help of each, in one place.
 
-mitmdump declares and reads them, the trainer checks them before it starts mitmdump, and the table of addons/README.md
+mitmdump declares and reads them, the trainer checks them before it starts mitmdump, and the table of recipes/site/pages/recording.md
 is their help. The file imports the standard library alone: the trainer checks options without mitmproxy.
 """
 
@@ -385,7 +385,7 @@ def unknown(name: str, known: Collection[str]) -> str:
     # without the prefix: it makes all of them alike
     own = {each.removeprefix(PREFIX): each for each in sorted(known)}
     near = difflib.get_close_matches(name.removeprefix(PREFIX), own, 1, _ALIKE)
-    hint = f"did you mean {own[near[0]]}?" if near else "see addons/README.md, and `mitmdump --options`"
+    hint = f"did you mean {own[near[0]]}?" if near else "`mitmdump -s $(rolltap addon) --options` lists them"
     return f"{name} is no option of the recorder: {hint}"
 
 

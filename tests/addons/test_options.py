@@ -30,7 +30,7 @@ def row(name, option):
 
 
 def test_the_readme_has_the_help_of_every_option():
-    assert HEADING + "".join(row(*each) for each in OPTIONS.items()) in (ROOT / "addons" / "README.md").read_text()
+    assert HEADING + "".join(row(*each) for each in OPTIONS.items()) in (ROOT / "recipes" / "site" / "pages" / "recording.md").read_text()
 
 
 async def test_mitmproxy_has_them_with_their_types_and_fields_have_the_parsed_values(tmp_path):

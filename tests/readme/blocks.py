@@ -1,4 +1,4 @@
-"""The fenced code blocks of the pages for readers: every README.md, in the order in which their blocks run."""
+"""The fenced code blocks of the pages for readers, in the order in which their blocks run."""
 
 import re
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
+SITE = ROOT / "recipes" / "site"
+PAGES = [SITE / "pages" / name for name in re.findall(r"- (\S+\.md)$", (SITE / "mkdocs.yml").read_text(), re.MULTILINE)]
+"""The pages of the site, in the order of its menu."""
 DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in (".", "addons", "trainer")),
+    *PAGES,
     *sorted((ROOT / "recipes").rglob("README.md")),
-    *sorted((ROOT / "recipes" / "site" / "pages").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

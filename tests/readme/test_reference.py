@@ -16,13 +16,14 @@ from rolltap.trainer.traces.ledger import LeftOut
 from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
+from tests.readme.blocks import SITE
 
 PRESETS = {name: rolltap.Harness.load(name) for name in rolltap.Harness.names()}
 
 
 def section(page, heading):
     """The text below a heading, up to the next one."""
-    text = (ROOT / page).read_text().partition(f"# {heading}\n")[2]
+    text = (SITE / "pages" / page).read_text().partition(f"# {heading}\n")[2]
     assert text, f"{page} has no section {heading}"
     return re.split(r"^#+ ", text, maxsplit=1, flags=re.MULTILINE)[0]
 
@@ -35,8 +36,8 @@ def table(page, heading):
 
 
 def test_the_keys_of_a_recipe():
-    assert table("trainer/README.md", "A recipe").keys() == Recipe.model_fields.keys()
-    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\S) \|", section("trainer/README.md", "A recipe"), re.MULTILINE)
+    assert table("recipes.md", "A recipe").keys() == Recipe.model_fields.keys()
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\S) \|", section("recipes.md", "A recipe"), re.MULTILINE)
     for first, second in rows:
         for name, default in zip(re.findall(r"`\[?(\w+)", first), second.split(", "), strict=False):
             if name not in ("dtype", "outcomes"):  # by the machine; a table of its own
@@ -44,13 +45,13 @@ def test_the_keys_of_a_recipe():
 
 
 def test_a_preset_has_the_keys_of_the_table():
-    assert table("recipes/harnesses/README.md", "A preset of your own").keys() == rolltap.Harness.model_fields.keys()
+    assert table("harnesses.md", "A preset of your own").keys() == rolltap.Harness.model_fields.keys()
 
 
 def test_the_presets_their_versions_and_how_they_are_installed():
-    versions = {name: cells[0] for name, cells in table("README.md", "Programs").items()}
+    versions = {name: cells[0] for name, cells in table("harnesses.md", "Harnesses").items()}
     assert versions == {name: preset.version for name, preset in PRESETS.items()}
-    installs = {name: cells[0].strip("`") for name, cells in table("recipes/harnesses/README.md", "Presets").items()}
+    installs = {name: cells[0].strip("`") for name, cells in table("harnesses.md", "Install a program").items()}
     assert installs == {name: preset.install for name, preset in PRESETS.items()}
 
 
@@ -59,21 +60,21 @@ def test_the_frameworks_and_their_versions():
     files = [folder / "packages.txt", folder / "requirements.txt", ROOT / "recipes" / "environments.sh"]
     text = re.sub(r"\[.*?\]", "", "\n".join(file.read_text() for file in files))
     pinned = set(re.findall(r"(?<!\S)(\S+?)(?:==|@)(\d[\w.]*)", text))
-    assert {(name, cells[0]) for name, cells in table("README.md", "Frameworks and SDKs").items()} <= pinned
+    assert {(name, cells[0]) for name, cells in table("harnesses.md", "Frameworks and SDKs").items()} <= pinned
 
 
 def test_the_variables_of_a_session(tmp_path):
     (tmp_path / "ca.pem").touch()
     variables = Proxy("http://127.0.0.1:1", ca=tmp_path / "ca.pem").environment("s")
-    assert table("recipes/harnesses/README.md", "Variables").keys() == variables.keys()
+    assert table("harnesses.md", "Variables").keys() == variables.keys()
 
 
 def test_the_runtimes():
-    assert tuple(table("trainer/README.md", "Runtimes")) == get_args(RolloutConfig.model_fields["runtime"].annotation)
+    assert tuple(table("boxes.md", "Runtimes")) == get_args(RolloutConfig.model_fields["runtime"].annotation)
 
 
 def test_the_strategies_and_the_reasons_of_the_ledger():
-    named = table("trainer/README.md", "Traces").keys()
+    named = table("traces.md", "Traces").keys()
     assert named == {*get_args(Strategy), *flat(LeftOut)} - {*get_args(CallRole)}
 
 
@@ -85,12 +86,12 @@ def flat(literal):
 def test_the_trainer_s_own_arguments():
     trls = {each.name for each in fields(GRPOConfig)}
     own = {each.name for each in fields(TraceGRPOConfig)} - trls
-    assert table("trainer/README.md", "What a step trains").keys() | {"mismatch_min", "mismatch_max"} == own
+    assert table("training.md", "What a step trains").keys() | {"mismatch_min", "mismatch_max"} == own
 
 
 def test_the_public_names_in_the_section_from_python():
-    cells = table("trainer/README.md", "From Python")
+    cells = table("python.md", "From Python")
     assert len(cells) > 5
     assert cells.keys() <= {*rolltap.__all__}
-    [methods] = re.findall(r"^\| `Run` .*", section("trainer/README.md", "From Python"), re.MULTILINE)
+    [methods] = re.findall(r"^\| `Run` .*", section("python.md", "From Python"), re.MULTILINE)
     assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []

@@ -35,7 +35,7 @@ class Recorder:
 
     `out` is the run folder. It is created if it does not exist; otherwise new sessions are added to it. `engine` is the
     URL of the vLLM server, or several separated by commas. `model` is the served model's folder or name, for its
-    tokenizer. `options` are further mitmproxy options, see addons/README.md; a repeatable one has a list of values.
+    tokenizer. `options` are further mitmproxy options, see `mitmdump --options`; a repeatable one has a list of values.
     `processes` is the number of mitmdump processes. Each uses one core; a session's id names its process. The log is
     `recorder.log` in the run folder, or with several processes `recorder-1.log` and so on.
 

@@ -2,7 +2,7 @@
 
 Each is put into a folder of its own, with a tokenizer that has its family's tokens: as it is, with a comment, with
 another sentence, and as its training variant. `python -m tests.addons.prompts.test_families` prints the table of
-addons/README.md.
+recipes/site/pages/models.md.
 """
 
 import json
@@ -392,7 +392,7 @@ def test_a_template_is_read_and_continued_by_its_defaults_or_refused_by_name(ste
 
 
 def table():
-    """Return the table of addons/README.md: a line for each template."""
+    """Return the table of the page on models: a line for each template."""
     lines = [
         "| template | prompts by | replies by | one call | two | awkward | reasoning | variants |",
         "| --- " * 8 + "|",
@@ -411,7 +411,7 @@ def table():
 
 
 def test_the_table_of_the_readme_is_what_this_test_finds():
-    assert "\n".join(table()) in (ROOT / "addons" / "README.md").read_text()
+    assert "\n".join(table()) in (ROOT / "recipes" / "site" / "pages" / "models.md").read_text()
 
 
 if __name__ == "__main__":

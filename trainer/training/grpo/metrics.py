@@ -1,4 +1,4 @@
-"""Metrics of a batch and of an optimizer step, which go to TRL's log. `trainer/README.md` has the table of their names.
+"""Metrics of a batch and of an optimizer step, which go to TRL's log. `recipes/site/pages/metrics.md` has their names.
 
 Means are over tokens, whatever the micro-batches and processes are.
 """
