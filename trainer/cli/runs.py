@@ -299,7 +299,7 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
         sys.exit(0 if found.sound else 1)
     grades = Counter(finding.grade for finding in found.findings)
     findings = f"; findings: {_count(grades.items())}" if grades else ""
-    click.echo(f"{found.verdict}: {_count(found.rows.items())}{findings}")
+    click.echo(f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}{findings}")
     for done in found.repaired:
         click.echo(f"repaired: {done}")
     for finding in found.findings[:MOST_FINDINGS]:
