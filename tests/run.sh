@@ -67,10 +67,17 @@ vllm_0_33() {
     ROLLTAP_VLLM="$ROLLTAP_VLLM_NEXT" pytest "${sequential[@]}" -m engine "${tests[@]}"
 }
 
+# The site of the pages: a broken link is an error, and it loads nothing from elsewhere.
+site() {
+    NO_MKDOCS_2_WARNING=1 "$VENVS/docs/bin/mkdocs" build --quiet --strict -f recipes/site/mkdocs.yml &&
+        pytest "${sequential[@]}" tests/readme/test_site.py
+}
+
 # in parallel with the tests that start no engine and no harness
 others() {
     part ruff-check ruff check .
     part ruff-format ruff format --check .
+    part site site
     part mypy mypy --cache-dir "$CACHE/mypy"
     part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
     if [ -x "$ROLLTAP_VLLM_NEXT" ]; then part vllm-0.33 vllm_0_33; fi
@@ -86,6 +93,7 @@ others() {
 
 environment_312 || say "there is no Python 3.12: the addons are tested on this one only"
 environments_wheel
+environment_docs
 sed -i "s/^installs.*/installs $((SECONDS - began))/" "$times"
 others & others=$!
 part quick pytest "${parallel[@]}" -m "not engine and not harness"

@@ -135,7 +135,7 @@ for name in ("/proc/1/mem", "/proc/1/task/1/mem"):
         print(error)
 """),
     "the memory of another process": "head -c 10 /dev/mem && echo ESCAPED; head -c 10 /proc/kcore && echo ESCAPED; "
-    "head -c 10 /proc/kmsg && echo ESCAPED",
+    "head -c 10 /proc/kmsg && echo ESCAPED; sh -c '( exec 3<> /proc/$PPID/mem ) && echo ESCAPED; true'",
 }
 SURVIVE = {
     "in a session of its own": "setsid sleep $MARKER &",

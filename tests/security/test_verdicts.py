@@ -85,8 +85,9 @@ async def test_verdicts_come_out_of_a_container_and_a_missing_judge_is_unjudged_
     for how in ("written", "written where the judge has no descriptors left"):
         left.do({"tool.sh": AT_FILES[how]})
         assert (await left.judge(by_file)).reward == 0.0, left.log
-    left.do({"tool.sh": "printf 4"})
+    left.do({"tool.sh": "printf 4; ( exec 3<> /proc/$PPID/mem ) && echo ESCAPED >&2"})
     assert (await left.judge(by_file)).reward == 1.0, left.log
+    assert ("ESCAPED" in left.log, "Read-only" in left.log) == (False, True)
     assert (await left.judge(command("python3", "check.py", result="number"))).reward == 0.5, left.log
     assert "could not be started" in (await left.judge(command("no-such-judge"))).unjudged
 

@@ -4,13 +4,17 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 
-import click
+try:
+    import click
 
-from rolltap.addons.errors import RolltapError
-from rolltap.trainer.console import plain_console, runs_first
+    from rolltap.addons.errors import RolltapError
+    from rolltap.trainer.console import plain_console, runs_first
+except KeyboardInterrupt:  # Ctrl-C at once: these imports take most of the time until `run`
+    sys.exit(130)
 
 COMMANDS = {
     "serve": ("train", "Start vLLM for recording and publishing."),
@@ -43,6 +47,8 @@ COMMANDS = {
     "addon": ("rollout", "Print the path of the recorder's mitmproxy script."),
 }
 """Command -> its module and its line of the help, in the order of work. A module is imported when its command runs."""
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a command as Ctrl-C does."""
 RESUMED = ("rollout", "train", "score", "judge")
 """Commands that go on where they were stopped."""
 
@@ -90,9 +96,12 @@ def run(command: click.Command) -> None:
     """Run a command as a program.
 
     Exit status: 1 after `RolltapError` or `OSError`, with a message; 2 after a wrong option or model; 130 after Ctrl-C
-    or SIGTERM. Of several processes that a launcher started, the first one alone says what is said on all of them.
+    or another of `SIGNALS`. Of several processes that a launcher started, the first one alone says what is said on all
+    of them.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _interrupt)
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
@@ -103,8 +112,9 @@ def run(command: click.Command) -> None:
         plain_console().print(f"error: {error}", style="red")
         sys.exit(getattr(error, "exit_status", 1))
     except (KeyboardInterrupt, click.Abort):
-        if runs_first():
-            plain_console().print(said_when_stopped(sys.argv[1:]))
+        with suppress(OSError):  # the terminal is gone after SIGHUP
+            if runs_first():
+                plain_console().print(said_when_stopped(sys.argv[1:]))
         sys.exit(130)
 
 

@@ -124,7 +124,7 @@ def export_command(
     "inspect",
     "rolltap inspect runs/first",
     "rolltap inspect runs/first record-1a2b",
-    "rolltap inspect runs/first record-1a2b 9f",
+    "rolltap inspect runs/first record-1a2b 3",
     "rolltap inspect runs/first --task count --sort reward",
 )
 @click.argument("run", type=FOLDER)
@@ -150,8 +150,8 @@ def inspect_command(
     """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
 
     Two sessions instead of a session and its call are compared: the first message and the first token that differ.
-    RUN may also be the folder of a training from recorded runs. Unique prefixes of ids are accepted; --follow takes
-    whole ones.
+    RUN may also be the folder of a training from recorded runs. Unique prefixes of ids are accepted, and the
+    number of a CALL in its session, from 1; --follow takes whole ids.
     """
     if (session is not None and (task or group or sort or follow)) or (follow and sort):
         raise click.UsageError("--task, --group, --follow and --sort are for a RUN alone, the last two not together")
@@ -299,7 +299,7 @@ def verify_command(run: Path, repair: bool, as_json: bool) -> None:
         sys.exit(0 if found.sound else 1)
     grades = Counter(finding.grade for finding in found.findings)
     findings = f"; findings: {_count(grades.items())}" if grades else ""
-    click.echo(f"{found.verdict}: {_count(found.rows.items())}{findings}")
+    click.echo(f"{found.verdict}: {found.sessions} sessions; rows: {_count(found.rows.items())}{findings}")
     for done in found.repaired:
         click.echo(f"repaired: {done}")
     for finding in found.findings[:MOST_FINDINGS]:

@@ -234,7 +234,7 @@ class Run:
         """Return one call with its messages, its tools and, for a rendered prompt, where it leaves the recorded tokens.
 
         With `full` all messages and prompt tokens are shown, not only the new ones. Unique prefixes of both ids are
-        accepted. Raises `InputError` for an unknown id.
+        accepted, and the number of the call in its session, from 1. Raises `InputError` for an unknown id.
         """
         return view_call(self.path, session_id, call_id, full=full)
 

@@ -58,7 +58,7 @@ class Mitmdump:
     def __init__(self, name: str, options: Mapping[str, Sequence[str]], *, secret: str, log: Path) -> None:
         self._name, self._log = name, log
         self._earlier = log.stat().st_size if log.exists() else 0
-        command = [_program(), "-s", str(script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
+        command = [program(), "-s", str(script()), "--listen-host", "127.0.0.1", "--listen-port", "0"]
         ready, told = os.pipe()
         self._ready = os.fdopen(ready)
         # not the environment, which every process of the user can read, and not a pipe, which it can open in /proc
@@ -139,12 +139,13 @@ class Mitmdump:
             return log.read().decode(errors="replace")
 
 
-def _program() -> str:
+def program() -> str:
+    """Return mitmdump's path. Raises `MissingPackageError`."""
     beside = Path(sys.executable).with_name("mitmdump")
-    program = str(beside) if beside.exists() else shutil.which("mitmdump")
-    if program is None:
+    found = str(beside) if beside.exists() else shutil.which("mitmdump")
+    if found is None:
         raise MissingPackageError(f"mitmdump is not installed: {install_command('record')}")
-    return program
+    return found
 
 
 LOCK_FILE = "rollout.lock"

@@ -43,8 +43,8 @@ class Recorder:
     cannot read its memory or environment, or trace it.
 
     Raises `InputError` for `processes` below 1, a `model` that is a path and not there, an unknown option, and a value
-    of another type. Entering raises `RecorderError` when the recorder does not start, for instance for a wrong `model`
-    or option; `MissingPackageError` without mitmproxy; `OSError` for the folder. Leaving raises `RecorderError` when a
+    of another type; `MissingPackageError` without mitmproxy. Entering raises `RecorderError` when the recorder does not
+    start, for instance for a wrong `model` or option; `OSError` for the folder. Leaving raises `RecorderError` when a
     process has died inside.
     """
 
@@ -67,6 +67,7 @@ class Recorder:
         self.engine, self.model = engine, str(model)
         known = {"rolltap_out": str(out), "rolltap_engine": engine, "rolltap_model": self.model, **(options or {})}
         require_options(known)
+        mitmdump.program()
         self._options = {name: [value] if isinstance(value, str) else [*value] for name, value in known.items()}
         self._number = processes
         self._processes: list[Mitmdump] = []

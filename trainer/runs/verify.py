@@ -75,8 +75,10 @@ class Finding:
 
 @dataclass(slots=True)
 class Verification:
-    """Result of a verification: numbers of rows, findings and repairs."""
+    """Result of a verification: numbers of sessions and rows, findings and repairs."""
 
+    sessions: int = 0
+    """Sessions that have a call or a row, as `Run.summary` counts them."""
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("calls", "sessions", "events"), 0))
     """Table -> number of rows that can be read. Other tables are there if they have rows."""
     findings: list[Finding] = field(default_factory=list)
@@ -139,6 +141,8 @@ def verify_run(run: Path, advance: Advance, *, repair: bool = False) -> Verifica
     salvaged = "left_behind" in metadata
     rendering = load_rendering(metadata) if any(table == "calls" for table, _ in files) else None
     with SessionIndex(run, "calls") as calls, SessionIndex(run, "events") as events:
+        recorded = {*calls.session_ids, *sessions} - {None}
+        found.sessions = len(recorded)
         known = dict.fromkeys([*calls.session_ids, *sessions, *events.session_ids])
         names = [name for name in known if name is not None and name not in unreadable]
         for number, name in enumerate(names, start=1):

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def session_json(run: Path, found: Found, overview: Overview) -> JSON:
     rows = {row["session_id"]: row for row in session_rows(overview)}
     group_id = rows[recorded.session_id]["group_id"]
     group = [{name: row[name] for name in _OF_GROUP} for row in rows.values() if row["group_id"] == group_id]
-    return {**values, "lanes": lanes(values["calls"]), "events": found.events, "group": group}
+    events = sorted(found.events, key=itemgetter("at"))
+    return {**values, "lanes": lanes(values["calls"]), "events": events, "group": group}
 
 
 def lanes(nodes: Sequence[Mapping[str, Any]]) -> list[JSON]:

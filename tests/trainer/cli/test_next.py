@@ -1,9 +1,14 @@
 """The line that ends a command: what a person may do next."""
 
+import os
+import signal
+
+import click
 import pytest
 
-from rolltap.trainer.cli.main import said_when_stopped
+from rolltap.trainer.cli.main import SIGNALS, run, said_when_stopped
 from rolltap.trainer.cli.options import next_line
+from tests.trainer.cli.program import run_rolltap
 
 
 def test_the_next_command_can_be_pasted():
@@ -22,3 +27,32 @@ def test_the_next_command_can_be_pasted():
 )
 def test_a_command_that_a_signal_stopped_says_how_it_goes_on(arguments, said):
     assert said_when_stopped(arguments) == f"stopped by a signal{said}"
+
+
+@pytest.fixture
+def signals(monkeypatch):
+    """Put the handlers of signals back afterwards."""
+    monkeypatch.setattr("sys.argv", ["work"])
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *SIGNALS])
+def test_every_signal_that_asks_a_command_to_end_does_what_ctrl_c_does(signals, capsys, number):
+    with pytest.raises(SystemExit) as ended:
+        run(click.Command("work", callback=lambda: signal.raise_signal(number)))
+    assert ended.value.code == 130
+    assert "stopped by a signal" in capsys.readouterr().err
+
+
+def test_a_command_of_nohup_goes_on_without_its_terminal(signals):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run(click.Command("work", callback=lambda: signal.raise_signal(signal.SIGHUP)))
+
+
+def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    ended = run_rolltap("-h", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -22,6 +22,7 @@ from rolltap.addons.store.tables import TABLES, RunWriter, read_rows, run_files
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.runs.edit import merge_runs
 from rolltap.trainer.runs.verify import MOST_MISSING, check_session_rows, verify_run
+from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.reader import RecordedCalls
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.deep import examples
@@ -86,6 +87,11 @@ class TestSound:
         assert (verification.findings, verification.sound) == ([], True)
         assert verification.rows == {"calls": 2, "sessions": 1, "events": 0}
         assert found(write_run(tmp_path / "compacted", *map(make_call, range(3)), make_session())) == []
+
+    def test_a_session_without_a_row_is_counted_as_inspect_does(self, run):
+        with RunWriter(run) as writer:
+            writer.add_call(make_call("c", [9], [9], session_id="without-row"))
+        assert verify(run).sessions == len(summarize(run).session_rows) == 2
 
     def test_a_run_that_is_being_written_is_sound(self, run):
         writer = RunWriter(run)
@@ -395,27 +401,31 @@ class TestCommand:
         return lambda *options: CliRunner().invoke(rolltap, ["verify", str(run), *options])
 
     def test_the_verdict_comes_first_and_only_damage_is_status_1(self, run, path, command):
-        assert (command().exit_code, command().stdout) == (0, "ok: 2 calls, 1 sessions, 0 events\n")
+        assert (command().exit_code, command().stdout) == (0, "ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\n")
         whole = path.read_bytes()
         os.truncate(path, len(whole) - 1)
         damaged = command()
         assert damaged.exit_code == 1
-        assert damaged.stdout.startswith("damaged: 1 calls, 1 sessions, 0 events; findings: 1 damage\ndamage: calls-")
+        assert damaged.stdout.startswith(
+            "damaged: 1 sessions; rows: 1 calls, 1 sessions, 0 events; findings: 1 damage\ndamage: calls-"
+        )
         assert "a commit cannot be read" in damaged.stdout
         assert command("--repair").exit_code == 1
         assert json.loads(command("--json").stdout)["findings"][0]["grade"] == "damage"
         path.write_bytes(whole + bytes(16))
         tail = command()
         assert tail.exit_code == 0
-        assert tail.stdout.startswith("needs repair: 2 calls, 1 sessions, 0 events; findings: 1 repair\nrepair: calls-")
+        assert tail.stdout.startswith(
+            "needs repair: 1 sessions; rows: 2 calls, 1 sessions, 0 events; findings: 1 repair\nrepair: calls-"
+        )
 
     def test_a_repair_is_said_after_the_verdict(self, run, command):
         with calls_file(run).open("ab") as file:
             file.write(bytes(16))
         repaired = command("--repair")
         assert repaired.exit_code == 0
-        assert repaired.stdout.startswith("ok: 2 calls, 1 sessions, 0 events\nrepaired: calls-")
-        sound = {"verdict": "ok", "sound": True, "findings": [], "repaired": []}
+        assert repaired.stdout.startswith("ok: 1 sessions; rows: 2 calls, 1 sessions, 0 events\nrepaired: calls-")
+        sound = {"verdict": "ok", "sound": True, "sessions": 1, "findings": [], "repaired": []}
         rows = {"calls": 2, "sessions": 1, "events": 0}
         assert json.loads(command("--repair", "--json").stdout) == sound | {"rows": rows}
 

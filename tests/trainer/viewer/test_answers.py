@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.store.records import json_text
+from rolltap.addons.store.records import Event, json_text
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.trained import trained_batch
 from rolltap.trainer.viewer.answers import answer
 from rolltap.trainer.viewer.reader import RunReader, UnknownError
-from tests.factories import add_rows, make_call, make_session, write_run
+from tests.factories import START, add_rows, make_call, make_session, write_run
 from tests.trainer.viewer.runs import read_all, reading, write
 
 STORED = Path(__file__).parents[2] / "stored_run" / "run"
@@ -75,6 +76,15 @@ def test_a_session_has_its_conversations_its_events_and_its_group(reader):
     assert [(event["kind"], event["call_id"]) for event in found["events"]] == [("fault", "1"), ("replayed", "1")]
     assert [(each["session_id"], each["reward"]) for each in found["group"]] == [("other", 0.0), ("s", 1.0)]
     assert (found["judge"], found["patch"], found["log"]) == (None, None, None)
+
+
+def test_the_events_of_a_session_are_in_the_order_of_their_times(tmp_path):
+    late = Event(kind="fault", session_id="s", at=START + timedelta(seconds=2))
+    early = Event(kind="joined", session_id="s", at=START)
+    write_run(tmp_path, make_call("a", [1]), late, early, make_session("s"))
+    with reading(tmp_path) as reader:
+        found = sent(reader, "api/sessions/s")
+    assert [event["kind"] for event in found["events"]] == ["joined", "fault"]
 
 
 def test_a_session_has_the_output_of_its_last_judge(reader):

@@ -227,6 +227,76 @@ def test_the_keyboard_is_enough(page):
     page.wait_for_selector("[role=dialog]", state="hidden")
 
 
+def test_the_arrow_keys_move_in_the_tokens_without_a_click(page):
+    go(page, f"{LONG}/call/s-long-1")
+    page.wait_for_selector(".tokens .trained")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "sampled 1" in page.inner_text(".details")
+
+
+def test_bars_of_rewards_begin_and_end_with_the_range_of_a_judge_whatever_the_rewards_are(page):
+    ask = "rows => import('./page/run.js').then(({ rewardRange }) => rewardRange(rows))"
+    for rewards, expected in (([0.1, None, 0.2], [0, 1]), ([-1, 0.5], [-1, 1]), ([3.0], [0, 3])):
+        assert page.evaluate(ask, [{"reward": reward} for reward in rewards]) == expected
+
+
+def test_groups_with_a_signal_are_first(page):
+    groups = page.locator("section", has=page.locator("h2:has-text('Groups')"))
+    assert "g-dates" in groups.locator("tbody tr").first.inner_text()
+    go(page, "#/sessions?show=groups")
+    page.wait_for_selector("tr.heading")
+    assert "g-dates" in page.locator("tr.heading").first.inner_text()
+
+
+def test_the_columns_of_sessions_fit_1280_pixels_and_further_ones_are_chosen(page):
+    page.set_viewport_size({"width": 1280, "height": 800})
+    go(page, "#/sessions")
+    page.wait_for_selector("tr.link")
+    assert page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('main > .table'))") == 0
+    assert page.locator("th >> text=faults").count() == 0
+    page.click("summary:has-text('columns')")
+    page.check("text=faults")
+    page.wait_for_selector("th >> text=faults")
+
+
+def test_a_long_prompt_is_folded_until_it_is_opened(page):
+    go(page, LONG)
+    page.wait_for_selector(".callblock")
+    height = "document.querySelector('.folded')?.clientHeight"
+    folded = page.evaluate(height)
+    page.click("button:has-text('show all')")
+    page.wait_for_selector("button:has-text('fold') >> nth=0")
+    assert page.evaluate("document.querySelector('[aria-expanded=true]').parentNode.clientHeight") > folded
+
+
+def test_a_judges_evidence_names_the_tests_that_did_not_pass(page):
+    go(page, f"{LONG}?tab=judgement")
+    page.wait_for_selector("text=AssertionError")
+    facts = page.inner_text("section:has-text('The judge') .facts")
+    assert "1 failed, 1 passed" in facts
+    assert "test_dates: failed" in facts
+    assert "{" not in facts
+
+
+def test_lanes_say_what_the_harness_took_before_and_after_its_calls(page):
+    go(page, LONG)
+    page.wait_for_selector(".lanes")
+    assert "the harness alone: 0.00 s before its first call, 1.50 s after its last" in text(page)
+
+
+def test_each_view_has_its_title(page):
+    for address, title in {
+        "#/": "run · rolltap",
+        "#/sessions": "sessions · run · rolltap",
+        LONG: "s-long · run · rolltap",
+        f"{LONG}/call/s-long-1": "call s-long-1 · s-long · run · rolltap",
+        "#/compare?a=s-good&b=s-long": "s-good and s-long · run · rolltap",
+    }.items():
+        go(page, address)
+        page.wait_for_function("title => document.title === title", arg=title)
+
+
 def test_every_focus_is_seen(page):
     go(page, LONG)
     page.wait_for_selector(".callblock")

@@ -136,12 +136,14 @@ class ContainerEngine(Engine):
         controllers: Controllers of control groups that the engine can use: `cpu`, `memory`, `pids`.
         label: Value of the label of each container.
         seccomp: Profile of system calls; None for the engine's own.
+        labels: True with AppArmor or SELinux: the engine writes to a box's /proc when it starts a program in it.
     """
 
     command: tuple[str, ...]
     controllers: frozenset[str] = frozenset()
     label: str = ""
     seccomp: dict[str, Any] | None = None
+    labels: bool = False
 
     def create(self, name: str, spec: BoxSpec, mounts: Sequence[Mount], folder: Path) -> list[list[str]]:
         """See `Engine.create`."""
@@ -169,10 +171,15 @@ class ContainerEngine(Engine):
         return [*self.command, "exec", "--user", _USER, name, *command]
 
     def close(self, pid: int) -> list[list[str]]:
-        """See `Engine.close`. Docker's command line has no mask."""
-        if self.command[0] == "podman" or os.geteuid() or not Path(_MASKED[0]).is_dir():
+        """See `Engine.close`. In a read-only /proc no program can write to the memory of another one, as of a judge."""
+        mount = ["mount", "--namespace", str(pid)]
+        if os.geteuid():
             return []
-        return [["mount", "--namespace", str(pid), "--types", "tmpfs", "--options", "ro", "tmpfs", _MASKED[0]]]
+        if not self.labels:
+            return [[*mount, "--options", "remount,bind,ro,nosuid,nodev,noexec", "/proc"]]
+        if self.command[0] == "podman" or not Path(_MASKED[0]).is_dir():
+            return []
+        return [[*mount, "--types", "tmpfs", "--options", "ro", "tmpfs", _MASKED[0]]]  # Docker has no masks
 
     def _limits(self, limits: Limits) -> Iterator[str]:
         if limits.cpus is not None and "cpu" in self.controllers:
@@ -225,11 +232,13 @@ def find_engine(program: str, arguments: tuple[str, ...]) -> ContainerEngine:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{program} does not work here: {error}; {_INSTALL[program]}") from error
     controllers = frozenset(host.get("cgroupControllers") or ())
-    seccomp = _profile(host.get("security") or {})
+    security = host.get("security") or {}
+    seccomp = _profile(security)
+    labels = bool(security.get("apparmorEnabled") or security.get("selinuxEnabled"))
     failures: list[str] = []
     for further in _podman_arguments(arguments):
         for usable in dict.fromkeys((controllers, frozenset[str]())):
-            engine = ContainerEngine(command=(*command, *further), controllers=usable, seccomp=seccomp)
+            engine = ContainerEngine(command=(*command, *further), controllers=usable, seccomp=seccomp, labels=labels)
             try:
                 _try(engine)
             except OSError as error:
@@ -286,7 +295,8 @@ def _docker(command: tuple[str, ...]) -> ContainerEngine:
     known = {"cpu": "CpuCfsQuota", "memory": "MemoryLimit", "pids": "PidsLimit"}
     controllers = frozenset(name for name, key in known.items() if info.get(key))
     security = {"seccompEnabled": "seccomp" in options, "seccompProfilePath": _PROFILE}
-    return ContainerEngine(command=command, controllers=controllers, seccomp=_profile(security))
+    labels = "apparmor" in options or "selinux" in options
+    return ContainerEngine(command=command, controllers=controllers, seccomp=_profile(security), labels=labels)
 
 
 class ContainerRuntime(HidingRuntime):

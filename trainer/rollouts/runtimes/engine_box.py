@@ -121,8 +121,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 class EngineBox:
     """A box of a container engine. Its first process lives until the box ends, and its programs beside it.
 
-    It has the tools of its runtime, and what that hides in them is empty. Its programs have one user, and /proc is
-    writable as images expect it: a program can write to the memory of the others, but not of the first process.
+    It has the tools of its runtime, and what that hides in them is empty. Its programs have one user: where the engine
+    leaves /proc writable, a program can write to the memory of the others, but not of the first process.
     """
 
     def __init__(self, runtime: HidingRuntime, engine: Engine, spec: BoxSpec, name: str) -> None:

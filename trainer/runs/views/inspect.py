@@ -46,6 +46,8 @@ BEFORE, AFTER = 12, 12
 class CallNode:
     """One call in the call tree of a session."""
 
+    number: int
+    """Its place in the order in which the calls of the session started, from 1."""
     call_id: str
     parent_id: str | None
     """Parent by the tokens, as for traces: the call whose prompt and completion are a prefix of this prompt."""
@@ -235,13 +237,19 @@ def session_suspicions(recorded: RecordedSession, events: Sequence[Mapping[str, 
 
 
 def view_call(run: Path, session: str, prefix: str, *, full: bool = False) -> CallView:
-    """Return the view of a call, by unique prefixes of its session's id and of its own; with `full`, of its whole
-    conversation and prompt. Raises as `view_session`."""
+    """Return the view of a call, by a unique prefix of its session's id, and one of its own or its number; with `full`,
+    of its whole conversation and prompt. Raises as `view_session`."""
     recorded = find_session(run, session)
-    calls = [call.call_id for call in recorded.calls]
-    number = calls.index(find_id(prefix, calls, "call", f"session {recorded.session_id}"))
+    number = _find_call(recorded, prefix)
     view = show_call(run, recorded.calls, number, judge_calls(recorded.calls)[1][number])
     return replace(view, messages=rebuild_conversations(recorded.calls)[number].messages(), full=True) if full else view
+
+
+def _find_call(recorded: RecordedSession, given: str) -> int:
+    ids = [call.call_id for call in recorded.calls]
+    if given not in ids and given.isdecimal() and 1 <= int(given) <= len(ids):
+        return int(given) - 1
+    return ids.index(find_id(given, ids, "call", f"session {recorded.session_id}"))
 
 
 def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
@@ -268,11 +276,15 @@ def tool_names(call: Call) -> list[str] | None:
 def call_nodes(calls: Sequence[Call]) -> list[CallNode]:
     """Return the call tree of one session's calls, which are in `start_order`."""
     tree = []
-    for call, parent, reason in zip(calls, *judge_calls(calls), strict=True):
+    parents, reasons = judge_calls(calls)
+    for number, call in enumerate(calls, 1):
+        parent = parents[number - 1]
+        reason = reasons[number - 1]
         above = calls[parent] if parent is not None else None
         known = len(above.prompt_ids) + len(above.completion_ids) if above else 0
         tree.append(
             CallNode(
+                number=number,
                 call_id=call.call_id,
                 parent_id=above.call_id if above else None,
                 role=call.role,
@@ -360,6 +372,7 @@ def call_tree(nodes: Sequence[CallNode], title: Text) -> Tree:
 def _label(node: CallNode, length: int) -> Text:
     outcome = node.finish_reason if node.status == "completed" else node.status
     label = Text.assemble(
+        f"{node.number} ",
         (node.call_id[:length], "bold"),
         f" {node.role} {node.kind} ",
         (f"{node.new_tokens}+{node.completion_tokens} tokens", "cyan"),

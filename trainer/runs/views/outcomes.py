@@ -3,10 +3,12 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, astuple, dataclass
 from statistics import fmean
 from typing import Any, get_args
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -252,6 +254,28 @@ def _warning(mixed: Sequence[MixedGroup]) -> str:
         f"{len(mixed)} groups mix programs, tasks or places, so that their rewards compare these and not the policy: "
         f"{named}{' …' if len(mixed) > _MOST_NAMED else ''}"
     )
+
+
+class IdTable(Table):
+    """A table whose first column has ids. They are never broken: a table that is too wide loses its last columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table of the columns for which there is room; the caption names the others."""
+        shown = copy(self)
+        shown.columns = [*self.columns]
+        left_out: list[str] = []
+        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
+            left_out.insert(0, str(shown.columns.pop().header))
+        if left_out:
+            named = f"no room for: {', '.join(left_out)}; --json has all columns"
+            shown.caption = f"{self.caption}; {named}" if self.caption else named
+        width = max(_least_width(shown, console, options), options.max_width)
+        yield from Table.__rich_console__(shown, console, options.update(max_width=width))
+
+
+def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    """Return the width in which no word of the table is broken."""
+    return Table.__rich_measure__(table, console, options.update(max_width=100_000)).minimum
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:

@@ -27,6 +27,7 @@ from rolltap.trainer.names import Version
 from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table, rewards_of
 from rolltap.trainer.runs.views.inspect import find_id, session_events, session_suspicions
 from rolltap.trainer.runs.views.outcomes import (
+    IdTable,
     MixedGroup,
     OutcomeRow,
     PartRow,
@@ -130,20 +131,19 @@ _ORDERS: dict[Sort, Callable[[SessionRow], Any]] = {
 def session_table(rows: Sequence[SessionRow]) -> Table:
     """Return the table of the first `MOST_SESSIONS` sessions. The column of suspicions is there if one has any."""
     suspected = any(row.suspicions for row in rows)
-    columns = ["session", "harness", "status", "reward", "calls", "bridged/\nrendered", "tokens"]
+    columns = ["session", "status", "reward", "calls", "tokens", "harness", "bridged/rendered"]
     columns += ["suspicions"] if suspected else []
     cut = f"the first {MOST_SESSIONS} of {len(rows)}; --json has all" if len(rows) > MOST_SESSIONS else None
-    # narrow, so that a row fits a terminal of 80 columns
-    table = Table(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
+    table = IdTable(*columns, title="sessions", caption=cut, box=box.SIMPLE, padding=0, pad_edge=False)
     for row in rows[:MOST_SESSIONS]:
         table.add_row(
-            Text(row.session_id, overflow="fold"),
-            Text(row.harness or ""),
+            Text(row.session_id),
             row.status or "",
             number(row.reward),
             str(row.calls),
-            f"{row.bridged}/{row.rendered}",
             str(row.ledger.sampled),
+            Text(row.harness or ""),
+            f"{row.bridged}/{row.rendered}",
             *([Text("/".join(row.suspicions), overflow="fold")] if suspected else []),
         )
     return table

@@ -74,12 +74,20 @@ function onKey(event) {
   before = key;
 }
 
+/** Return the title of a view, the most telling words first. */
+function titleOf([view, id, , call], { a, b }, run) {
+  const names = { sessions: "sessions", session: id, compare: `${a} and ${b}` };
+  const what = call ? `call ${call} · ${id}` : names[view];
+  return visible([what, run, "rolltap"].filter(Boolean).join(" · "));
+}
+
 function App() {
   const [, setVersion] = useState(0);
   useEffect(() => addEventListener("hashchange", () => setVersion((version) => version + 1)), []);
   const shown = route();
+  const { data } = useData("api/run");
   useEffect(() => {
-    document.title = visible(["rolltap", ...shown.parts].join(" · "));
+    document.title = titleOf(shown.parts, shown.query, data?.run.name);
   });
   return html`<${Head} parts=${shown.parts} /><main><${View} ...${shown} /></main>`;
 }

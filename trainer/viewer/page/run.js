@@ -10,6 +10,14 @@ const to = (query, text) => html`<${A} to=${toSessions(query)} text=${text} />`;
 const Bar = ({ value, of }) => html`<span class="track"
   ><i style=${{ width: `${of && (100 * value) / of}%` }}></i></span>`;
 
+/** Return the least and the greatest reward: of a judge's usual range, 0 to 1, or of the run if it has others. */
+export function rewardRange(rows) {
+  const rewards = rows.map(({ reward }) => reward).filter((reward) => typeof reward === "number");
+  const less = (a, b) => Math.min(a, b);
+  const greater = (a, b) => Math.max(a, b);
+  return [rewards.reduce(less, 0), rewards.reduce(greater, 1)];
+}
+
 /** Rewards of sessions by `of(row)`. `query(value)` are the filters of the sessions behind a value. */
 function Rewards({ title, name, rows, of, query, show }) {
   const groups = [...Map.groupBy(rows, (row) => of(row) ?? "")].map(([value, members]) => {
@@ -17,13 +25,14 @@ function Rewards({ title, name, rows, of, query, show }) {
     const mean = rewards.length ? sum(rewards) / rewards.length : null;
     return { value, sessions: members.length, rewarded: rewards.length, mean };
   });
-  const most = Math.max(...groups.map(({ mean }) => mean), 0);
+  const [least, most] = rewardRange(rows);
+  const bar = ({ mean }) => mean !== null && html`<${Bar} value=${mean - least} of=${most - least} />`;
   const columns = [
     [name, ({ value }) => value || "none", { show }],
     ["sessions"],
     ["rewarded"],
     ["mean"],
-    ["", ({ mean }) => html`<${Bar} value=${Math.max(0, mean)} of=${most} />`],
+    ["", bar],
   ];
   return html`<${TableCard} title=${title} columns=${columns} rows=${groups}
     link=${({ value }) => toSessions(query(value))} />`;
@@ -55,7 +64,7 @@ export function Ledger({ ledger: { sampled, trained, left_out }, of, done }) {
 }
 
 function Groups({ groups }) {
-  const sorted = [...groups].sort((a, b) => a.signal - b.signal);
+  const sorted = [...groups].sort((a, b) => b.signal - a.signal);
   const rewards = (group) => group.rewards.slice(0, 16).map((reward) => short(reward) || "–").join("  ");
   const rows = (group) => group.sessions.map((session_id, i) => ({ session_id, reward: group.rewards[i] }));
   const columns = [

@@ -19,8 +19,10 @@ function Timeline({ view, lane }) {
   const { events } = view;
   const calls = new Map(view.calls.map((call) => [call.call_id, call]));
   const ended = (call) => call.finished_at ?? call.started_at;
-  const times = view.calls.flatMap((call) => [call.started_at, ended(call)]).sort();
-  if (!times.length) return null;
+  const { started_at: began, finished_at: end } = view.session ?? {};
+  const callTimes = view.calls.flatMap((call) => [call.started_at, ended(call)]).sort();
+  const times = [began, ...callTimes, end].filter(Boolean).sort();
+  if (!callTimes.length) return null;
   const span = Math.max(1, milliseconds(times[0], times.at(-1)));
   const percent = (from, to) => `${((100 * milliseconds(from, to)) / span).toFixed(3)}%`;
   const drawn = ({ calls: ids }, lane) => ids.map((id) => {
@@ -36,14 +38,18 @@ function Timeline({ view, lane }) {
   const mark = ({ kind, at, host, path, detail }) => html`<text class=${kind === "fault" ? "bad" : "warn"}
     x=${percent(times[0], at)} y=${view.lanes.length * LANE + 17}>●<title
     >${visible(`${kind} ${host}${path} ${detail}`)}</title></text>`;
+  const before = duration(milliseconds(times[0], callTimes[0]));
+  const after = duration(milliseconds(callTimes.at(-1), times.at(-1)));
+  const alone = view.session ? ` · the harness alone: ${before} before its first call, ${after} after its last` : "";
   const engine = sum(view.calls.map((call) => milliseconds(call.started_at, ended(call))));
   return html`<${Card} title="Lanes" note=${`${duration(span)}, of which the engine ${duration(engine)} · grey:
-      before the first token`}>
+      before the first token${alone}`}>
     <div class="lanes"><ul>
         ${view.lanes.map(({ name, calls: ids }) => html`<li><a href=${withQuery({ lane: name === lane ? "" : name })}
           aria-current=${name === lane ? "true" : undefined}>${name}</a> <small>${count(ids.length)}</small></li>`)}
         ${events.length > 0 && html`<li class="muted">events</li>`}</ul>
       <svg height=${(view.lanes.length + (events.length ? 1 : 0)) * LANE} width="100%">
+        <rect class="prefill" x="0" y=${LANE / 2} width="100%" height="1" />
         ${view.lanes.map(drawn)}${events.map(mark)}</svg></div><//>`;
 }
 
@@ -78,17 +84,42 @@ function diffTone(line) {
   return { "+": "added", "-": "removed" }[line[0]];
 }
 
+/** Lines of a text; those of a diff have the colours of what was added and removed. */
+const Lines = ({ text }) => text.trimEnd().split("\n").map(
+  (line) => html`<div class=${diffTone(line)}><${T} text=${line || " "} /></div>`);
+
+/** Return [name, value] of the evidence: of tests the counts and those that did not pass, of a list its entries. */
+function evidenceRows(evidence, prefix = "") {
+  return Object.entries(evidence ?? {}).flatMap(([name, value]) => {
+    const isObject = value !== null && typeof value === "object" && !Array.isArray(value);
+    if (name === "judges" && isObject) {
+      return Object.entries(value).flatMap(([judge, part]) => evidenceRows(part, `${prefix}${judge}: `));
+    }
+    if (name === "tests" && isObject) {
+      const outcomes = [...Map.groupBy(Object.values(value), (outcome) => outcome)];
+      const counts = outcomes.map(([outcome, tests]) => `${tests.length} ${outcome}`).join(", ");
+      const bad = Object.entries(value).filter(([, outcome]) => outcome !== "passed");
+      const names = bad.map(([test, outcome]) => `${test}: ${outcome}`).join("\n");
+      return [[`${prefix}tests`, counts], [`${prefix}tests not passed`, names]];
+    }
+    if (isObject) return [[prefix + name, listed(value)]];
+    if (Array.isArray(value)) return [[prefix + name, value.map(String).join("\n")]];
+    const isText = typeof value === "string" && value.includes("\n");
+    return [[prefix + name, isText ? html`<div class="code"><${Lines} text=${value} /></div>` : value]];
+  });
+}
+
 const REVISIONS = [["revision"], ["status"], ["reward"], ["finished (UTC)", "finished_at", { show: utc }], ["error"]];
 
 function Judgement({ view }) {
   const { parts, evidence, reward } = view.session ?? {};
   return html`<div class="two">
     <${Card} title="The judge" note=${`reward ${short(reward) || "none"}`}>
-      <${Facts} rows=${[["parts", listed(parts, "\n")], ["evidence", listed(evidence, "\n")]]} />
+      <${Facts} rows=${[["parts", listed(parts, "\n")], ...evidenceRows(evidence)]} />
       <${Long} kind="code" text=${view.judge ?? "The run has no output of the judge."} /><//>
     <${Card} title="The agent's changes"><div class="code">
-      ${(view.patch ?? "The run has no diff of this session.").trimEnd().split("\n").map(
-        (line) => html`<div class=${diffTone(line)}><${T} text=${line || " "} /></div>`)}</div><//>
+      <${Lines}
+        text=${view.patch ?? "The run has no diff of this session."} /></div><//>
     ${view.log && html`<${Card} title="End of the harness's output" wide><${Long} kind="code" text=${view.log} /><//>`}
     ${view.revisions.length > 1 && html`<${TableCard} title="Rows of the session" note="the last counts" wide
       rows=${view.revisions} columns=${REVISIONS} />`}</div>`;

@@ -1,7 +1,7 @@
 // The sessions of a run: sorted, filtered, searched, or group by group.
 import { html, useMemo } from "./vendor/htm-preact.js";
 import { isFile, useData } from "./api.js";
-import { change, toCall, toCompare, toSession, toSessions } from "./route.js";
+import { change, names, toCall, toCompare, toSession, toSessions } from "./route.js";
 import { Badge, Checks, Chip, count, duration, milliseconds, Select, short, signed, Status } from "./widgets.js";
 import { T, Table, TableCard, total, utc, Wait } from "./widgets.js";
 
@@ -30,6 +30,12 @@ const COLUMNS = [
   ["started (UTC)", "started_at", { width: "9.5rem", show: utc }],
   ["group", "group_id", { width: "9rem" }],
 ];
+
+/** Columns that are shown at first: together they fit 1280 pixels. Others are chosen. */
+const FIRST = [
+  "session", "task", "harness", "outcome", "reward", "advantage", "suspicions", "calls", "sampled", "left out", "time",
+];
+const FURTHER = COLUMNS.map(([name]) => name).filter((name) => !FIRST.includes(name));
 
 /** Filters by their names in the address: the label of a field to choose, and the values that a row has. */
 const FILTERS = {
@@ -77,11 +83,14 @@ export function BestAndWorst({ rows }) {
     >compare ${ranked[0].reward < ranked.at(-1).reward ? "best and worst" : "two"}</a>`;
 }
 
-/** Return rows by group, each group after a heading. */
+/** Return rows by group, each group after a heading; groups with a signal are first. */
 function byGroup(rows) {
-  return [...Map.groupBy(rows, (row) => row.group_id)].flatMap(([group, members]) => {
+  const groups = [...Map.groupBy(rows, (row) => row.group_id)].map(([group, members]) => {
     const rewards = members.map((row) => row.reward).filter((reward) => reward !== null);
-    const [worst, best] = [Math.min(...rewards), Math.max(...rewards)];
+    return { group, members, rewards, worst: Math.min(...rewards), best: Math.max(...rewards) };
+  });
+  groups.sort((a, b) => (b.worst < b.best) - (a.worst < a.best));
+  return groups.flatMap(({ group, members, rewards, worst, best }) => {
     const range = rewards.length ? `rewards ${short(worst)} to ${short(best)}` : "no rewards";
     const signal = worst < best ? "signal" : "no signal";
     const facts = [members[0].task_id, `${members.length} sessions`, range, signal].join(" · ");
@@ -112,6 +121,8 @@ export function Sessions({ query }) {
   }, [rows, key]);
   if (!rows) return html`<${Wait} error=${error} />`;
   const chips = Object.keys(query).filter((name) => FILTERS[name]?.[0] === null);
+  const chosen = [...FIRST, ...names(query.columns)];
+  const columns = COLUMNS.filter(([name]) => chosen.includes(name));
   const onSort = (column) => {
     if (query.sort !== column) change({ sort: column, down: "" });
     else change(query.down ? { sort: "", down: "" } : { down: "1" });
@@ -124,13 +135,15 @@ export function Sessions({ query }) {
       ${fields.map(([name, label, values]) => (values.length > 1 || query[name]) && html`<${Select} key=${name}
         name=${name} label=${label} value=${query[name] ?? ""} options=${["", ...values]} />`)}
       <${Checks} name="show" options=${["groups"]} value=${show} />
+      <details class="choice"><summary>columns</summary>
+        <${Checks} name="columns" options=${FURTHER} value=${query.columns} /></details>
       ${chips.map((name) => html`<${Chip} key=${name} name=${name} value=${query[name]} />`)}
       ${Object.keys(query).length > 0 && html`<a href=${toSessions()}>reset</a>`}
       ${!isFile && html`<form onSubmit=${search}><input name="said" type="text" value=${said ?? ""}
         placeholder="search in what was said" aria-label="search in what was said" /> <button>search</button></form>`}
     </div>
     ${said && !isFile && html`<${Said} text=${said} />`}
-    <${Table} columns=${COLUMNS} rows=${items} link=${(row) => toSession(row.session_id)}
+    <${Table} columns=${columns} rows=${items} link=${(row) => toSession(row.session_id)}
       sort=${{ name: query.sort, down: query.down }} onSort=${onSort} />
     ${!items.length && html`<p class="muted">No session matches.</p>`}`;
 }

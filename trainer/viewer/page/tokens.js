@@ -1,6 +1,6 @@
 // The tokens of a call: what is known of them, the colours that show it, and their text in blocks.
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
-import { change, toCall, toSessions } from "./route.js";
+import { change, route, toCall, toSessions } from "./route.js";
 import { A, count, Facts, marked, short, signed, T } from "./widgets.js";
 
 const BLOCK = 400; // tokens after which a block ends with a line, so that no line is broken; it ends at twice as many
@@ -153,19 +153,25 @@ export function Tokens({ view, colour, ids, token }) {
     if (hidden) frame.current.scrollTop += chosen.top - seen.top - seen.height / 3;
   }, [selected]);
   const move = (event) => {
-    const here = selected ?? { at: view.call.prompt_ids.length, n: 0 };
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("input, select")) return;
+    const { token: address } = route().query; // which a key before this one may have changed just now
+    const here = (address ? pieceAt(Number(address)) : null) ?? { at: view.call.prompt_ids.length, n: 0 };
     const to = { ArrowLeft: here.at - 1, ArrowRight: here.at + here.n, Home: 0, End: all.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     const piece = pieceAt(Math.max(0, Math.min(all.length - 1, to)));
     if (piece) change({ token: piece.at });
   };
+  useEffect(() => {
+    addEventListener("keydown", move);
+    return () => removeEventListener("keydown", move);
+  }, [view]);
   const at = (event) => event.target.closest("[data-at]")?.dataset.at;
   const words = legend.map(([kind, text]) => html`<span class=${kind}><${T} text=${text} /></span>`);
   return html`<div class="legend">${words}</div>
     <div class="details" aria-live="polite">
       <${Details} view=${view} all=${all} piece=${pieceAt(pointed) ?? selected} /></div>
-    <div class="tokens" ref=${frame} tabindex="0" role="group" aria-label="tokens" onKeyDown=${move}
+    <div class="tokens" ref=${frame} tabindex="0" role="group" aria-label="tokens"
       onClick=${(event) => at(event) && change({ token: at(event) })}
       onMouseOver=${(event) => setPointed(Number(at(event)))} onMouseLeave=${() => setPointed(NaN)}>
       ${blocks.map((block) => html`<${Block} key=${block.from} block=${block} classes=${classes}

@@ -111,6 +111,19 @@ export const Wait = ({ error }) => html`<p class=${error ? "error" : "muted"} ro
 /** A long text, which scrolls in itself. */
 export const Long = ({ text, kind = "text" }) => text && html`<div class=${kind}><${T} text=${text} /></div>`;
 
+const FOLDED = { lines: 12, characters: 1200 };
+
+/** A text of a message. One that is long shows its first lines, until it is opened. */
+function Folded({ text, kind = "text" }) {
+  const [isOpen, setOpen] = useState(false);
+  const lines = String(text).split("\n").length;
+  if (lines <= FOLDED.lines && text.length <= FOLDED.characters) return html`<${Long} kind=${kind} text=${text} />`;
+  const size = `${count(lines)} lines, ${count(text.length)} characters`;
+  return html`<div class=${kind}><div class=${isOpen ? "" : "folded"}><${T} text=${text} /></div>
+    <button aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>${isOpen ? "fold" : `show all: ${size}`}</button>
+    </div>`;
+}
+
 function argumentsText(given) {
   try {
     return listed(typeof given === "string" ? JSON.parse(given) : given, "\n");
@@ -127,7 +140,7 @@ export function Message({ message: { role, content, reasoning_content, tool_call
   return html`<div class=${role === "tool" ? "message tool" : "message"}>
     <div class=${role === "assistant" ? "role own" : "role"}><${T} text=${role} /></div><div>
       ${!hide.includes("reasoning") && html`<${Long} kind="reasoning" text=${reasoning_content} />`}
-      <${Long} text=${parts.join("\n")} />
+      <${Folded} text=${parts.join("\n")} />
       ${tools.map((call) => html`<div class="toolcall"><b><${T} text=${call.function?.name} /></b>
         <${Long} text=${argumentsText(call.function?.arguments)} /></div>`)}</div></div>`;
 }

@@ -58,7 +58,8 @@ def small_run(tmp_path, tokenizer_folder):
 def shape(tree):
     """Return the ids of a drawn tree as nested dicts. The calls of a chain are one key."""
     return {
-        " ".join(re.findall(r"^(?:↓ )?(\w+)", child.label.plain, re.MULTILINE)): shape(child) for child in tree.children
+        " ".join(re.findall(r"^(?:↓ )?\d+ (\w+)", child.label.plain, re.MULTILINE)): shape(child)
+        for child in tree.children
     }
 
 
@@ -94,6 +95,16 @@ class TestRun:
         assert f"the first {MOST_SESSIONS} of {MOST_SESSIONS + 1}; --json has all" in text
         assert len(json.loads(printed(tmp_path, "--json"))["session_rows"]) == MOST_SESSIONS + 1
 
+    def test_an_id_is_whole_in_a_narrow_terminal_and_the_columns_without_room_are_named(self, tmp_path):
+        name = "count-lines-" + "0123456789abcdef." * 3
+        write_run(tmp_path, make_session(name))
+        narrow = CliRunner(env={"COLUMNS": "80"}).invoke(inspect_command, [str(tmp_path)]).output
+        (line,) = [line for line in narrow.splitlines() if name in line]
+        assert line.split()[:2] == [name, "completed"]
+        assert re.search(r"no room for: .*bridged/rendered; --json has all columns", narrow)
+        narrower = CliRunner(env={"COLUMNS": "20"}).invoke(inspect_command, [str(tmp_path)]).output
+        assert name in narrower
+
 
 class TestSession:
     def test_the_call_tree_is_that_of_the_traces(self, small_run):
@@ -108,7 +119,7 @@ class TestSession:
         tree = call_tree(view_session(small_run, "first").calls, Text("title"))
         assert shape(tree) == {"a1 a2": {"b3": {}, "b5": {}}, "b4": {}}
         drawn = [line[: line.index(" agent")] for line in printed(small_run, "first").splitlines()[1:6]]
-        assert drawn == ["├── a1", "│   ↓ a2", "│   ├── b3", "│   └── b5", "└── b4"]
+        assert drawn == ["├── 1 a1", "│   ↓ 2 a2", "│   ├── 3 b3", "│   └── 5 b5", "└── 4 b4"]
 
     def test_a_long_chain_is_one_level_deep(self):
         calls = [call(0, "c0", [1], [2])]
@@ -119,11 +130,14 @@ class TestSession:
     def test_the_calls_of_a_chain_can_be_told_apart_where_lines_are_folded(self, small_run):
         narrow = Console(file=io.StringIO(), width=30)
         narrow.print(view_session(small_run, "first"))
-        starts = [line for line in narrow.file.getvalue().splitlines() if re.match(r"[│├└ ─]*(↓ )?[ab]\d agent", line)]
+        starts = [
+            line for line in narrow.file.getvalue().splitlines() if re.match(r"[│├└ ─]*(↓ )?\d [ab]\d agent", line)
+        ]
         assert [re.search(r"[ab]\d", line)[0] for line in starts] == ["a1", "a2", "b3", "b5", "b4"]
 
     def test_a_line_shows_the_outcome_of_a_call(self, small_run):
-        lines = {line.strip("│├└─↓ ").split(" ")[0]: line for line in printed(small_run, "first").splitlines()}
+        drawn = printed(small_run, "first").splitlines()[1:6]
+        lines = {line.strip("│├└─↓ ").split(" ")[1]: line for line in drawn}
         assert "a1 agent root 3+2 tokens stop  I look at it." in lines["a1"]
         assert '1+2 tokens stop  bash({"command": "ls"})' in lines["a2"]
         assert lines["b3"].endswith("x" * 59 + "…")
@@ -248,6 +262,12 @@ class TestIds:
         assert printed(tmp_path)
         with pytest.raises(InputError, match=r"has no session 'a'$"):
             view_session(tmp_path, "a")
+
+    def test_a_call_has_the_number_that_the_tree_shows(self, small_run):
+        assert view_call(small_run, "first", "3").call.call_id == "b3"
+        for outside in ("0", "6"):
+            with pytest.raises(InputError, match=f"has no call '{outside}'"):
+                view_call(small_run, "first", outside)
 
     def test_both_ids_may_be_abbreviated(self, small_run):
         assert view_call(small_run, "fi", "a2").call.call_id == "a2"
