@@ -51,7 +51,7 @@ def open_run(settings: OptManager) -> Endpoint:
         rendering = Rendering(resolve_model(options.model), options.renderer, options.tool_parser)
     for text in (*rendering.lacks, *rendering.notes):
         logger.warning("%s", text)
-    own = OwnModel.of(rendering.model, rendering.encode)
+    own = OwnModel.of(rendering.model, rendering.tokenizer)
     # mitmdump serves nobody yet: its event loop may wait
     warnings: list[str] = []
     with ThreadPoolExecutor(1) as pool, _naming("rolltap_model"):

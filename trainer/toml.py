@@ -1,5 +1,6 @@
 """TOML files as validated pydantic models."""
 
+import json
 import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_toml(file: Path | Traversable, kind: type[Model]) -> Model:
-    """Read a TOML file into a model of type `kind`. Raises `InputError`, which names the file and each invalid key."""
+    """Read a TOML file into a model of type `kind`. Raises `InputError`, which names the file and each invalid key.
+
+    A number in quotes is no number. Texts are paths and arrays are tuples, as in pydantic's strict reading of JSON.
+    """
     try:
-        return kind.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        return kind.model_validate_json(json.dumps(values, default=str), strict=True)
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
@@ -52,12 +57,15 @@ def describe_faults(faults: Sequence[Any], unions: Mapping[str, Sequence[str]] =
                 how = "is missing" if given is None else f"is {reprlib.repr(given)}"
                 tag = f"{key}.kind" if key else "kind"
                 what = f"{tag!r} {how}: write one of {', '.join(unions.get(str(path[-1]) if path else '', ()))}"
+            case "default_factory_not_called":  # another key is invalid
+                continue
             case "json_invalid":
                 what = fault["msg"]
             case "value_error" if not key:  # a check of several keys, which its message names
                 what = fault["msg"].removeprefix("Value error, ")
             case _:
-                what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {fault['msg']}"
+                why = fault["msg"].removeprefix("Value error, ")
+                what = f"{repr(key) if key else 'the line'} is {reprlib.repr(fault['input'])}: {why}"
         found.setdefault(".".join(part for part in path if isinstance(part, str)), what)
     return "; ".join(found.values())
 

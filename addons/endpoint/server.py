@@ -137,7 +137,7 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        own = OwnModel.of(self.rendering.model, self.rendering.encode)
+        own = OwnModel.of(self.rendering.model, self.rendering.tokenizer)
         options = self.options
         self.engines = EnginePool(
             options.engine, self._engine_key, own, patience=options.patience, routing=options.routing

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,31 +27,38 @@ TEXT = (
 that is a later version of another one often has its vocabulary and more special tokens."""
 
 
+_PIECE = 1 << 14
+"""Tokens whose text is asked for at once: an answer stays below `connections.MOST_BYTES`."""
+
+
 class WrongModel(EngineError):
     """The engine serves a model with another tokenizer than the recorder's."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """The recorder's model: its name or folder, and the token ids of `TEXT` without special tokens added to it."""
+    """The recorder's model: its name or folder, its tokenizer, and the ids of all tokens of that.
+
+    A model may have more ids than its tokenizer has tokens: they are not compared.
+    """
 
     name: str
-    ids: list[int]
+    tokenizer: Any
+    vocabulary: list[int]
 
     @classmethod
-    def of(cls, name: str, encode: Callable[[str], list[int]]) -> Self:
-        """Return the model of a name or folder. `encode` returns the tokens of a text."""
-        return cls(name, encode(TEXT))
+    def of(cls, name: str, tokenizer: Any) -> Self:
+        """Return the model of a name or folder."""
+        return cls(name, tokenizer, sorted(set(tokenizer.get_vocab().values())))
 
-    def require(self, url: str, served: str, ids: Any) -> None:
-        """Raise `WrongModel` unless `ids` are the tokens. `served` names the model of the engine at `url`."""
-        if ids != self.ids:
-            raise WrongModel(
-                f"the engine at {url} serves {served}, whose tokenizer is not that of {self.name}: give the model that "
-                f"the engine serves (--model, rolltap_model), or start the engine with {self.name}",
-                status=502,
-                for_harness=f"the engine at {url} serves another model than the recorder's",
-            )
+    def wrong(self, url: str, served: str) -> WrongModel:
+        """Return the error of the engine at `url`, which serves the model `served`."""
+        return WrongModel(
+            f"the engine at {url} serves {served}, whose tokenizer is not that of {self.name}: give the model that "
+            f"the engine serves (--model, rolltap_model), or start the engine with {self.name}",
+            status=502,
+            for_harness=f"the engine at {url} serves another model than the recorder's",
+        )
 
     def is_named(self, *names: str) -> bool:
         """Return True when one of the names or folders, as the engine has them, is the recorder's model."""
@@ -131,14 +138,16 @@ class Lookup:
 
     async def _compare(self, own: OwnModel, root: str, model: str) -> str | None:
         """Return a warning if the engine's model has another name, or folder (`root`), or cannot be compared."""
-        status, answer = await self._ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False})
         serves = f"the engine at {self.url} serves {root} (as {model})"
-        if status in (404, 501):
-            return f"{serves}, which was not compared with {own.name}: it has no route /tokenize ({status})"
-        if "tokens" not in answer:
-            what = f"the tokens of a text (status {status}), by which the engine's model is compared with rolltap_model"
-            raise self._no_vllm("/tokenize", what, status)
-        own.require(self.url, root, answer["tokens"])
+        for path, body, key, expected in _questions(own):
+            status, answer = await self._ask(path, body)
+            if status in (404, 501):
+                return f"{serves}, which was not compared with {own.name}: it has no route {path} ({status})"
+            if key not in answer:
+                what = f"the {key} (status {status}), by which the engine's model is compared with rolltap_model"
+                raise self._no_vllm(path, what, status)
+            if answer[key] != expected:
+                raise own.wrong(self.url, root)
         if own.is_named(root, model):
             return None
         return f"{serves}, not {own.name}: their tokenizers agree; weights and chat templates were not compared"
@@ -154,3 +163,15 @@ class Lookup:
                 _, answer = await self._ask("/weight_info")
             return version if isinstance(version := answer.get("weight_version"), str) else None
         return None
+
+
+def _questions(own: OwnModel) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Yield path, body, key of the answer and right answer of each question that compares a tokenizer with `own`.
+
+    The tokens of a text show how it is split, the texts of all tokens that none has the place of another one.
+    """
+    ids = own.tokenizer.encode(TEXT, add_special_tokens=False)
+    yield "/tokenize", {"prompt": TEXT, "add_special_tokens": False}, "tokens", ids
+    for start in range(0, len(own.vocabulary), _PIECE):
+        piece = own.vocabulary[start : start + _PIECE]
+        yield "/detokenize", {"tokens": piece}, "prompt", own.tokenizer.decode(piece)

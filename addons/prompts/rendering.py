@@ -203,6 +203,11 @@ class Rendering:
         ids = [*takewhile(lambda token_id: token_id not in stop_ids, self.encode(text))]
         return self.parse(self.encode(prompt_end), ids + stop_ids[:1], tools)
 
+    @property
+    def tokenizer(self) -> CachingTokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. Special tokens in it are found, none are added."""
         return self._tokenizer.encode(text)

@@ -71,6 +71,9 @@ class Connection(asyncio.Protocol):
         elif path == b"/tokenize":
             ids = self._engine.tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
             self.write(response(orjson.dumps({"count": len(ids), "tokens": ids})))
+        elif path == b"/detokenize":
+            text = self._engine.tokenizer.decode(orjson.loads(body)["tokens"], skip_special_tokens=False)
+            self.write(response(orjson.dumps({"prompt": text})))
         elif path in (b"/health", b"/version", b"/server_info", b"/weight_info", b"/is_paused"):
             self.write(response(b'{"weight_version": "default", "is_paused": false}'))
         elif not body and path != b"/times":

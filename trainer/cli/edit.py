@@ -7,7 +7,9 @@
 `rolltap split`: a run as several.
 """
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -15,7 +17,16 @@ import click
 
 import rolltap
 from rolltap.runs import CallRole, SessionStatus, SplitBy
-from rolltap.trainer.cli.options import FOLDER, RUN, Command, command, json_option, new_folder_option, print_result
+from rolltap.trainer.cli.options import (
+    FOLDER,
+    RUN,
+    Command,
+    command,
+    counts_of,
+    json_option,
+    new_folder_option,
+    print_result,
+)
 from rolltap.trainer.console import plain_console
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
@@ -54,7 +65,8 @@ def _accepted(flag: str, name: str, help: str, **how: Any) -> Callable[[Command]
     "roles is left out.",
     type=click.Choice(get_args(CallRole)),
 )
-def filter_command(run: Path, out: Path, **criteria: Any) -> None:
+@json_option
+def filter_command(run: Path, out: Path, as_json: bool, **criteria: Any) -> None:
     """Write some sessions of a RUN to a new run.
 
     They are those that meet every given criterion. An option that is given several times accepts each of its values. A
@@ -62,9 +74,14 @@ def filter_command(run: Path, out: Path, **criteria: Any) -> None:
     without a session are left out.
     """
     run_of_them = rolltap.open_run(run).filter(out, **criteria)
+    if as_json:
+        return click.echo(json.dumps(counts_of(run_of_them)))
     click.echo(f"{len(run_of_them.sessions())} sessions in {out}")
 
 
+_FIELDS: dict[str, SplitBy] = {name.removesuffix("_id"): name for name in get_args(SplitBy)}
+_FIELDS |= {name: name for name in get_args(SplitBy)}
+"""Field to split by, also by its name without `_id`, as the options of `filter` have it."""
 MOST_FAULTS = 20
 """Most bad lines that are printed. The rest is counted."""
 
@@ -128,7 +145,8 @@ def import_command(file: BinaryIO, run: Path, model: str | None, skip_bad: bool,
 )
 @click.argument("runs", type=RUN, nargs=-1, required=True)
 @new_folder_option
-def merge_command(runs: tuple[Path, ...], out: Path) -> None:
+@json_option
+def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Write the sessions of several RUNS to one.
 
     The runs must have the same tokenizer and chat template. When two runs have sessions or groups of equal names, the
@@ -137,6 +155,10 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
     rows.
     """
     run, left_behind = rolltap.merge_runs(runs, out)
+    if as_json:
+        origins = run.metadata["merged_from"]
+        losses = [asdict(loss) for loss in left_behind]
+        return click.echo(json.dumps({**counts_of(run), "merged_from": origins, "not_copied": losses}))
     for origin in run.metadata["merged_from"]:
         if prefix := origin.get("prefix"):
             click.echo(f"sessions and groups of {origin['run']} are named {prefix}... : another run has equal names")
@@ -155,14 +177,18 @@ def merge_command(runs: tuple[Path, ...], out: Path) -> None:
 )
 @click.argument("run", type=RUN)
 @new_folder_option
-@click.option("--by", type=click.Choice(get_args(SplitBy)), help="One run for each value of this session field.")
+@click.option("--by", type=click.Choice(sorted(_FIELDS)), help="One run for each value of this session field.")
 @click.option("--parts", type=click.IntRange(1), metavar="N", help="N runs of about as many sessions, groups whole.")
-def split_command(run: Path, out: Path, by: SplitBy | None, parts: int | None) -> None:
+@json_option
+def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_json: bool) -> None:
     """Write the sessions of a RUN to several runs.
 
     They are folders in --out, named after their part. Events without a session go to the first part.
     """
     if (by is None) == (parts is None):
         raise click.UsageError("give either --by or --parts")
-    for name, part in rolltap.open_run(run).split(out, by=by, parts=parts).items():
+    written = rolltap.open_run(run).split(out, by=_FIELDS.get(by or ""), parts=parts)
+    if as_json:
+        return click.echo(json.dumps({"parts": {name: counts_of(part) for name, part in written.items()}}))
+    for name, part in written.items():
         click.echo(f"{len(part.sessions())} sessions in {out / name}")

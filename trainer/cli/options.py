@@ -20,14 +20,25 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+_OF_A_RUN = ("run.json", "rollout.lock", "training.json", "policy.json", "service.jsonl", "service.token", "fleet.json")
+"""Files that a run folder has, one at least, from its begin on."""
+
+
 class OutFolder(click.Path):
-    """A folder that exists or can be made."""
+    """A folder that can be made, is empty, or has a run."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         """Return the path. What is wrong with the nearest folder that exists is wrong with it."""
         path = Path(value).absolute()
         super().convert(next(each for each in (path, *path.parents) if os.path.lexists(each)), parameter, context)
+        if runs_first() and path.is_dir() and _has_only_other_files(path):
+            self.fail(f"{str(value)!r} has other files and no run: give a new folder", parameter, context)
         return self.coerce_path_result(value)
+
+
+def _has_only_other_files(folder: Path) -> bool:
+    names = {file.name for file in folder.iterdir()}
+    return bool(names) and names.isdisjoint(_OF_A_RUN)
 
 
 _KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
@@ -102,6 +113,14 @@ def print_result(result: Result, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     else:
         Console(soft_wrap=True).print(result, markup=False, highlight=False)
+
+
+def counts_of(run: rolltap.Run) -> dict[str, Any]:
+    """Return the folder of a run that was written and its counts, for --json."""
+    summary = run.summary()
+    calls = sum(summary.calls.values())
+    sampled = summary.ledger.sampled
+    return {"run": str(run.path), "sessions": len(summary.session_rows), "calls": calls, "sampled_tokens": sampled}
 
 
 def next_line(*arguments: object) -> str:

@@ -121,6 +121,7 @@ def env_command(
 @click.option("--task", default="", metavar="ID", help="Name of the task; the program's name if not given.")
 @click.option("--group", default="", metavar="ID", help="Sessions that are compared with each other.")
 @click.option("--evaluate", metavar="COMMAND", help="Runs here in a shell afterwards, and gives the reward.")
+@json_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def record_command(
     out: Path,
@@ -131,6 +132,7 @@ def record_command(
     task: str,
     group: str,
     evaluate: str | None,
+    as_json: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run one COMMAND under the recorder and exit with its status, or with 3 if that is 0 and no model call came.
@@ -142,6 +144,8 @@ def record_command(
 
     With --evaluate, the reward is 1 for the evaluator's exit status 0 and 0 for status 1; others are no verdict. Give
     another reward with `rolltap reward`.
+
+    With --json, stdout has the session and its counts alone: the output of the command is on stderr.
     """
     harness, command = program_of(preset, command)
     if evaluate is not None:
@@ -165,7 +169,9 @@ def record_command(
         console.print("; ".join([listens, *served]))
         try:
             session.exit_status = run_program(
-                command, {**environment, **os.environ, **recorder.environment(session_id)}
+                command,
+                {**environment, **os.environ, **recorder.environment(session_id)},
+                stdout=sys.stderr.fileno() if as_json else None,
             )
             session.status = "completed" if session.exit_status == 0 else "failed"
             session.finished_at = datetime.now(UTC)
@@ -185,6 +191,10 @@ def record_command(
     )
     if why := session.error or facts.fault:
         console.print(why, style="bold red")
+    if as_json:
+        view = rolltap.open_run(out).inspect_session(session_id)
+        written = {"calls": len(view.calls), "sampled_tokens": view.ledger.sampled, **view.to_json()["session"]}
+        click.echo(json.dumps({"run": str(out), **written}))
     status = session.exit_status
     sys.exit(128 - status if status < 0 else status or (0 if facts.calls else 3))
 
@@ -211,7 +221,7 @@ def name_of(command: Sequence[str]) -> str:
     return Path(command[0]).name or command[0]
 
 
-def run_program(command: Sequence[str], env: Mapping[str, str]) -> int:
+def run_program(command: Sequence[str], env: Mapping[str, str], stdout: int | None = None) -> int:
     """Run a program on this terminal, and return its status. A signal that ends this process ends it, too.
 
     It does not see the variable of the engine's key.
@@ -221,7 +231,9 @@ def run_program(command: Sequence[str], env: Mapping[str, str]) -> int:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     inherited = signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL
     try:
-        process = subprocess.Popen(command, env=env, preexec_fn=lambda: signal.signal(signal.SIGINT, inherited))
+        process = subprocess.Popen(
+            command, env=env, stdout=stdout, preexec_fn=lambda: signal.signal(signal.SIGINT, inherited)
+        )
         try:
             return process.wait()
         except KeyboardInterrupt:

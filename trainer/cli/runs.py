@@ -25,7 +25,7 @@ import click
 import rolltap
 from rolltap.errors import InputError, RunError
 from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
-from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, engine_option, json_option, print_result
+from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, counts_of, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
 
 
@@ -99,8 +99,9 @@ def compare_command(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--out", type=OUT, help="Write into this folder, which must be new or empty.")
 @click.option("--repo", metavar="ORG/NAME", help="The dataset repository that --to hub pushes to.")
 @click.option("--public", is_flag=True, help="Create or update a public repository.")
+@json_option
 def export_command(
-    run: Path, target: ExportFormat | Literal["hub"], out: Path | None, repo: str | None, public: bool
+    run: Path, target: ExportFormat | Literal["hub"], out: Path | None, repo: str | None, public: bool, as_json: bool
 ) -> None:
     """Write a RUN in another format, or push it to the Hub.
 
@@ -112,11 +113,14 @@ def export_command(
         if repo is None or out is not None:
             raise click.UsageError("--to hub takes --repo ORG/NAME, and no --out")
         url = opened.push_to_hub(repo, public=public)
-        console.print(f"{run} is at {url}")
-        return
+        if as_json:
+            return click.echo(json.dumps({**counts_of(opened), "url": url}))
+        return console.print(f"{run} is at {url}")
     if out is None or repo is not None or public:
         raise click.UsageError(f"--to {target} takes --out DIR, and neither --repo nor --public")
     records = opened.export(target, out)
+    if as_json:
+        return click.echo(json.dumps({**counts_of(opened), "out": str(out), "records": records}))
     console.print(f"{records:,} records in {out}")
 
 

@@ -54,6 +54,7 @@ class ScriptedEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/weight_info", self.weight_info)
         app.router.add_post("/inference/v1/generate", self.generate)
         return app
@@ -120,3 +121,7 @@ class ScriptedEngine:
         ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
         answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
         return web.json_response(answer)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        return web.json_response({"prompt": self.tokenizer.decode(body["tokens"])})

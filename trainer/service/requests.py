@@ -83,13 +83,13 @@ class GroupRequest(_Request):
         default=8, validate_default=True
     )
     """Number of sessions, or a name for each. A session's id is `<id>-<name>`, of at most 200 characters."""
-    priority: int = Field(default=50, ge=0, le=100)
+    priority: int = Field(default=50, strict=True, ge=0, le=100)
     """Groups of a higher priority start first. No session that runs is stopped for them."""
     deadline: AwareDatetime | None = None
     """Time, with its zone, at which sessions that have not ended are stopped."""
     sampling: dict[str, float] = {}
     """Sampling parameters in place of the service's, key by key: those of `rolltap_sampling`."""
-    evaluation: bool = False
+    evaluation: bool = Field(default=False, strict=True)
     """True for a group that is not trained: it has slots of its own, see `--evaluation-share`."""
 
     @field_validator("sampling")

@@ -1,22 +1,24 @@
 """Bounded numbers and texts of a task: what a machine can hold, and what a program can be given."""
 
-from typing import Annotated
+import json
+import shlex
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 ARGUMENT_BYTES = 131_072
 """Size of one argument or variable of a program on Linux, with the NUL at its end (MAX_ARG_STRLEN, execve(2))."""
 COMMAND_BYTES = 1 << 20
 """Size of a command, and of all variables: half of what Linux takes for both together."""
 
-Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=1e8, allow_inf_nan=False)]
 """A time limit of at most three years."""
-Cores = Annotated[float, Field(ge=0.01, le=65_536, allow_inf_nan=False)]
-Gibibytes = Annotated[float, Field(ge=1 / 1024, le=1 << 20, allow_inf_nan=False)]
+Cores = Annotated[float, Field(strict=True, ge=0.01, le=65_536, allow_inf_nan=False)]
+Gibibytes = Annotated[float, Field(strict=True, ge=1 / 1024, le=1 << 20, allow_inf_nan=False)]
 """A size from a mebibyte, because an engine takes 0 for no limit, to a pebibyte."""
-Processes = Annotated[int, Field(ge=1, le=1 << 22)]
+Processes = Annotated[int, Field(strict=True, ge=1, le=1 << 22)]
 """A number of processes, at most the kernel's own limit."""
-Weight = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Weight = Annotated[float, Field(strict=True, ge=1e-6, le=1e6, allow_inf_nan=False)]
 
 
 def plain_text(text: str) -> str:
@@ -44,6 +46,16 @@ def _command(arguments: list[str]) -> list[str]:
     return arguments
 
 
+def _list_of_words(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        words = shlex.split(given)
+    except ValueError:
+        words = ["sh", "-c", given]
+    raise ValueError(f"give a list of words: {json.dumps(words)}")
+
+
 def _variables(variables: dict[str, str]) -> dict[str, str]:
     assigned = [_argument(f"{name}={value}") for name, value in variables.items()]
     _command(assigned)
@@ -51,7 +63,11 @@ def _variables(variables: dict[str, str]) -> dict[str, str]:
 
 
 Text = Annotated[str, AfterValidator(plain_text)]
-Command = Annotated[list[Annotated[str, AfterValidator(_argument)]], AfterValidator(_command)]
+Command = Annotated[
+    list[Annotated[str, AfterValidator(_argument)]],
+    BeforeValidator(_list_of_words),
+    AfterValidator(_command),
+]
 _Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 Variables = Annotated[dict[_Variable, str], AfterValidator(_variables)]
 """Environment variables. A name begins with a letter: programs take other ones for something else."""

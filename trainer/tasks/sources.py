@@ -154,13 +154,23 @@ def _task_of_row(where: str, row: Mapping[str, Any] | str, path: Path, repositor
         try:
             fields = json.loads(row)
         except ValueError as error:
-            raise InputError(f"{where}: Invalid JSON: {error}") from error
+            raise InputError(_one_value(path) or f"{where}: Invalid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise InputError(f"{where} is not a JSON object")
         row = fields
     if "instance_id" in row or "problem_statement" in row:
         return _refusing(where, swe_task, row, where, repositories)
     return _resolve(Task(**{"source": where, **row}), path.parent, where)
+
+
+def _one_value(path: Path) -> str:
+    """Return what to do with a file that is a single JSON value over several lines; else an empty text."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return ""
+    wanted = ".[]" if isinstance(value, list) else "."
+    return f"{path} is one JSON value over several lines, and a task is one line: jq -c '{wanted}' {path} writes that"
 
 
 def _refusing(where: str, make: Callable[..., Task], *source: object) -> Task:

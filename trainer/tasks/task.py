@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -259,6 +260,17 @@ class Build(BaseModel):
     why: str = ""
 
 
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def _plain_id(name: str) -> str:
+    if _NOT_IN_IDS.search(name) or not name.strip("."):
+        advice = "use letters, digits, dot, dash and underscore, and not dots alone"
+        example = _NOT_IN_IDS.sub("-", name).strip(".-")
+        raise ValueError(f"{advice}: {example!r}" if example else advice)
+    return name
+
+
 def _inside(name: str) -> str:
     if Path(name).is_absolute() or ".." in Path(name).parts or ".git" in Path(name).parts:
         raise ValueError("give a path inside the workspace, relative to it")
@@ -301,7 +313,7 @@ class Task(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    id: Annotated[str, AfterValidator(_plain_id)] = Field(min_length=1, max_length=200)
     instruction: Text = Field(min_length=1)
     workspace: Path | None = None
     commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{7,64}$")

@@ -1,9 +1,8 @@
 """Training recipe: one TOML file with the model, the tasks, the harness and TRL's arguments."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -74,6 +73,11 @@ class Forks(BaseModel):
     """Forks of a session."""
 
 
+def _adapters_for_ahead(settings: dict[str, Any]) -> int:
+    ahead: int = settings.get("ahead", 0)
+    return max(4, ahead + 2)
+
+
 class Recipe(RolloutConfig):
     """Keys of a recipe: these, and those of `RolloutConfig`. Paths are relative to the recipe's folder."""
 
@@ -127,7 +131,7 @@ class Recipe(RolloutConfig):
     publish_folder: Path | None = None
     """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
     default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""
-    adapters: int = Field(default=4, ge=2)
+    adapters: int = Field(default_factory=_adapters_for_ahead, ge=2)
     """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with. At least
     `ahead + 2`, which is the default where it is more."""
     max_difference: float | None = Field(default=None, gt=0)
@@ -144,15 +148,13 @@ class Recipe(RolloutConfig):
     lora: dict[str, Any] = Field(default_factory=dict)
     """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _adapters_for_ahead(cls, settings: Any) -> Any:
-        adapted = isinstance(settings, Mapping) and settings.get("publish") == "lora"
-        if adapted and isinstance(ahead := settings.get("ahead"), int):
-            settings = {"adapters": max(4, ahead + 2), **settings}
-            if isinstance(adapters := settings["adapters"], int) and adapters < ahead + 2:
-                raise ValueError(f"adapters = {adapters} with ahead = {ahead}: give at least {ahead + 2}, or remove it")
-        return settings
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        least = self.ahead + 2
+        if self.publish == "lora" and self.adapters < least:
+            given = f"adapters = {self.adapters} with ahead = {self.ahead}"
+            raise ValueError(f"{given}: give at least {least}, or remove it")
+        return self
 
     @property
     def keeps_adapters(self) -> bool:

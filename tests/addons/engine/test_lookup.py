@@ -1,11 +1,14 @@
 """The model of `rolltap_model` is compared with what the engines serve, at start and at first contact."""
 
 import asyncio
+import json
 import logging
+import shutil
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolltap.addons.engine import lookup, pool
 from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
@@ -14,7 +17,7 @@ from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.engine.test_pool import NOBODY, statuses
 from tests.addons.harness import user
-from tests.scripted_engine import Say, ScriptedEngine
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 
 @pytest.fixture
@@ -31,8 +34,27 @@ def wrong(other_tokenizer):
         yield engine
 
 
+@pytest.fixture
+def swapped(tokenizer, tmp_path):
+    """Make a tokenizer with the first and the second of the tokens that `TEXT` does not have in each other's place."""
+
+    def swap(first, second):
+        shutil.copytree(tokenizer.name_or_path, tmp_path / "swapped")
+        file = tmp_path / "swapped" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        vocabulary = content["model"]["vocab"]
+        unseen = set(vocabulary.values()).difference(tokenizer.encode(TEXT))
+        names = [name for name in vocabulary if vocabulary[name] in unseen and len(name) > 1 and name.isascii()]
+        one, two = names[first], names[second]
+        vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+        file.write_text(json.dumps(content))
+        return AutoTokenizer.from_pretrained(tmp_path / "swapped")
+
+    return swap
+
+
 def own_model(rendering):
-    return OwnModel.of(rendering.model, rendering.encode)
+    return OwnModel.of(rendering.model, rendering.tokenizer)
 
 
 @pytest.fixture
@@ -44,6 +66,34 @@ def names_both(text, wrong, tokenizer_folder):
     """Return True when a message names the engine, its model, the recorder's and what to do."""
     parts = (wrong.url, wrong.root, str(tokenizer_folder), "give the model that the engine serves (--model")
     return all(part in text for part in parts)
+
+
+class TestVocabulary:
+    @pytest.mark.parametrize("pair", [(0, 1), (0, -1)], ids=["neighbours", "far apart"])
+    async def test_an_engine_with_two_swapped_tokens_that_a_text_does_not_show_is_refused(
+        self, client, scripted_engine, swapped, pair
+    ):
+        scripted_engine.tokenizer = swapped(*pair)
+        with pytest.raises(WrongModel):
+            await client.max_model_len()
+
+    async def test_a_large_vocabulary_is_asked_for_in_few_bounded_answers(self, connect, tmp_path):
+        words = [f"tokenization{number}" for number in range(150_000)]
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(dict(zip(words, range(5, 150_005), strict=True)), words[0])),
+            additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        )
+        with ScriptedEngine(tokenizer) as engine:
+            own = OwnModel.of("model", tokenizer)
+            assert await connect(engine.url, own=own).max_model_len() == 8192
+        assert engine.asked.count("/detokenize") == 10
+
+    async def test_an_engine_that_does_not_tell_texts_of_tokens_is_used_and_a_warning_names_it(
+        self, client, scripted_engine
+    ):
+        scripted_engine.answers["/detokenize"] = Answer(404, "{}")
+        assert await client.max_model_len() == 8192
+        assert "it has no route /detokenize (404)" in client.lookup.warning
 
 
 class TestStart:
@@ -156,7 +206,7 @@ class TestFirstContact:
 
 async def test_a_folder_is_the_same_model_under_each_of_its_paths(tokenizer_folder, tmp_path):
     (tmp_path / "link").symlink_to(tokenizer_folder)
-    own = OwnModel(str(tokenizer_folder), [])
+    own = OwnModel(str(tokenizer_folder), None, [])
     assert own.is_named("scripted", str(tmp_path / "link"))
     assert not own.is_named("scripted", str(tmp_path))
 

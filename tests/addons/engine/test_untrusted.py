@@ -60,7 +60,7 @@ async def test_more_bytes_than_an_event_has_are_an_error_that_names_the_engine_a
 )
 async def test_so_are_the_answers_to_all_that_is_asked(scripted_engine, connect, rendering, path, answer, words):
     scripted_engine.answers[path] = answer
-    own = OwnModel.of(rendering.model, rendering.encode)
+    own = OwnModel.of(rendering.model, rendering.tokenizer)
     with pytest.raises(EngineError, match=f"the engine at {scripted_engine.url} {words}"):
         await connect(scripted_engine.url, own=own).describe()
 

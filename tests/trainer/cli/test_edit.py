@@ -1,5 +1,7 @@
 """`rolltap filter`. The other commands that write runs are tested with what they do."""
 
+import json
+
 import pytest
 from click.testing import CliRunner
 
@@ -39,3 +41,21 @@ def test_the_name_of_no_rule_is_refused_with_the_names_that_there_are(run, tmp_p
     with pytest.raises(InputError, match=r"no rule of suspicion is named 'cheating': choose refused_hosts, "):
         rolltap.open_run(run).filter(tmp_path / "out", suspicions=["cheating"])
     assert not (tmp_path / "out").exists()
+
+
+def test_json_of_commands_that_write_is_one_object_with_the_counts_of_what_they_wrote(run, tmp_path):
+    def written(*arguments):
+        name, *rest = arguments
+        result = CliRunner().invoke(program, [name, str(run), *rest, "--out", str(tmp_path / name), "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    one = {"sessions": 1, "calls": 2, "sampled_tokens": 2}
+    both = {"sessions": 2, "calls": 4, "sampled_tokens": 4}
+    assert written("filter", "--suspicious") == {"run": str(tmp_path / "filter"), **one}
+    merged = {"merged_from": [{"run": "run"}], "not_copied": []}
+    assert written("merge") == {"run": str(tmp_path / "merge"), **both, **merged}
+    parts = {name: {"run": str(tmp_path / "split" / name), **one} for name in ("a", "b")}
+    assert written("split", "--by", "task") == {"parts": parts}
+    exported = {"out": str(tmp_path / "export"), "records": 0}  # the calls have no messages
+    assert written("export", "--to", "messages") == {"run": str(run), **both, **exported}

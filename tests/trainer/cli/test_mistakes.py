@@ -20,6 +20,10 @@ FILES = {
     "key.toml": 'name = "own"\nprogramm = "true"\nheadless = []\n',
     "syntax.toml": "name = \n",
     "model/config.json": "{}",
+    "printed.json": '[\n  {"id": "a"}\n]\n',
+    "text.jsonl": '{"id": "a", "instruction": "go", "evaluate": "pytest -q \'a b\'"}\n',
+    "slash.jsonl": '{"id": "a/b", "instruction": "go", "evaluate": ["true"]}\n',
+    "quoted.toml": 'name = "own"\nprogram = "true"\nheadless = "-p"\n',
     "file": "",
     "folder/readme": "",
     "r.toml": "",
@@ -71,6 +75,24 @@ def test_a_mistake_is_named_before_anything_is_started(said, line, what):
     assert what in said(line)
 
 
+@pytest.mark.parametrize("folder", ["folder", "."])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rollout tasks.jsonl --harness own.toml --model Qwen/Qwen3-4B --out",
+        "record --model Qwen/Qwen3-4B -- true --out",
+        "train r.toml --out",
+        "merge folder --out",
+        "split folder --parts 2 --out",
+        "export folder --to parquet --out",
+        "service --tasks tasks.jsonl --harness own.toml --model Qwen/Qwen3-4B",
+    ],
+)
+def test_a_folder_of_other_files_is_not_written_to(said, line, folder):
+    given, dashes, command = line.partition(" -- true")
+    assert f"{folder!r} has other files and no run: give a new folder" in said(f"{given}{command} {folder}{dashes}")
+
+
 SYNTAX, KEY, MODEL = "model = ", RECIPE.replace("steps", "step"), RECIPE.replace('"model"', '"mine"')
 PRESET, PRESETS_KEY = RECIPE.replace("pi", "pie"), RECIPE.replace("pi", "key.toml")
 TASKS, NO_TASKS = RECIPE.replace("tasks.jsonl", "array.jsonl"), RECIPE.replace("tasks.jsonl", "none.jsonl")
@@ -81,6 +103,7 @@ READ = "the trainer is not installed"
     ("recipe", "online", "planned", "offline"),
     [
         (SYNTAX, *["r.toml is not TOML: Invalid value (at"] * 3),
+        (RECIPE.replace("1", "'1'"), *["r.toml: 'steps' is '1': Input should be a valid integer"] * 3),
         (KEY, *["r.toml: 'steps' is missing; unknown key 'step'"] * 3),
         (MODEL, *["r.toml: model: the folder "] * 3),
         (PRESET, *["no harness is named 'pie': choose"] * 2, READ),
@@ -89,7 +112,7 @@ READ = "the trainer is not installed"
         (NO_TASKS, "none.jsonl", READ, READ),
         (RECIPE, READ, READ, READ),
     ],
-    ids=["syntax", "key", "model", "preset", "preset's key", "tasks", "no tasks", "none"],
+    ids=["syntax", "type", "key", "model", "preset", "preset's key", "tasks", "no tasks", "none"],
 )
 def test_a_recipe_is_read_with_what_it_names_before_the_trainer_is_imported(
     said, monkeypatch, recipe, online, planned, offline
@@ -113,6 +136,9 @@ def test_a_recipe_is_read_with_what_it_names_before_the_trainer_is_imported(
         (f"{ROLLOUT} --set rolltap_max_calls=3", "set budget.calls (--max-calls) instead of rolltap_max_calls"),
         (f"rollout folder --harness own.toml {GIVEN}", "folder has no tasks: give a Harbor task folder"),
         (f"rollout array.jsonl --harness own.toml {GIVEN}", "array.jsonl, line 1 is not a JSON object"),
+        (f"rollout printed.json --harness own.toml {GIVEN}", "one line: jq -c '.[]' printed.json writes that"),
+        (f"rollout text.jsonl --harness own.toml {GIVEN}", 'give a list of words: ["pytest", "-q", "a b"]'),
+        (f"rollout slash.jsonl --harness own.toml {GIVEN}", "'id' is 'a/b': use letters, digits, dot, dash and"),
         ("inspect folder", "folder is not a run folder: it has no run.json"),
     ],
 )

@@ -1,5 +1,6 @@
 """`rolltap record`: the evaluator, the end by a signal, and the names that it gives."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ def test_the_evaluator_is_a_line_of_a_shell_and_its_status_is_said(options, tmp_
     options += [
         "--evaluate",
         "true && cd made && false",
+        "--json",
         "--",
         sys.executable,
         "-c",
@@ -26,6 +28,9 @@ def test_the_evaluator_is_a_line_of_a_shell_and_its_status_is_said(options, tmp_
     (session,) = load_sessions(tmp_path / "run").values()
     assert session.reward == 0.0, ended.stderr
     assert "reward 0 (exit status 1 of the evaluator), 1 model call" in ended.stderr
+    written = json.loads(ended.stdout)  # the program's own output is on stderr
+    assert (written["session_id"], written["reward"], written["calls"]) == (session.session_id, 0.0, 1)
+    assert (written["run"], written["sampled_tokens"]) == (str(tmp_path / "run"), 4)
 
 
 def test_an_evaluator_that_cannot_run_is_refused_before_the_program_starts(options, tmp_path):

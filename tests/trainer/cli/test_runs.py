@@ -190,8 +190,9 @@ def test_parquet_is_written_and_counted(run, tmp_path):
 def test_a_folder_that_is_not_empty_is_refused_and_one_that_is_no_run_leaves_no_output(run, tmp_path, write):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
+    assert "has other files and no run: give a new folder" in write(run, "--out", tmp_path / "out").stderr
     with pytest.raises(RunError, match="exists and is not an empty folder: choose a new one"):
-        write(run, "--out", tmp_path / "out")
+        write(run, "--out", run)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     with pytest.raises(RunError, match="is not a run folder"):
         write(tmp_path, "--out", tmp_path / "new")

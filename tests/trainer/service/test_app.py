@@ -46,7 +46,7 @@ WRONG = {
     "an unknown key": ({"task": "words", "sesions": 2}, "unknown key 'sesions'"),
     "no task": ({"sessions": 2}, "'task' is missing"),
     "a task that is not loaded": ({"task": "nowhere"}, "'task' is 'nowhere', which is not loaded; there are words"),
-    "no session": ({"task": "words", "sessions": 0}, "'sessions' is 0: Value error, give a number from 1 to 1024"),
+    "no session": ({"task": "words", "sessions": 0}, "'sessions' is 0: give a number from 1 to 1024"),
     "names that are the same": ({"task": "words", "sessions": ["a", "a"]}, "give each session a name of its own"),
     "a name that is a path": ({"task": "words", "id": "../x"}, "'id' is '../x'"),
     "a priority": ({"task": "words", "priority": 101}, "'priority' is 101"),

@@ -52,7 +52,7 @@ NOTHING = {"kind": "command", "command": []}
         ({"kind": "pytset"}, "'judge.kind' is 'pytset': write one of command, pytest, python, llm, several"),
         ({"command": ["true"]}, "'judge.kind' is missing: write one of command, pytest, python, llm, several"),
         ({"kind": "pytest", "fail_to_pas": []}, "unknown key 'judge.fail_to_pas'"),
-        ({"kind": "command", "command": "x"}, "'judge.command' is 'x': Input should be a valid list"),
+        ({"kind": "command", "command": "x"}, "'judge.command' is 'x': give a list of words: [\"x\"]"),
         ({"kind": "llm", "rubric": "r", "url": "u", "model": "m", "tests": "."}, "unknown key 'judge.tests'"),
         ({"kind": "several", "judges": [{"name": "a", "judge": NOTHING}]}, "'judge.judges.0.judge.command' is []"),
     ],

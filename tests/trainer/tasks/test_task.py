@@ -36,7 +36,7 @@ def test_a_task_has_either_a_command_or_a_judge():
         ({"image": "a", "build": {"folder": "x"}}, "'image' and 'build' are both given: remove one"),
         ({"instruction": 3}, "task 't': 'instruction' is 3: Input should be a valid string"),
         ({"instuction": "Do it."}, "task 't': unknown key 'instuction'"),
-        ({"evaluate": "true"}, "task 't': 'evaluate' is 'true': Input should be a valid list"),
+        ({"evaluate": "true"}, "task 't': 'evaluate' is 'true': give a list of words: \\[\"true\"]"),
         ({"evaluate": [], "judge": {"kind": "bash"}}, "task 't': 'judge.kind' is 'bash': write one of command, pytest"),
         ({"source": "rows, line 3", "workspace": 4}, "rows, line 3: 'workspace' is 4: Input is not a valid path"),
     ],
