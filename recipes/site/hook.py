@@ -9,14 +9,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = ["trainer/viewer/screenshots/session.png", "trainer/viewer/screenshots/call.png"]
+PICTURES = [*ROOT.glob("trainer/viewer/screenshots/*.png")]
 OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)(?:#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pictures of the pages."""
     for picture in PICTURES:
-        files.append(File.generated(config, Path(picture).name, abs_src_path=str(ROOT / picture)))
+        files.append(File.generated(config, picture.name, abs_src_path=str(picture)))
     return files
 
 
