@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.bounds import Cores, Seconds
-from rolltap.trainer.tasks.task import Build, Command, CommandJudge, Limits, Task
+from rolltap.trainer.tasks.bounds import Command, Cores, Seconds
+from rolltap.trainer.tasks.task import Build, CommandJudge, Limits, Task
 from rolltap.trainer.toml import load_toml
 
 _NO_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER"}  # on files, folders and the environment of other commands
