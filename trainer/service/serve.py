@@ -65,6 +65,7 @@ async def serve(
     fitting = await worker.build(fitting)
     with listen(host, port) as listening:
         groups = Groups(worker, fitting, most=queue, share=evaluation_share, hosts=allow_host)
+        groups.say = say
         try:
             await groups.load()
             config = uvicorn.Config(
