@@ -180,6 +180,12 @@ def _interrupted(seen: Observed) -> Iterator[Finding]:
         if call.status != "completed" or call.violation:
             why = call.error or call.violation or "the program hung up"
             yield Finding("problem", f"A call to {call.host}{call.path} was {call.status}: {why}.")
+    if cut := _cut(seen):
+        yield Finding(
+            "problem",
+            f"{_times(len(cut))} the token limit of the program cut the scripted reply: its tools were not tried.",
+            "Give the program a larger limit for this trial, such as max_tokens = 1000.",
+        )
     for call in _unanswered(seen):
         yield Finding(
             "problem",
@@ -210,7 +216,7 @@ def _history(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "problem", f"The program never offered a tool {seen.tool}. It offers {', '.join(tools) or 'none'}."
         )
-    elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen):
+    elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen) and not _cut(seen):
         text, advice = "It offers the model no tools.", "Its calls were captured; nothing was there to continue."
         if called := sorted({name for call in seen.calls for name in _tools_called(call)}):
             text = f"The model called {' and '.join(called)}, and no tool's result came back."
@@ -244,6 +250,10 @@ def _end(seen: Observed) -> Iterator[Finding]:
             f"The program has the version {seen.version}; its preset was tested with {seen.tested_version}.",
             f"{seen.install} installs that one. Without problems here the preset fits this version too.",
         )
+
+
+def _cut(seen: Observed) -> list[Call]:
+    return [call for call in seen.calls if call.finish_reason == "length"]
 
 
 def _unanswered(seen: Observed) -> list[Call]:
