@@ -9,7 +9,7 @@ from typing import Literal
 from rolltap.addons.store.records import Call, Event
 from rolltap.trainer.doctor.scripted_model import is_ending
 from rolltap.trainer.names import counted
-from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls
+from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls, on_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,6 @@ _RENDERED = {
     "writes the time into it. Such a call begins a trace of its own; its tokens stay exact.",
 }
 """Part of a call's `kind_reason` -> advice. The first one counts."""
-_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
 _OWN_FORMAT = re.compile(r"\[\[ ## \w+ ## \]\]|Action Input:")
 """Marks in the prompts of programs that read a text format of their own: DSPy, agents after ReAct."""
 
@@ -136,8 +135,8 @@ def _no_call(seen: Observed) -> Iterator[Finding]:
     why = "The program asked no model, or it did not use the proxy."
     if others := sorted({_request(event) for event in seen.of("refused") if event.method}):
         why = f"Only other requests came through the proxy: {', '.join(others)}."
-    if named := [f"{at[0]!r} in {place}" for place, text in texts.items() if (at := _LOOPBACK.search(text))]:
-        why += f" A model on loopback is asked past it, and there is {' and '.join(named)}."
+    if asked_past := on_loopback(texts):
+        why += f" {asked_past}."
     yield Finding("problem", f"No model call came. {why}", advice)
 
 
