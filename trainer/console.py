@@ -13,7 +13,14 @@ from importlib.util import find_spec
 from threading import Event, Thread
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 Advance = Callable[[str, int, int], None]
 """Progress callback. Arguments: a description with the unit, the amount done, the total amount."""
@@ -34,7 +41,14 @@ def plain_console(*, quiet: bool = False) -> Console:
 def progress_bar(console: Console | None = None, *, show: bool = True) -> Iterator[Advance]:
     """Show a progress bar on `console` (default: stderr) until the block ends, if `can_show_bar`."""
     console = console or Console(stderr=True)
-    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    columns = (
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     disable = not (show and can_show_bar(console))
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         bar = progress.add_task("", total=None)

@@ -82,7 +82,16 @@ class Rendering:
         try:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
+            folder = Path(model)
+            if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*vocab*")):
+                lacks = "it has no tokenizer, such as tokenizer.json"
+                raise InputError(f"the folder {model} is no model: {lacks}") from error
             raise InputError(f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}") from error
+        if not self._tokenizer.chat_template and renderer in ("auto", "default") and model not in MODEL_RENDERER_MAP:
+            raise InputError(
+                f"the model {model} has no chat template, so no conversation can be written as its prompt: use its "
+                "instruct version, lay chat_template.jinja into its folder, or name a renderer (rolltap_renderer)"
+            )
         self.model = model
         """As it was given."""
         self.vocabulary = vocabulary_size(self._tokenizer, model)

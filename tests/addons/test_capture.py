@@ -229,7 +229,7 @@ class TestOptions:
             (
                 "rolltap_model",
                 "{tmp}",
-                r"rolltap_model, rolltap_renderer, rolltap_tool_parser: cannot load a tokenizer from '.*'",
+                r"rolltap_model, rolltap_renderer, rolltap_tool_parser: the folder .* is no model: it has no tokenizer",
             ),
             ("rolltap_renderer", "gpt-oss", r"rolltap_renderer, .*: cannot use the renderer 'gpt-oss' with"),
             ("rolltap_tool_parser", "gpt", r"rolltap_tool_parser: there is no tool parser 'gpt': choose auto, hermes"),

@@ -26,7 +26,16 @@ from typing import Any, TextIO
 import click
 
 import rolltap
-from rolltap.rollouts import Engines, check_engines, end_program, end_recorded, require_evaluator, set_provenance
+from rolltap.rollouts import (
+    Engines,
+    check_engines,
+    end_program,
+    end_recorded,
+    model_places,
+    on_loopback,
+    require_evaluator,
+    set_provenance,
+)
 from rolltap.trainer.cli.options import (
     RUN,
     command,
@@ -167,6 +176,10 @@ def record_command(
     with recorder, watched(Engines(engine).silent, console, bar=False):
         listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
         console.print("; ".join([listens, *served]))
+        replaced = [name for name in recorder.environment(session_id) if name.lower().endswith("_proxy")]
+        yours = [name for name in replaced if name in os.environ and name != "NODE_USE_ENV_PROXY"]
+        if yours:
+            console.print(f"the program does not get your {', '.join(yours)}: the recorder sets its own")
         try:
             session.exit_status = run_program(
                 command,
@@ -191,6 +204,9 @@ def record_command(
     )
     if why := session.error or facts.fault:
         console.print(why, style="bold red")
+    asked_past = on_loopback(model_places(command, {**environment, **os.environ}))
+    if asked_past and not facts.calls:
+        console.print(f"{asked_past}: give any other host, such as http://model.rolltap/v1", style="bold red")
     if as_json:
         view = rolltap.open_run(out).inspect_session(session_id)
         written = {"calls": len(view.calls), "sampled_tokens": view.ledger.sampled, **view.to_json()["session"]}

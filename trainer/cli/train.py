@@ -95,7 +95,7 @@ def serve_command(
     "rolltap engine reset http://127.0.0.1:8000",
 )
 @click.argument("action", type=click.Choice(["status", "reset"]))
-@click.argument("url")
+@click.argument("url", envvar="ROLLTAP_ENGINE", default="http://127.0.0.1:8000")
 @engine_key_option("File with the engine's key, as `rolltap serve` names it.")
 @click.option("--steal", is_flag=True, help="Reset an engine of a training that was killed; one that runs then fails.")
 @json_option

@@ -15,6 +15,7 @@ from rolltap.trainer.doctor.diagnosis import Diagnosis
 from rolltap.trainer.doctor.findings import Observed
 from rolltap.trainer.doctor.scripted_engine import Say, ScriptedEngine
 from rolltap.trainer.doctor.scripted_model import FINAL, INSTRUCTION, RENDERER, ByteTokenizer, next_reply
+from rolltap.trainer.rollouts.facts import model_places
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.mitmdump import workplace
@@ -96,11 +97,7 @@ def examine(
             calls=RecordedCalls(work / "run").get(_SESSION, []),
             events=_events(work / "run"),
             tool=tool,
-            places={
-                **{name: value for name, value in environment.items() if name.endswith(("BASE_URL", "API_BASE"))},
-                **{name: read_end(Path(name), 1 << 20) for name in command[1:] if os.path.isfile(name)},
-                "the command line": " ".join(command),
-            },
+            places=model_places(command, environment),
             **about,
         )
     return Diagnosis(seen)

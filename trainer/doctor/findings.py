@@ -9,7 +9,7 @@ from typing import Literal
 from rolltap.addons.store.records import Call, Event
 from rolltap.trainer.doctor.scripted_model import is_ending
 from rolltap.trainer.names import counted
-from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls
+from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls, on_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,6 @@ _RENDERED = {
     "writes the time into it. Such a call begins a trace of its own; its tokens stay exact.",
 }
 """Part of a call's `kind_reason` -> advice. The first one counts."""
-_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
 _OWN_FORMAT = re.compile(r"\[\[ ## \w+ ## \]\]|Action Input:")
 """Marks in the prompts of programs that read a text format of their own: DSPy, agents after ReAct."""
 
@@ -136,8 +135,8 @@ def _no_call(seen: Observed) -> Iterator[Finding]:
     why = "The program asked no model, or it did not use the proxy."
     if others := sorted({_request(event) for event in seen.of("refused") if event.method}):
         why = f"Only other requests came through the proxy: {', '.join(others)}."
-    if named := [f"{at[0]!r} in {place}" for place, text in texts.items() if (at := _LOOPBACK.search(text))]:
-        why += f" A model on loopback is asked past it, and there is {' and '.join(named)}."
+    if asked_past := on_loopback(texts):
+        why += f" {asked_past}."
     yield Finding("problem", f"No model call came. {why}", advice)
 
 
@@ -180,6 +179,12 @@ def _interrupted(seen: Observed) -> Iterator[Finding]:
         if call.status != "completed" or call.violation:
             why = call.error or call.violation or "the program hung up"
             yield Finding("problem", f"A call to {call.host}{call.path} was {call.status}: {why}.")
+    if cut := _cut(seen):
+        yield Finding(
+            "problem",
+            f"{_times(len(cut))} the token limit of the program cut the scripted reply: its tools were not tried.",
+            "Give the program a larger limit for this trial, such as max_tokens = 1000.",
+        )
     for call in _unanswered(seen):
         yield Finding(
             "problem",
@@ -210,7 +215,7 @@ def _history(seen: Observed) -> Iterator[Finding]:
         yield Finding(
             "problem", f"The program never offered a tool {seen.tool}. It offers {', '.join(tools) or 'none'}."
         )
-    elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen):
+    elif seen.calls and (untried or not seen.tools_tried) and not _unanswered(seen) and not _cut(seen):
         text, advice = "It offers the model no tools.", "Its calls were captured; nothing was there to continue."
         if called := sorted({name for call in seen.calls for name in _tools_called(call)}):
             text = f"The model called {' and '.join(called)}, and no tool's result came back."
@@ -244,6 +249,10 @@ def _end(seen: Observed) -> Iterator[Finding]:
             f"The program has the version {seen.version}; its preset was tested with {seen.tested_version}.",
             f"{seen.install} installs that one. Without problems here the preset fits this version too.",
         )
+
+
+def _cut(seen: Observed) -> list[Call]:
+    return [call for call in seen.calls if call.finish_reason == "length"]
 
 
 def _unanswered(seen: Observed) -> list[Call]:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.options import OPTIONS, typed
+from rolltap.trainer.engine.serve import require_folder
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDia
     given, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in options.items()})
     if wrong:
         raise InputError("\n".join(wrong))
+    require_folder(model)
     names = ("rolltap_renderer", "rolltap_tool_parser")
     rendering = Rendering(resolve_model(model), *(given.get(name, OPTIONS[name].default) for name in names))
     return ModelDiagnosis(

@@ -240,10 +240,12 @@ class Fleet:
 
 def connect(address: str) -> Any:
     """Connect this process to a cluster, once, and return the module `ray`. Raises `InputError`."""
+    host, _, port = address.rpartition(":")
+    if address != "auto" and not (host and port.isdecimal()):
+        raise InputError(f"--ray {address}: give HOST:PORT, as `ray start` prints it, or auto")
     ray = require_ray()
     try:
         if address != "auto":
-            host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), CONNECT_SECONDS).close()  # Ray itself asks for minutes
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True

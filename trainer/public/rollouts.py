@@ -18,6 +18,7 @@ from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.rollouts.check import check_engines
 from rolltap.trainer.rollouts.config import RolloutArguments, RolloutConfig
+from rolltap.trainer.rollouts.facts import model_places, on_loopback
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.command import require_evaluator
 from rolltap.trainer.rollouts.provenance import set_provenance
@@ -39,7 +40,16 @@ T = TypeVar("T")
 
 __all__ = ["RolloutConfig", "check_tasks", "end_recorded", "examine", "examine_model", "rollout", "rollout_async"]
 __all__ += ["EngineAdmin", "Engines", "check_engines", "end_program", "ending", "engine_status", "require_evaluator"]
-__all__ += ["Record", "fleet_status", "judge_again", "reset_engine", "serve_rollouts", "set_provenance"]
+__all__ += [
+    "Record",
+    "fleet_status",
+    "judge_again",
+    "model_places",
+    "on_loopback",
+    "reset_engine",
+    "serve_rollouts",
+    "set_provenance",
+]
 
 
 async def rollout_async(

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from rolltap.addons.errors import EngineError, InputError, install_command
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous
+from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, ImageRuntime, Runtime
 from rolltap.trainer.tasks.bounds import ARGUMENT_BYTES
+from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
 from rolltap.trainer.tasks.task import Build, CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
 
@@ -45,23 +47,28 @@ def check_engines(engine: str, run: Path, say: Callable[[str], None]) -> str:
     return ",".join(sorted({status.version or "unknown" for status in found}))
 
 
-def kept_check(digest: str) -> Path:
-    """Return the file in which `rolltap tasks check` keeps what it found of the task with a digest."""
+def kept_check(task: Task, digest: str) -> Path:
+    """Return the file in which `rolltap tasks check` keeps what it found of a task with its digest, and its solution.
+
+    Raises `InputError` for a solution that is not there.
+    """
+    solution = content_digest(task.solution) if task.solution is not None else task.gold_patch
+    name = sha256(f"{digest} {solution}".encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "rolltap" / "checks" / f"{digest}.json"
+    return cache / "rolltap" / "checks" / f"{name}.json"
 
 
-def warn_of_unchecked(digests: Sequence[str]) -> None:
-    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something."""
+def warn_of_unchecked(checks: Sequence[Path]) -> None:
+    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something: by their `kept_check`."""
     unchecked = weak = 0
-    for digest in digests:
+    for check in checks:
         try:
-            weak += not json.loads(kept_check(digest).read_text(encoding="utf-8"))["passed"]
+            weak += not json.loads(check.read_text(encoding="utf-8"))["passed"]
         except (OSError, ValueError, LookupError, TypeError):
             unchecked += 1
     if unchecked or weak:
         counts = f"{unchecked} were not tried with cheats, {weak} have findings"
-        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(digests), counts)
+        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(checks), counts)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:
@@ -140,6 +147,14 @@ def _fit(task: Task, runtime: Runtime, harness: Harness | None) -> Task:
             raise RefusedError(
                 f"{where}: the judge's command names {shared[0]}, and the instruction does too: is it the judge's or "
                 "the agent's? Say paths: the judge's 'paths' lists what the agent is to change"
+            )
+        if isinstance(judge, LLMJudge) or task.workspace is None:
+            continue
+        if computed := computed_makefiles(task.workspace, _start_files(task), judge):
+            raise RefusedError(
+                f"{where}: the judge runs make, and {computed[0]} computes names of targets or "
+                "includes: any new file may decide for it. Say paths: the judge's 'paths' lists what "
+                "the agent is to change"
             )
     if runtime.isolated and not isinstance(runtime, ImageRuntime):
         _require_room_in_a_sandbox(task, judges, where)

@@ -5,6 +5,8 @@ API tells it. A harness may go on all the same: one whose prompt is too long com
 a session only if no later call was completed.
 """
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -24,6 +26,30 @@ DISTRUST = (
     "`rolltap env` prints: put the file of SSL_CERT_FILE where its own settings take a CA."
 )
 """Advice after a connection whose TLS failed."""
+_PLACE_BYTES = 1 << 20
+
+
+_LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
+
+
+def model_places(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return texts that may name the address of a program's model, by where they stand."""
+    places = {name: value for name, value in environment.items() if name.endswith(("BASE_URL", "API_BASE"))}
+    for word in command[1:]:
+        if os.path.isfile(word):
+            with open(word, "rb") as file:
+                places[word] = file.read(_PLACE_BYTES).decode(errors="replace")
+    places["the command line"] = " ".join(command)
+    return places
+
+
+def on_loopback(places: Mapping[str, str]) -> str:
+    """Return a sentence that names the places of a model on loopback; empty without one."""
+    found = {place: _LOOPBACK.search(text) for place, text in places.items()}
+    named = [f"{match[0]!r} in {place}" for place, match in found.items() if match]
+    if not named:
+        return ""
+    return f"A model on loopback is asked past the recorder, and there is {' and '.join(named)}"
 
 
 class CallFact(NamedTuple):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import shutil
 from hashlib import sha256
 from importlib import resources
@@ -105,11 +106,19 @@ class Harness(BaseModel):
 
     def require_program(self) -> None:
         """Raise `InputError` unless `program` can be started."""
-        if shutil.which(self.program) is None:
-            how = f" ({self.install})" if self.install else ""
-            raise InputError(
-                f"{self.program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH"
-            )
+        if shutil.which(self.program) is not None:
+            return
+        file = Path(self.program)
+        if file.is_file() and not os.access(file, os.X_OK):
+            raise InputError(f"{self.program!r} is a file that cannot be run: chmod +x {shlex.quote(self.program)}")
+        if file.is_file():
+            raise InputError(f"{self.program!r} is not on the PATH, but in this folder: write ./{self.program}")
+        if file.name != self.program:
+            raise InputError(f"there is no file {self.program!r}: correct its path")
+        how = f" ({self.install})" if self.install else ""
+        raise InputError(
+            f"{self.program!r} is not on the PATH: install it{how}, or give its folder with PATH=...:$PATH"
+        )
 
     def digest(self) -> str:
         """Return the SHA-256 of what decides how the program is started, wherever the preset's folder is."""

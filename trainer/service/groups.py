@@ -109,6 +109,8 @@ class Groups:
         """Version -> number of policies before it."""
         self.observe: Callable[[Session, float, Ledger], object] = lambda *_: None
         """Gets each session that has ended, the seconds for which it was judged, and the ledger of its tokens."""
+        self.say: Callable[[str], object] = lambda _: None
+        """Gets a line for each session and each group that has ended."""
         self._most, self._share = most, share
         self._hosts = {host.lower() for host in hosts}
         self._accepted: dict[str, _Accepted] = {}
@@ -391,6 +393,8 @@ class Groups:
         self._accepted[session.group_id].sessions.append(number)
         self._open[session.group_id].known.add(session.session_id)
         self.observe(session, judging, ledger)
+        reward = "no reward" if session.reward is None else f"reward {session.reward:g}"
+        self.say(f"session {session.session_id}: {session.status}, {reward}")
 
     async def _end(self, name: str, result: asyncio.Future[list[Session]]) -> None:
         """Write the end of a group, after those of its sessions."""
@@ -414,6 +418,7 @@ class Groups:
                 left_out=sum((Counter(event["left_out"]) for event in events), Counter()),
             )
             self._close(name, number)
+        self.say(f"group {name}: {state}, {len(events)} sessions")
 
     def _ledger(self, session: Session) -> Ledger:
         with self._reading, self._calls as calls:

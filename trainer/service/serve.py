@@ -47,6 +47,7 @@ async def serve(
         from rolltap.trainer.service.descriptors import raise_limit, share_limit
         from rolltap.trainer.service.groups import Groups
         from rolltap.trainer.viewer.app import reading_token
+        from rolltap.trainer.viewer.serve import listen
     except ImportError as error:
         raise MissingPackageError(
             f"rolltap service needs packages ({error}): {install_command('record,service')}"
@@ -62,10 +63,9 @@ async def serve(
     run.mkdir(parents=True, exist_ok=True)
     token = await asyncio.to_thread(read_token, token_file)
     fitting = await worker.build(fitting)
-    with socket.create_server((host, port), backlog=1024) as listening:
-        # asyncio sets it for its own sockets only; without it a client waits 40 ms for the second packet of an answer
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with listen(host, port) as listening:
         groups = Groups(worker, fitting, most=queue, share=evaluation_share, hosts=allow_host)
+        groups.say = say
         try:
             await groups.load()
             config = uvicorn.Config(

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.tasks.bounds import Cores, Seconds
+from rolltap.trainer.tasks.bounds import Command, Cores, Seconds
 from rolltap.trainer.tasks.task import Build, CommandJudge, Limits, Task
 from rolltap.trainer.toml import load_toml
 
@@ -199,12 +199,27 @@ class _Artifact(_Table):
     service: str | None = None
 
 
+class _Rolltap(_Table):
+    """Fields that rolltap has and Harbor has not. `run` is that of a `CommandJudge`."""
+
+    run: Command = []
+
+
+class _Metadata(_Table):
+    model_config = ConfigDict(extra="allow")
+
+    rolltap: _Rolltap = _Rolltap()
+
+
 class HarborConfig(_Table):
-    """A task.toml: https://harborframework.com/docs/task-format. `metadata`, `task` and `solution` have no effect."""
+    """A task.toml: https://harborframework.com/docs/task-format.
+
+    `task`, `solution` and other `metadata` than `metadata.rolltap` have no effect.
+    """
 
     schema_version: str = Field(default="1.4", validation_alias=AliasChoices("schema_version", "version"))
     task: dict[str, Any] | None = None
-    metadata: dict[str, Any] = {}
+    metadata: _Metadata = _Metadata()
     verifier: _Verifier = _Verifier()
     agent: _Agent = _Agent()
     environment: _Environment = _Environment()
@@ -378,6 +393,7 @@ def _judge(folder: Path, config: HarborConfig, workdir: str) -> CommandJudge:
     separate = config.verifier.environment_mode == "separate"
     return CommandJudge(
         command=[*program, "/tests/test.sh"],
+        run=config.metadata.rolltap.run,
         timeout=config.verifier.timeout_sec,
         paths=config.artifact_paths(workdir) if separate else None,
         # the script's exit status says nothing

@@ -4,6 +4,7 @@ import fnmatch
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
@@ -44,6 +45,9 @@ _OUTCOMES = tuple(
 )
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "reward/harness/*", "reward/task/*")),
+    ("loss", ("loss",)),
+    ("gradient norm", ("grad_norm",)),
+    ("learning rate", ("learning_rate",)),
     ("evaluation", ("eval/reward", "eval/pass@*[0-9]")),
     ("sessions", ("sessions", *_OUTCOMES, "suspicious")),
     ("groups of sessions", ("groups", "groups_without_signal", "groups_without_reward")),
@@ -54,6 +58,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entropy, KL", ("entropy", "kl")),
     ("sampled tokens", ("tokens_trained", "tokens_computed", "left_out/*")),
     ("tokens forwarded / tokens in rows", ("forwarded_share",)),
+    ("seconds of a step", ("seconds_*",)),
     ("tokens in rows a second", ("tokens_per_second",)),
     ("peak memory, GiB", ("peak_memory_gib",)),
 )
@@ -136,9 +141,13 @@ class Reports(TrainerCallback):
     def __init__(self, run: Path, title: str, console: Console) -> None:
         self._run, self._title, self._console = run, title, console
         self._next_plot = 0.0
+        self._began = time.monotonic()
+        self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove the lines after the checkpoint: their steps are taken again."""
+        self._began = time.monotonic()
+        self._first_step = state.global_step
         if state.is_world_process_zero:
             cut_metrics(self._run / METRICS, state.global_step)
 
@@ -149,7 +158,10 @@ class Reports(TrainerCallback):
         append_metrics(self._run / METRICS, state.global_step, logs)
         if time.monotonic() >= self._next_plot:
             self.draw()
-        self._console.print(step_line(state.global_step, state.max_steps, logs), markup=True)
+        line = step_line(state.global_step, state.max_steps, logs)
+        taken = state.global_step - self._first_step
+        left = time_left(time.monotonic() - self._began, taken, state.max_steps - state.global_step)
+        self._console.print(f"{line}  {left}".rstrip(), markup=True)
 
     def draw(self) -> None:
         """Draw what was logged."""
@@ -160,6 +172,14 @@ class Reports(TrainerCallback):
             logger.warning("the plots of the training could not be drawn: %s", error, exc_info=True)
         ended = time.monotonic()
         self._next_plot = ended + (ended - started) / PLOT_SHARE
+
+
+def time_left(seconds: float, taken: int, left: int) -> str:
+    """Return in words how long the steps that are left take at the pace of those taken; empty if it is not known."""
+    if taken < 1 or left < 1:
+        return ""
+    remaining = timedelta(seconds=round(seconds / taken * left))
+    return f"about {remaining} left"
 
 
 def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:

@@ -36,8 +36,16 @@ class TestChoice:
             Rendering(str(tokenizer_folder), renderer)
 
     def test_a_folder_without_a_tokenizer_is_refused(self, tmp_path):
+        with pytest.raises(InputError, match=r"is no model: it has no tokenizer, such as tokenizer\.json"):
+            Rendering(str(tmp_path))
+        (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(InputError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
+
+    def test_a_model_without_a_chat_template_is_refused(self, tmp_path, save_tokenizer):
+        model = save_tokenizer(tmp_path, None)
+        with pytest.raises(InputError, match="has no chat template, so no conversation can be written as its prompt"):
+            Rendering(model)
 
     def test_digests_tell_tokenizers_and_templates_apart(self, rendering, tmp_path, save_tokenizer):
         other = Rendering(save_tokenizer(tmp_path, TEMPLATE.read_text() + "{# edited #}"), "qwen3")

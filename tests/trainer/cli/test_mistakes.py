@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rolltap.addons.errors import RolltapError
+from rolltap.addons.errors import InputError, RolltapError
 from rolltap.trainer import training
 from rolltap.trainer.cli.main import rolltap
+from rolltap.trainer.viewer.serve import listen
 
 GIVEN = "--out new --model Qwen/Qwen3-4B"
 ROLLOUT = f"rollout tasks.jsonl --harness own.toml {GIVEN}"
@@ -26,6 +27,7 @@ FILES = {
     "quoted.toml": 'name = "own"\nprogram = "true"\nheadless = "-p"\n',
     "file": "",
     "folder/readme": "",
+    "agent.sh": "#!/bin/sh\n",
     "r.toml": "",
 }
 
@@ -93,6 +95,11 @@ def test_a_folder_of_other_files_is_not_written_to(said, line, folder):
     assert f"{folder!r} has other files and no run: give a new folder" in said(f"{given}{command} {folder}{dashes}")
 
 
+def test_a_port_in_use_is_named_with_the_option_for_another():
+    with listen("127.0.0.1", 0) as taken, pytest.raises(InputError, match="is in use: give another --port"):
+        listen(*taken.getsockname())
+
+
 SYNTAX, KEY, MODEL = "model = ", RECIPE.replace("steps", "step"), RECIPE.replace('"model"', '"mine"')
 PRESET, PRESETS_KEY = RECIPE.replace("pi", "pie"), RECIPE.replace("pi", "key.toml")
 TASKS, NO_TASKS = RECIPE.replace("tasks.jsonl", "array.jsonl"), RECIPE.replace("tasks.jsonl", "none.jsonl")
@@ -139,6 +146,13 @@ def test_a_recipe_is_read_with_what_it_names_before_the_trainer_is_imported(
         (f"rollout printed.json --harness own.toml {GIVEN}", "one line: jq -c '.[]' printed.json writes that"),
         (f"rollout text.jsonl --harness own.toml {GIVEN}", 'give a list of words: ["pytest", "-q", "a b"]'),
         (f"rollout slash.jsonl --harness own.toml {GIVEN}", "'id' is 'a/b': use letters, digits, dot, dash and"),
+        (f"record {GIVEN} -- ./agent.sh", "'./agent.sh' is a file that cannot be run: chmod +x ./agent.sh"),
+        (f"record {GIVEN} -- agent.sh", "'agent.sh' is a file that cannot be run: chmod +x agent.sh"),
+        (f"record {GIVEN} -- ./agent.py", "there is no file './agent.py': correct its path"),
+        ("fleet status --ray foo", "--ray foo: give HOST:PORT, as `ray start` prints it, or auto"),
+        ("engine status", "http://127.0.0.1:8000"),
+        ("doctor --model ./modl", "there is no folder ./modl: give the folder of a model, or its name"),
+        ("doctor --model folder", "folder is no model: it has no tokenizer, such as tokenizer.json"),
         ("inspect folder", "folder is not a run folder: it has no run.json"),
     ],
 )

@@ -286,13 +286,17 @@ def test_record_says_why_no_model_call_was_recorded(options, command, words, end
     assert ("did the program use the proxy" in said) == (not end)
 
 
-def test_record_says_where_it_listens_and_what_is_served(options, scripted_engine):
+def test_record_says_where_it_listens_what_is_served_and_which_variables_it_replaces(
+    options, scripted_engine, monkeypatch
+):
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     scripted_engine.weight_version = "1a2b3c4d.3.0"
-    warning, line, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
+    warning, line, replaced, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
     assert re.fullmatch(rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}; the engine .*", line)
     served = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights 1a2b3c4d.3.0 (step 3 of"
     assert served in line
     assert "not by the base weights" in warning
+    assert replaced.startswith("the program does not get your ALL_PROXY")
 
 
 def record_in(folder, *arguments):
@@ -391,9 +395,12 @@ TWICE = f"exec({ASK.rpartition('sys.exit')[0]!r})\n{ASK}"
     ids=["no verdict", "not judged", "budget"],
 )
 def test_the_status_of_a_recorded_session_says_why_it_has_which_reward(
-    record, tmp_path, arguments, program, status, reward, error
+    record, tmp_path, monkeypatch, arguments, program, status, reward, error
 ):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:9/v1")
     ended, session = record(*arguments, program=program)
+    asked_past = "asked past the recorder, and there is 'http://localhost:9/v1' in OPENAI_BASE_URL: give any other host"
+    assert (asked_past in ended.stderr) == (status == "infrastructure")
     assert (session.status, session.reward) == (status, reward)
     assert error in session.error
     assert status != "unjudged" or session.error in ended.stderr

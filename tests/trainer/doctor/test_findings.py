@@ -160,3 +160,10 @@ def test_a_tool_call_of_a_side_question_needs_no_answer():
 def test_a_branch_of_a_conversation_is_continued():
     branch = [call(reply=CALLS_BASH), *(call("bridged", call_id=name, parent_id="c") for name in "de")]
     assert findings(run(calls=branch)) == []
+
+
+def test_a_reply_that_the_token_limit_cut_is_no_fault_of_the_tools():
+    found = findings(run(calls=[call(tools=TOOLS, finish_reason="length")]))
+    assert [finding.level for finding in found] == ["problem"]
+    assert "the token limit of the program cut the scripted reply" in found[0].text
+    assert "max_tokens" in found[0].advice

@@ -97,6 +97,15 @@ def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, 
         fit_tasks([make_task(**fields)], runtime)
 
 
+def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_path):
+    (tmp_path / "Makefile").write_text("$(shell ls): all\n")
+    make = {"kind": "command", "command": ["make", "test"]}
+    with pytest.raises(InputError, match=r"'t' .*runs make, and Makefile computes names .* Say paths"):
+        fit_tasks([make_task(workspace=tmp_path, judge=make)], PROCESS)
+    said = make_task(workspace=tmp_path, judge={**make, "paths": ["*.c"]})
+    assert fit_tasks([said], PROCESS) == [said]
+
+
 HARNESS = Harness(name="h", program="h", headless=["-p", "--prompt={instruction}"])
 
 

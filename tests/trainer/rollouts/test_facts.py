@@ -10,7 +10,15 @@ import pytest
 
 import rolltap
 from rolltap.addons.store.tables import read_rows
-from rolltap.trainer.rollouts.facts import CallFact, EventFact, find_budget, find_divergence, find_fault
+from rolltap.trainer.rollouts.facts import (
+    CallFact,
+    EventFact,
+    find_budget,
+    find_divergence,
+    find_fault,
+    model_places,
+    on_loopback,
+)
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.schedule import run_groups
@@ -296,3 +304,15 @@ async def test_events_name_what_was_ours_and_what_was_the_harnesss(play, recorde
 )
 def test_a_budget_ended_a_session_when_no_later_call_was_completed(calls, events, expected):
     assert find_budget(calls, events) == expected
+
+
+def test_a_model_on_loopback_is_named_with_the_place_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("OpenAI(base_url='http://127.0.0.1:8000/v1')")
+    base_url = {"OPENAI_BASE_URL": "http://localhost:11434/v1", "OTHER": "http://localhost"}
+    assert on_loopback(model_places(["python", "agent.py"], base_url)) == (
+        "A model on loopback is asked past the recorder, and there is 'http://localhost:11434/v1' in OPENAI_BASE_URL "
+        "and 'http://127.0.0.1:8000/v1' in agent.py"
+    )
+    elsewhere = {"OPENAI_BASE_URL": "http://model.rolltap/v1"}
+    assert not on_loopback(model_places(["python", "other.py"], elsewhere))

@@ -49,7 +49,7 @@ def test_a_recorder_whose_supervisor_is_killed_is_an_error(tmp_path, tokenizer_f
 
 
 def test_a_program_that_cannot_be_started_is_an_os_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(mitmdump, "_program", lambda: str(tmp_path))
+    monkeypatch.setattr(mitmdump, "program", lambda: str(tmp_path))
     with pytest.raises(PermissionError):
         Mitmdump("the recorder", {}, secret="s", log=tmp_path / "log")
 

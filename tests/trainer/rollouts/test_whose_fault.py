@@ -34,10 +34,10 @@ PLANS = st.tuples(
 @pytest.fixture(scope="module")
 def recorder(engine, tmp_path_factory, tokenizer_folder):
     program = tmp_path_factory.mktemp("bin") / "mitmdump"
-    program.write_text(f'#!/bin/sh\nexec prlimit --nofile={DESCRIPTORS} {mitmdump._program()} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec prlimit --nofile={DESCRIPTORS} {mitmdump.program()} "$@"\n')
     program.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mitmdump, "_program", lambda: str(program))
+        patch.setattr(mitmdump, "program", lambda: str(program))
         with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
             yield recorder
 

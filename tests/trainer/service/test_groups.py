@@ -52,6 +52,8 @@ def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(service, eng
     assert Counter(kind for _, kind, _ in every) == {"accepted": 1, "session": 3, "ended": 1}
     assert list(every[-1][2]["rewards"].values()) == [1.0, 1.0]
     assert service.stop() == 130
+    assert "group held: ended, 3 sessions\n" in service.said
+    assert service.said.count(": completed, reward 1\n") + service.said.count(": cancelled, no reward\n") == 2
     assert processes(str(tmp_path)) == {}
     assert rolltap.open_run(service.run).verify(progress=False).sound
 

@@ -59,6 +59,14 @@ def test_a_task_folder_becomes_a_task(tmp_path):
     assert "SECRET" not in task.model_dump_json()
 
 
+def test_the_agents_program_is_run_before_the_judge_where_the_metadata_say_so(tmp_path):
+    metadata = "[metadata]\ndifficulty = 'easy'\n[metadata.rolltap]\n"
+    task = load(tmp_path, toml=metadata + "run = ['sh', '-c', 'python3 main.py > out.txt']")
+    assert task.effective_judge.run == ["sh", "-c", "python3 main.py > out.txt"]
+    with pytest.raises(InputError, match=r"metadata\.rolltap\.runs"):
+        load(tmp_path, toml=metadata + "runs = ['true']")
+
+
 def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_path, caplog):
     for name in ("b", "a"):
         write_task(tmp_path / name)

@@ -27,6 +27,7 @@ from rolltap.trainer.training.report import (
     plot_training,
     read_metrics,
     step_line,
+    time_left,
 )
 
 PNG = b"\x89PNG"
@@ -191,6 +192,14 @@ def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
 
 
 @pytest.mark.parametrize(
+    ("seconds", "taken", "left", "words"),
+    [(60, 2, 3, "about 0:01:30 left"), (60, 0, 5, ""), (60, 5, 0, "")],
+)
+def test_the_time_left_follows_from_the_steps_taken_since_the_start(seconds, taken, left, words):
+    assert time_left(seconds, taken, left) == words
+
+
+@pytest.mark.parametrize(
     ("logs", "line"),
     [
         ({"off_policy/root": 0.25, "off_policy/bridged": 0.5}, "off policy 5.0e-01"),
@@ -278,7 +287,11 @@ def test_a_panel_without_a_line_is_not_drawn(drawn):
 
 
 def test_every_metric_has_its_panel(drawn):
-    panels = drawn(STEP, STEP | {"reward": 0.75})
+    optimizer = {"loss": 0.5, "grad_norm": 1.5, "learning_rate": 1e-5, "seconds_waited": 3.0, "seconds_idle": 1.0}
+    panels = drawn(STEP | optimizer, STEP | optimizer | {"reward": 0.75})
+    assert panels["gradient norm"] == {"grad_norm": [(1, 1.5), (2, 1.5)]}
+    assert panels["seconds of a step"].keys() == {"seconds_waited", "seconds_idle"}
+    assert {"loss", "learning rate"} <= panels.keys()
     assert panels["reward"]["reward"] == [(1, 0.5), (2, 0.75)]
     assert panels["reward"].keys() == {"reward", "reward/harness/codex", "reward/harness/my own"}
     differences = panels["sampler and trainer: mean difference of log-probabilities"]

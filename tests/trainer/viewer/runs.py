@@ -123,7 +123,7 @@ def long_session(tokenizer) -> list:
     third = talk.say(
         [tool("def parse(text):\n\treturn text.split('-')\n" * 8)],
         "Now a change.",
-        "sed -i s/-/./ parser.py",
+        "sed -i s/-/./ parser.py" + "\n# and a comment" * 20,
         after=second,
     )
     talk.say([tool("done")], "Once more.", after=third)
@@ -149,8 +149,9 @@ def long_session(tokenizer) -> list:
         )
         for kind, call, detail in (("joined", second, ""), ("fault", fourth, "engine: connection lost"))
     ]
-    refused = Event(session_id="s-long", kind="refused", host="pypi.org", method="GET", path="/simple", at=later(9))
-    evidence = {"tests": {"test_dates": "failed", "test_empty": "passed"}, "exit_status": 1}
+    refused = Event(session_id="s-long", kind="refused", host="pypi.org", method="GET", path="/simple", at=later(60))
+    tests = {"test_dates": "failed", "test_empty": "passed"}
+    evidence = {"tests": tests, "exit_status": 1, "attempts": [{"seconds": 3, "status": 1}]}
     row = talk.end(
         task_id="fix-dates", group_id="g-dates", harness="claude-code", reward=0.0, parts={"tests": 0.5},
         evidence=evidence, suspicions={"edits_tests": 2},

@@ -276,6 +276,7 @@ def test_a_judges_evidence_names_the_tests_that_did_not_pass(page):
     facts = page.inner_text("section:has-text('The judge') .facts")
     assert "1 failed, 1 passed" in facts
     assert "test_dates: failed" in facts
+    assert "seconds: 3, status: 1" in facts
     assert "{" not in facts
 
 
@@ -283,6 +284,22 @@ def test_lanes_say_what_the_harness_took_before_and_after_its_calls(page):
     go(page, LONG)
     page.wait_for_selector(".lanes")
     assert "the harness alone: 0.00 s before its first call, 1.50 s after its last" in text(page)
+
+
+def test_an_event_after_the_last_call_is_drawn_in_the_lanes(page):
+    go(page, LONG)
+    page.wait_for_selector(".lanes")
+    marks = page.locator(".lanes text")
+    places = [float(marks.nth(i).get_attribute("x").rstrip("%")) for i in range(marks.count())]
+    assert places[-1] == 100
+    assert all(0 <= place < 100 for place in places[:-1])
+
+
+def test_a_long_command_is_folded_until_it_is_opened(page):
+    go(page, LONG)
+    command = page.locator(".toolcall", has_text="sed -i")
+    command.locator("button:has-text('show all: 21 lines')").click()
+    assert command.locator(".folded").count() == 0
 
 
 def test_each_view_has_its_title(page):

@@ -49,6 +49,8 @@ _NODE_TEST = re.compile(r"(?:.*[._-](?:test|spec)|test(?:-.*)?)\.[cm]?[jt]sx?")
 _MAKEFILES = ("**/makefile", "**/gnumakefile", "**/*.mk")
 _TARGETS = re.compile(r"^([^\s#:=][^#:=\n]*):(?!:?=)|^ *[-s]?include\s+(.*)$", re.MULTILINE)
 """Targets of a rule, and what is included."""
+_COMPUTED = re.compile(r"\$\([^(){}]*\)|\$\{[^(){}]*\}|\$[^({]")
+_MAKE = re.compile(r"(?<![\w.-])g?make(?![\w.-])")
 _ASSIGNED = re.compile(r"^ *(\w+)\s*[:?+]*=[ \t]*(.*)$", re.MULTILINE)
 _MAX_NESTED = 3
 _MAX_SCRIPT_BYTES = 1 << 20
@@ -151,7 +153,7 @@ def select(changes: Changes, task: Task, spec: OneJudge, laid: Collection[str], 
     own = own_files(start, task, spec) | {*laid}
     folders = {parent for path in laid for parent in parents(path)}
     scripts = {path.rpartition("/")[0] for path in own if path.endswith(".py") and _is_named(path, _text(spec))}
-    taken = taken_by_make(start, own)
+    taken = ["**"] if computed_makefiles(start, own, spec) else taken_by_make(start, own)
     tests = _test_folders(start, own, spec)
     is_node = (start / "package.json").exists()
     places = {os.path.normpath(place) for place in _python_path(task, spec) if not place.startswith("/")}
@@ -263,26 +265,45 @@ def _is_node_test(path: str) -> bool:
 
 
 def taken_by_make(start: Path, own: Collection[str]) -> list[str]:
-    """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes.
-
-    Variables that grow beyond every use may stand for any path.
-    """
+    """Return patterns of new paths that decide for make: its targets, which are up to date then, and its includes."""
     found: list[str] = []
     for path in own:
-        if not matches(path.lower(), _MAKEFILES):
-            continue
-        text = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"").decode(errors="replace")
-        words = "\n".join("".join(line) for line in _TARGETS.findall(text))
-        for name, value in [*_ASSIGNED.findall(text)] * _MAX_NESTED:
-            for variable in (f"$({name})", f"${{{name}}}"):
-                size = len(words) + words.count(variable) * len(value)
-                if size > 2 * _MAX_SCRIPT_BYTES:
-                    return ["**"]
-                words = words.replace(variable, value)
-        names = re.sub(r"\$\(.*?\)|\$\{.*?\}|\$.|%", "*", words).split()
         folder = path.rpartition("/")[0]
-        found += [os.path.normpath(f"/{folder}/{name}").lstrip("/") for name in names if name.strip("*./")]
+        names = (name for name in _names_of_make(start, path) if name.strip("*./"))
+        found += [os.path.normpath(f"/{folder}/{name}").lstrip("/") for name in names]
     return found
+
+
+def computed_makefiles(start: Path, own: Iterable[str], spec: OneJudge) -> list[str]:
+    """Return the Makefiles of a judge whose targets or includes may have any name, as make computes them.
+
+    There are none where the judge has `paths`, or its command does not name make.
+    """
+    text = _text(spec)
+    if spec.paths is not None or not _MAKE.search(text):
+        return []
+    folders = {path: path.rpartition("/")[0] for path in own}
+    used = (path for path, folder in folders.items() if not folder or _is_named(folder, text))
+    return sorted(path for path in used if not all(name.strip("*./") for name in _names_of_make(start, path)))
+
+
+def _names_of_make(start: Path, path: str) -> list[str]:
+    """Return the targets and includes of a Makefile, with `*` for what make computes; nothing for other files."""
+    if not matches(path.lower(), _MAKEFILES):
+        return []
+    text = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"").decode(errors="replace").replace("\\\n", " ")
+    words = "\n".join("".join(line) for line in _TARGETS.findall(text))
+    for name, value in [*_ASSIGNED.findall(text)] * _MAX_NESTED:
+        for variable in (f"$({name})", f"${{{name}}}"):
+            size = len(words) + words.count(variable) * len(value)
+            if size > 2 * _MAX_SCRIPT_BYTES:
+                return ["*"]
+            words = words.replace(variable, value)
+    replaced = 1
+    while replaced:  # the inner ones first
+        words, replaced = _COMPUTED.subn("*", words)
+    names = words.replace("%", "*").split()
+    return [*names, "*"] if "$" in words or "$(eval" in text else names
 
 
 _MAX_SETTINGS_BYTES = 4 << 20

@@ -22,7 +22,7 @@ CERTIFICATES = "/etc/rolltap"
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM")
 _OF_THIS_MACHINE = ("TMPDIR", "USER", "LOGNAME", "SHELL")
 """Variables that mean nothing in a box with files of its own."""
-_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy")
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _LOOPBACK = "localhost,127.0.0.1,::1"
 """Hosts that programs reach directly: servers that they start themselves. httpx raises at `[::1]`."""
 _DIRECT = ("NO_PROXY", "no_proxy")

@@ -103,7 +103,7 @@ async def _try(task: Task, runtime: Runtime, work: Path, places: asyncio.Semapho
         if any(isinstance(spec, LLMJudge) for spec in judges_of(task.effective_judge)):
             raise InputError("a model judges it, and these cheats are for programs: read how it judged a few sessions")
         check_judges([task], "")
-        kept = kept_check(await asyncio.to_thread(task.digest))
+        kept = kept_check(task, await asyncio.to_thread(task.digest))
         (work / "logs").mkdir(parents=True)
         found = await _Trial(task, runtime, await Starts(work / "starts", runtime).of(task), work, places).run()
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +212,10 @@ class _Trial:
                     with suppress(TimeoutError):
                         judged = await asyncio.wait_for(judge(job), seconds)
                     self.took = time.monotonic() - began
+                    if judged.unjudged and job.log.exists():  # the log goes with this trial
+                        end = f"output ends with: {read_end(job.log, 300).strip()}"
+                        why = judged.unjudged.replace(f"output is in {job.log.name}", end)
+                        judged = replace(judged, unjudged=why)
                     return judged
             finally:
                 await run_to_end(remove_folder, folder)

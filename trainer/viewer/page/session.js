@@ -21,7 +21,7 @@ function Timeline({ view, lane }) {
   const ended = (call) => call.finished_at ?? call.started_at;
   const { started_at: began, finished_at: end } = view.session ?? {};
   const callTimes = view.calls.flatMap((call) => [call.started_at, ended(call)]).sort();
-  const times = [began, ...callTimes, end].filter(Boolean).sort();
+  const times = [began, ...callTimes, ...events.map(({ at }) => at), end].filter(Boolean).sort();
   if (!callTimes.length) return null;
   const span = Math.max(1, milliseconds(times[0], times.at(-1)));
   const percent = (from, to) => `${((100 * milliseconds(from, to)) / span).toFixed(3)}%`;
@@ -38,9 +38,10 @@ function Timeline({ view, lane }) {
   const mark = ({ kind, at, host, path, detail }) => html`<text class=${kind === "fault" ? "bad" : "warn"}
     x=${percent(times[0], at)} y=${view.lanes.length * LANE + 17}>●<title
     >${visible(`${kind} ${host}${path} ${detail}`)}</title></text>`;
-  const before = duration(milliseconds(times[0], callTimes[0]));
-  const after = duration(milliseconds(callTimes.at(-1), times.at(-1)));
-  const alone = view.session ? ` · the harness alone: ${before} before its first call, ${after} after its last` : "";
+  const before = duration(milliseconds(began, callTimes[0]));
+  const after = duration(milliseconds(callTimes.at(-1), end));
+  const known = [before && `${before} before its first call`, after && `${after} after its last`].filter(Boolean);
+  const alone = known.length ? ` · the harness alone: ${known.join(", ")}` : "";
   const engine = sum(view.calls.map((call) => milliseconds(call.started_at, ended(call))));
   return html`<${Card} title="Lanes" note=${`${duration(span)}, of which the engine ${duration(engine)} · grey:
       before the first token${alone}`}>
@@ -88,6 +89,8 @@ function diffTone(line) {
 const Lines = ({ text }) => text.trimEnd().split("\n").map(
   (line) => html`<div class=${diffTone(line)}><${T} text=${line || " "} /></div>`);
 
+const entryText = (entry) => (entry !== null && typeof entry === "object" ? listed(entry) : String(entry));
+
 /** Return [name, value] of the evidence: of tests the counts and those that did not pass, of a list its entries. */
 function evidenceRows(evidence, prefix = "") {
   return Object.entries(evidence ?? {}).flatMap(([name, value]) => {
@@ -103,7 +106,7 @@ function evidenceRows(evidence, prefix = "") {
       return [[`${prefix}tests`, counts], [`${prefix}tests not passed`, names]];
     }
     if (isObject) return [[prefix + name, listed(value)]];
-    if (Array.isArray(value)) return [[prefix + name, value.map(String).join("\n")]];
+    if (Array.isArray(value)) return [[prefix + name, value.map(entryText).join("\n")]];
     const isText = typeof value === "string" && value.includes("\n");
     return [[prefix + name, isText ? html`<div class="code"><${Lines} text=${value} /></div>` : value]];
   });

@@ -116,9 +116,10 @@ const FOLDED = { lines: 12, characters: 1200 };
 /** A text of a message. One that is long shows its first lines, until it is opened. */
 function Folded({ text, kind = "text" }) {
   const [isOpen, setOpen] = useState(false);
-  const lines = String(text).split("\n").length;
-  if (lines <= FOLDED.lines && text.length <= FOLDED.characters) return html`<${Long} kind=${kind} text=${text} />`;
-  const size = `${count(lines)} lines, ${count(text.length)} characters`;
+  const whole = String(text ?? "");
+  const lines = whole.split("\n").length;
+  if (lines <= FOLDED.lines && whole.length <= FOLDED.characters) return html`<${Long} kind=${kind} text=${text} />`;
+  const size = `${count(lines)} lines, ${count(whole.length)} characters`;
   return html`<div class=${kind}><div class=${isOpen ? "" : "folded"}><${T} text=${text} /></div>
     <button aria-expanded=${isOpen} onClick=${() => setOpen(!isOpen)}>${isOpen ? "fold" : `show all: ${size}`}</button>
     </div>`;
@@ -139,10 +140,10 @@ export function Message({ message: { role, content, reasoning_content, tool_call
   const parts = [content ?? ""].flat().map((part) => part.text ?? written(part));
   return html`<div class=${role === "tool" ? "message tool" : "message"}>
     <div class=${role === "assistant" ? "role own" : "role"}><${T} text=${role} /></div><div>
-      ${!hide.includes("reasoning") && html`<${Long} kind="reasoning" text=${reasoning_content} />`}
+      ${!hide.includes("reasoning") && html`<${Folded} kind="reasoning" text=${reasoning_content} />`}
       <${Folded} text=${parts.join("\n")} />
       ${tools.map((call) => html`<div class="toolcall"><b><${T} text=${call.function?.name} /></b>
-        <${Long} text=${argumentsText(call.function?.arguments)} /></div>`)}</div></div>`;
+        <${Folded} text=${argumentsText(call.function?.arguments)} /></div>`)}</div></div>`;
 }
 
 const ROW = 27; // height of a row in pixels, as in style.css

@@ -1,6 +1,7 @@
 import socket
 import threading
 
+import httpx
 import pytest
 
 from rolltap.addons.errors import InputError, RecorderError
@@ -19,6 +20,7 @@ def test_every_program_is_pointed_at_the_proxy_and_its_certificate(ca, tmp_path)
     proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
     env = proxy.environment("s")
     assert env["HTTPS_PROXY"] == env["https_proxy"] == proxy.url("s")
+    assert env["ALL_PROXY"] == env["all_proxy"] == proxy.url("s")
     assert env["NODE_USE_ENV_PROXY"] == "1"
     assert env["NO_PROXY"] == env["no_proxy"] == "localhost,127.0.0.1,::1"
     assert env["NODE_EXTRA_CA_CERTS"] == str(ca)
@@ -56,6 +58,18 @@ def test_a_session_starts_without_the_callers_keys_and_in_a_box_without_what_is_
     assert {"PATH", "TMPDIR", "USER"} <= env.keys()
     assert env.keys() - isolated.keys() >= {"TMPDIR", "USER"}
     assert "OPENAI_API_KEY" not in env.keys() | isolated.keys()
+
+
+@pytest.mark.parametrize("name", ["ALL_PROXY", "all_proxy", "HTTPS_PROXY", "https_proxy"])
+def test_a_proxy_of_the_user_s_shell_breaks_no_http_client_of_a_program(ca, name, tmp_path, monkeypatch):
+    monkeypatch.setenv(name, "socks5://127.0.0.1:9")
+    with pytest.raises((ImportError, ValueError)):
+        httpx.Client(trust_env=True)
+    proxy = Proxy("http://127.0.0.1:1", ca=ca, bundle=tmp_path / "all.pem")
+    for variable, value in proxy.environment("s").items():
+        if variable.lower().endswith("_proxy"):
+            monkeypatch.setenv(variable, value)
+    httpx.Client(trust_env=True).close()
 
 
 def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, tmp_path):

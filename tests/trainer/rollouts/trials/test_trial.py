@@ -152,6 +152,7 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
     given = {
         "solved": {"evaluate": ["true"]},
         "unjudged": {"evaluate": ["missing-program"]},
+        "no-verdict": {"evaluate": ["sh", "-c", "echo no such test; exit 4"]},
         "unsolved": {"solution": tmp_path / "wrong"},
         "fails": {"solution": tmp_path / "fails"},
         "misfit": {"gold_patch": PATCH.replace("a - b", "a * b")},
@@ -161,12 +162,14 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
         "right": {"gold_patch": PATCH},
     }
     tasks = [make_task(tmp_path, id=name, **fields) for name, fields in given.items() if "evaluate" not in fields]
-    tasks += [make_task(tmp_path).model_copy(update={"id": name, **given[name]}) for name in ("solved", "unjudged")]
+    others = ("solved", "unjudged", "no-verdict")
+    tasks += [make_task(tmp_path).model_copy(update={"id": name, **given[name]}) for name in others]
     said = {found.task: " ".join(found.wrong) for found in check(*tasks)}
     assert said.pop("right") == ""
     for name, words in {
         "solved": "the untouched start earns 1, the best reward",
         "unjudged": "could not be judged: the judge 'missing-program' could not be started",
+        "no-verdict": "only 0 and 1 are a verdict; its output ends with: no such test",
         "unsolved": "does not solve it: it earns 0, and the best is 1",
         "fails": "its script says: no network",
         "misfit": "`git apply` failed",
@@ -221,12 +224,13 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path,
     right = make_task(tmp_path, gold_patch=PATCH)
     wrong = right.model_copy(update={"id": "u", "gold_patch": "no patch"})
     check(right, wrong)
-    digests = [right.digest(), wrong.digest(), "not tried"]
-    assert json.loads(kept_check(digests[0]).read_text())["passed"]
+    other = right.model_copy(update={"gold_patch": "", **solution_of(tmp_path, "a diff")})
+    checks = [kept_check(task, task.digest()) for task in (right, wrong, other)]
+    assert json.loads(checks[0].read_text())["passed"]
     with caplog.at_level(logging.WARNING):
-        warn_of_unchecked(digests[:1])
+        warn_of_unchecked(checks[:1])
         assert not caplog.records
-        warn_of_unchecked(digests)
+        warn_of_unchecked(checks)  # another solution of a task that was tried is not tried
     (record,) = caplog.records
     assert record.message == (
         "of 3 tasks 1 were not tried with cheats, 1 have findings: run `rolltap tasks check TASKS`"
