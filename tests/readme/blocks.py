@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 SITE = ROOT / "recipes" / "site"
-PAGES = [SITE / "pages" / name for name in re.findall(r"- (?:\w+: )?(\S+\.md)$", (SITE / "mkdocs.yml").read_text(), re.MULTILINE)]
+MENU = re.findall(r"- (?:\w+: )?(\S+\.md)$", (SITE / "mkdocs.yml").read_text(), re.MULTILINE)
+PAGES = [SITE / "pages" / name for name in MENU]
 """The pages of the site, in the order of its menu."""
 DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in (".", "addons", "trainer")),

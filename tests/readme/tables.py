@@ -13,7 +13,7 @@ EXAMPLE = [
 SKIPPED = {
     "recipes/quickstart/run.sh": "these commands are the quickstart and the test suite itself",
     "python3 -m venv tap && tap/bin/pip install '.[record]'": "tests/wheel/test_extras.py installs it and runs doctor",
-    "python: ready. 3 calls captured, 2 continued token for token.": "output; the workshop's program has it in the tests",
+    "python: ready. 3 calls captured, 2 continued token for token.": "output of the doctor",
     "python3 -m venv engine && engine/bin/pip install '.[vllm]'": "downloads gigabytes of CUDA libraries",
     "tap/bin/rolltap serve Qwen/Qwen3-4B --vllm engine/bin/vllm -- --gpu-memory-utilization 0.8": (
         "needs a GPU; the fixture `engine` starts the server of this command on the CPU"

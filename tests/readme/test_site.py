@@ -1,4 +1,4 @@
-"""The site of the pages: every page is in its menu, messages are those of the code, and it loads nothing from elsewhere."""
+"""The site: every page is in its menu, messages are those of the code, and it loads nothing from elsewhere."""
 
 import re
 
@@ -48,6 +48,8 @@ def test_the_built_site_loads_nothing_from_elsewhere():
     assert [path for path in files if LOAD.search(path.read_text())] == []
 
 
-@pytest.mark.parametrize("text", ['<script src="https://a.b/c.js">', "a{src: url(//a.b/c.woff)}", 'fetch("https://a.b")'])
+@pytest.mark.parametrize(
+    "text", ['<script src="https://a.b/c.js">', "a{src: url(//a.b/c.woff)}", 'fetch("https://a.b")']
+)
 def test_a_load_from_elsewhere_is_found(text):
     assert LOAD.search(text)
