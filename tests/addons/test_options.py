@@ -55,7 +55,7 @@ def test_the_trainer_checks_them_without_mitmproxy_or_pyarrow():
         ("rolltap_samplin", "did you mean rolltap_sampling"),
         ("rolltap_max_call", "did you mean rolltap_max_calls"),
         ("rolltap_Patience", "did you mean rolltap_patience"),
-        ("rolltap_colour", "see"),
+        ("rolltap_colour", "`mitmdump"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_if_it_resembles_one(name, advice):
