@@ -1,7 +1,8 @@
 """Options of the recorder: name, type, default, choices and help of each, in one place.
 
-mitmdump declares and reads them, the trainer checks them before it starts mitmdump, and the table of recipes/site/pages/recording.md
-is their help. The file imports the standard library alone: the trainer checks options without mitmproxy.
+mitmdump declares and reads them, the trainer checks them before it starts mitmdump, and the table of
+recipes/site/pages/recording.md is their help. The file imports the standard library alone: the trainer checks options
+without mitmproxy.
 """
 
 import difflib

@@ -1,4 +1,5 @@
 import json
+import socket
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,22 @@ class TestChoice:
         (tmp_path / "tokenizer.json").write_text("{")
         with pytest.raises(InputError, match="cannot load a tokenizer from"):
             Rendering(str(tmp_path))
+
+    def test_a_name_that_is_no_folder_and_not_on_the_hub_is_refused(self):
+        with pytest.raises(InputError, match="there is no folder a b/c, and it is no name of a model on the Hugging"):
+            Rendering("a b/c")
+
+    def test_a_hub_that_does_not_answer_is_waited_for_once(self, monkeypatch):
+        monkeypatch.setattr("rolltap.addons.prompts.rendering._HUB_SECONDS", 0.05)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{port}")
+            with pytest.raises(InputError, match=r"no folder models/none, and the Hugging Face Hub does not answer \("):
+                Rendering("models/none")
+            silent.accept()[0].close()
+            silent.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent.accept()
 
     def test_a_model_without_a_chat_template_is_refused(self, tmp_path, save_tokenizer):
         model = save_tokenizer(tmp_path, None)
