@@ -100,7 +100,8 @@ def execute(tmp_path, monkeypatch):
         notebook = nbformat.read(path, as_version=4)
         notebook.cells.append(new_code_cell(read_back))
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": FOLDER}}).execute()
-        return json.loads(notebook.cells[-1].outputs[0].text)
+        printed = [output.text for output in notebook.cells[-1].outputs if output.get("name") == "stdout"]
+        return json.loads("".join(printed))
 
     return execute
 

@@ -34,6 +34,8 @@ def signals(monkeypatch):
     """Put the handlers of signals back afterwards."""
     monkeypatch.setattr("sys.argv", ["work"])
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # a shell's background jobs ignore some of them
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

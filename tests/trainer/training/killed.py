@@ -308,6 +308,8 @@ def recipe_of(kind: str) -> str:
     recipe = RECIPE.format(publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1)
     if kind == "ahead":
         recipe = recipe.replace("adapters = 2", "ahead = 1")
+    if not adapted:
+        recipe = recipe.replace("adapters = 2\n", "")
     return recipe + (LORA if adapted else "")
 
 

@@ -80,7 +80,7 @@ class TestSampling:
         ("key", "value"),
         [
             *(("top_p", 0.5), ("top_k", 20), ("min_p", 0.05), ("presence_penalty", 0.1), ("frequency_penalty", 0.1)),
-            *(("repetition_penalty", 1.1), ("repetition_penalty", -1), ("seed", 0)),
+            *(("repetition_penalty", 1.1), ("seed", 0)),
         ],
     )
     def test_what_would_bias_the_loss_is_refused_with_key_value_and_fix(self, tmp_path, key, value):
