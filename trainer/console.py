@@ -1,4 +1,4 @@
-"""Output of commands: progress of long work. The processes of a launcher, of which the first one prints.
+"""Output of commands: progress of long work, tables of ids. The processes of a launcher, of which the first one prints.
 
 Needs no torch.
 """
@@ -9,10 +9,11 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from importlib.util import find_spec
 from threading import Event, Thread
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
     BarColumn,
     Progress,
@@ -21,6 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 Advance = Callable[[str, int, int], None]
 """Progress callback. Arguments: a description with the unit, the amount done, the total amount."""
@@ -121,6 +123,28 @@ def watched(ask: Callable[[], Collection[str]], console: Console, *, bar: bool =
             yield watch.advance
         finally:
             ended.set()
+
+
+class IdTable(Table):
+    """A table whose first column has ids. They are never broken: a table that is too wide loses its last columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table of the columns for which there is room; the caption names the others."""
+        shown = copy(self)
+        shown.columns = [*self.columns]
+        left_out: list[str] = []
+        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
+            left_out.insert(0, str(shown.columns.pop().header))
+        if left_out:
+            named = f"no room for: {', '.join(left_out)}; --json has all columns"
+            shown.caption = f"{self.caption}; {named}" if self.caption else named
+        width = max(_least_width(shown, console, options), options.max_width)
+        yield from Table.__rich_console__(shown, console, options.update(max_width=width))
+
+
+def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
+    """Return the width in which no word of the table is broken."""
+    return Table.__rich_measure__(table, console, options.update(max_width=100_000)).minimum
 
 
 def processes_started() -> int:

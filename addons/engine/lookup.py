@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,19 +36,28 @@ class WrongModel(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """The recorder's model: its name or folder, its tokenizer, and the ids of all tokens of that.
+    """The recorder's model: its name or folder, and the questions that compare an engine's tokenizer with its own.
 
-    A model may have more ids than its tokenizer has tokens: they are not compared.
+    A question is a path, a body, the key of the answer, and the right answer.
     """
 
     name: str
-    tokenizer: Any
-    vocabulary: list[int]
+    questions: list[tuple[str, dict[str, Any], str, Any]]
 
     @classmethod
     def of(cls, name: str, tokenizer: Any) -> Self:
-        """Return the model of a name or folder."""
-        return cls(name, tokenizer, sorted(set(tokenizer.get_vocab().values())))
+        """Return the model of a name or folder.
+
+        The tokens of a text show how it is split. The texts of all tokens show that none has the place of another one.
+        A model may have more ids than its tokenizer has tokens: they are not compared.
+        """
+        ids = tokenizer.encode(TEXT, add_special_tokens=False)
+        questions = [("/tokenize", {"prompt": TEXT, "add_special_tokens": False}, "tokens", ids)]
+        vocabulary = sorted(set(tokenizer.get_vocab().values()))
+        for start in range(0, len(vocabulary), _PIECE):
+            piece = vocabulary[start : start + _PIECE]
+            questions.append(("/detokenize", {"tokens": piece}, "prompt", tokenizer.decode(piece)))
+        return cls(name, questions)
 
     def wrong(self, url: str, served: str) -> WrongModel:
         """Return the error of the engine at `url`, which serves the model `served`."""
@@ -139,7 +147,7 @@ class Lookup:
     async def _compare(self, own: OwnModel, root: str, model: str) -> str | None:
         """Return a warning if the engine's model has another name, or folder (`root`), or cannot be compared."""
         serves = f"the engine at {self.url} serves {root} (as {model})"
-        for path, body, key, expected in _questions(own):
+        for path, body, key, expected in own.questions:
             status, answer = await self._ask(path, body)
             if status in (404, 501):
                 return f"{serves}, which was not compared with {own.name}: it has no route {path} ({status})"
@@ -163,15 +171,3 @@ class Lookup:
                 _, answer = await self._ask("/weight_info")
             return version if isinstance(version := answer.get("weight_version"), str) else None
         return None
-
-
-def _questions(own: OwnModel) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """Yield path, body, key of the answer and right answer of each question that compares a tokenizer with `own`.
-
-    The tokens of a text show how it is split, the texts of all tokens that none has the place of another one.
-    """
-    ids = own.tokenizer.encode(TEXT, add_special_tokens=False)
-    yield "/tokenize", {"prompt": TEXT, "add_special_tokens": False}, "tokens", ids
-    for start in range(0, len(own.vocabulary), _PIECE):
-        piece = own.vocabulary[start : start + _PIECE]
-        yield "/detokenize", {"tokens": piece}, "prompt", own.tokenizer.decode(piece)

@@ -66,7 +66,7 @@ _PROMPT_END = 64
 """Tokens of a prompt in which its last turn begins: a generation prompt, with reasoning that it may open."""
 
 
-def require_model(model: str) -> None:
+def require_findable(model: str) -> None:
     """Raise `InputError` for a model that is no folder here, not in the Hub's cache and not on the Hub.
 
     The Hub is asked once: transformers asks for each file several times, for minutes without a network.
@@ -105,7 +105,7 @@ class Rendering:
     """
 
     def __init__(self, model: str, renderer: str = "auto", tool_parser: str = "auto") -> None:
-        require_model(model)
+        require_findable(model)
         try:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:

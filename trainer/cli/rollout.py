@@ -204,8 +204,10 @@ def record_command(
     )
     if why := session.error or facts.fault:
         console.print(why, style="bold red")
-    asked_past = on_loopback(model_places(command, {**environment, **os.environ}))
-    if asked_past and not facts.calls:
+    asked_past = ""
+    if not facts.calls:
+        asked_past = on_loopback(model_places(command, {**environment, **os.environ}))
+    if asked_past:
         console.print(f"{asked_past}: give any other host, such as http://model.rolltap/v1", style="bold red")
     if as_json:
         view = rolltap.open_run(out).inspect_session(session_id)

@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 import rolltap
 from rolltap.rollouts import judge_again
 from rolltap.trainer.cli.options import RUN, command, examples, json_option, rollout_options
+from rolltap.trainer.console import IdTable
 from rolltap.trainer.names import counted
 from rolltap.types import TaskCheck
 
@@ -74,7 +74,7 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
     """
     found = judge_again(run, **given)
     console = Console(soft_wrap=True, highlight=False, markup=False, quiet=as_json)
-    table = Table("session", "task", "old reward", "new reward", "status")
+    table = IdTable("session", "task", "old reward", "new reward", "status")
     for each in found:
         if each["reward"] != each["before"]:
             rewards = ("none" if reward is None else f"{reward:g}" for reward in (each["before"], each["reward"]))
@@ -93,7 +93,7 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
 
 def _print(checks: list[TaskCheck]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    table = Table("task", "start", "solution", "cheats tried", "findings")
+    table = IdTable("task", "start", "solution", "cheats tried", "findings")
     for check in checks:
         rewards = ("none" if reward is None else f"{reward:g}" for reward in (check.start, check.solution))
         table.add_row(check.task, *rewards, str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,17 +58,21 @@ def kept_check(task: Task, digest: str) -> Path:
     return cache / "rolltap" / "checks" / f"{name}.json"
 
 
-def warn_of_unchecked(checks: Sequence[Path]) -> None:
-    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something: by their `kept_check`."""
+def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str]) -> None:
+    """Warn of tasks that `rolltap tasks check` did not try, or in which it found something.
+
+    `digests` are those of the tasks by their ids.
+    """
     unchecked = weak = 0
-    for check in checks:
+    for task in tasks:
         try:
-            weak += not json.loads(check.read_text(encoding="utf-8"))["passed"]
-        except (OSError, ValueError, LookupError, TypeError):
+            kept = kept_check(task, digests[task.id]).read_text(encoding="utf-8")
+            weak += not json.loads(kept)["passed"]
+        except (InputError, OSError, ValueError, LookupError, TypeError):  # a rollout needs no solution
             unchecked += 1
     if unchecked or weak:
         counts = f"{unchecked} were not tried with cheats, {weak} have findings"
-        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(checks), counts)
+        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(tasks), counts)
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:

@@ -8,6 +8,7 @@ a session only if no later call was completed.
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
@@ -27,8 +28,6 @@ DISTRUST = (
 )
 """Advice after a connection whose TLS failed."""
 _PLACE_BYTES = 1 << 20
-
-
 _LOOPBACK = re.compile(r"https?://(?:localhost|127\.0\.0\.1|\[::1\])[\w:./-]*|connection refused|ECONNREFUSED", re.I)
 
 
@@ -36,9 +35,10 @@ def model_places(command: Sequence[str], environment: Mapping[str, str]) -> dict
     """Return texts that may name the address of a program's model, by where they stand."""
     places = {name: value for name, value in environment.items() if name.endswith(("BASE_URL", "API_BASE"))}
     for word in command[1:]:
-        if os.path.isfile(word):
-            with open(word, "rb") as file:
-                places[word] = file.read(_PLACE_BYTES).decode(errors="replace")
+        if not os.path.isfile(word):
+            continue
+        with suppress(OSError), open(word, "rb") as file:
+            places[word] = file.read(_PLACE_BYTES).decode(errors="replace")
     places["the command line"] = " ".join(command)
     return places
 

@@ -16,7 +16,7 @@ from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, plain_console, watched
 from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, kept_check, warn_of_unchecked
+from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.check import check_judges
@@ -173,7 +173,7 @@ async def roll_out(
         fitting = await worker.build(fitting)
         recorded = Recorded(load_sessions(recorder.path).values())
         keys = await worker.keys(fitting, weights)
-        warn_of_unchecked([kept_check(task, worker.digests[task.id]) for task in fitting])
+        await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests)
         groups = [
             recorded.group(task, key, config.sessions, further=new_groups)
             for task, key in zip(fitting, keys, strict=True)

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
@@ -353,29 +352,33 @@ def _prefixes(sources: Sequence[_Source]) -> dict[Path, str]:
     prefixes: dict[Path, str] = {}
     taken: set[str] = set()
     for number, source in enumerate(sources):
-        for earlier in sources[:number]:
-            require_other_content(earlier.run, source.run, earlier.sessions & source.sessions)
-            run_id = source.metadata.get("run_id")
-            one_run = run_id is not None and run_id == earlier.metadata.get("run_id")
-            if earlier.sessions & source.sessions or (earlier.groups & source.groups and not one_run):
-                prefixes[source.run] = ""
         names = source.sessions | source.groups
-        if source.run in prefixes:
-            prefix = _free_prefix(source, names, taken)
+        if any(_shares_names(earlier, source) for earlier in sources[:number]):
+            prefix = _free_prefix(source.name, names, taken)
             prefixes[source.run] = prefix
             names = {prefix + name for name in names}
         taken |= names
     return prefixes
 
 
-def _free_prefix(source: _Source, names: set[str], taken: set[str]) -> str:
-    """Return the name of the run's folder with a dot, and with a number where a name would be taken."""
-    folder = re.sub(r"[^\w-]", "-", source.name)
-    for number in count(2):
-        prefix = f"{folder}."
-        if taken.isdisjoint(prefix + name for name in names):
-            break
-        folder = re.sub(r"[^\w-]", "-", source.name) + f"-{number}"
+def _shares_names(earlier: _Source, later: _Source) -> bool:
+    """Return True for names that mean different things in two runs. Raises `InputError` for a session that is one."""
+    sessions = earlier.sessions & later.sessions
+    require_other_content(earlier.run, later.run, sessions)
+    run_id = later.metadata.get("run_id")
+    are_parts_of_one = run_id is not None and run_id == earlier.metadata.get("run_id")
+    groups = set() if are_parts_of_one else earlier.groups & later.groups
+    return bool(sessions or groups)
+
+
+def _free_prefix(folder: str, names: set[str], taken: set[str]) -> str:
+    """Return the name of a run's folder with a dot, and with a number where a name would be taken."""
+    plain = re.sub(r"[^\w-]", "-", folder)
+    prefix = f"{plain}."
+    number = 1
+    while not taken.isdisjoint(prefix + name for name in names):
+        number += 1
+        prefix = f"{plain}-{number}."
     return prefix
 
 

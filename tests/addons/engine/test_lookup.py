@@ -206,7 +206,7 @@ class TestFirstContact:
 
 async def test_a_folder_is_the_same_model_under_each_of_its_paths(tokenizer_folder, tmp_path):
     (tmp_path / "link").symlink_to(tokenizer_folder)
-    own = OwnModel(str(tokenizer_folder), None, [])
+    own = OwnModel(str(tokenizer_folder), [])
     assert own.is_named("scripted", str(tmp_path / "link"))
     assert not own.is_named("scripted", str(tmp_path))
 

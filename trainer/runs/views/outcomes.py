@@ -3,16 +3,15 @@
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, astuple, dataclass
 from statistics import fmean
 from typing import Any, get_args
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from rolltap.addons.store.records import Session, SessionStatus
+from rolltap.trainer.console import IdTable
 from rolltap.trainer.runs.suspicions.rules import RULES
 from rolltap.trainer.traces.sessions import session_reward
 
@@ -170,9 +169,12 @@ def outcome_tables(
     """Yield the tables of a run that have rows."""
     for what, rows in (("outcome", outcomes), ("task", tasks)):
         if rows:
-            cells = [(*astuple(row)[:3], number(row.mean_reward, "")) for row in rows[:_MOST_ROWS]]
+            cells = [(*astuple(each)[:3], number(each.mean_reward, "")) for each in rows[:_MOST_ROWS]]
             cut = f": the first {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else ""
-            yield make_table(f"{what}s{cut}", (what, "sessions", "with a reward", "mean reward"), cells)
+            counts = IdTable(what, "sessions", "with a reward", "mean reward", title=f"{what}s{cut}")
+            for row in cells:
+                counts.add_row(*(Text(str(cell)) for cell in row))
+            yield counts
     if parts:
         means = [(row.name, row.sessions, f"{row.mean:.3f}") for row in parts]
         yield make_table("parts of the rewards", ("part", "sessions", "mean"), means)
@@ -254,28 +256,6 @@ def _warning(mixed: Sequence[MixedGroup]) -> str:
         f"{len(mixed)} groups mix programs, tasks or places, so that their rewards compare these and not the policy: "
         f"{named}{' …' if len(mixed) > _MOST_NAMED else ''}"
     )
-
-
-class IdTable(Table):
-    """A table whose first column has ids. They are never broken: a table that is too wide loses its last columns."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table of the columns for which there is room; the caption names the others."""
-        shown = copy(self)
-        shown.columns = [*self.columns]
-        left_out: list[str] = []
-        while len(shown.columns) > 1 and _least_width(shown, console, options) > options.max_width:
-            left_out.insert(0, str(shown.columns.pop().header))
-        if left_out:
-            named = f"no room for: {', '.join(left_out)}; --json has all columns"
-            shown.caption = f"{self.caption}; {named}" if self.caption else named
-        width = max(_least_width(shown, console, options), options.max_width)
-        yield from Table.__rich_console__(shown, console, options.update(max_width=width))
-
-
-def _least_width(table: Table, console: Console, options: ConsoleOptions) -> int:
-    """Return the width in which no word of the table is broken."""
-    return Table.__rich_measure__(table, console, options.update(max_width=100_000)).minimum
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:

@@ -23,11 +23,11 @@ from rolltap.addons.store.records import Call, CallKind, Session
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.sessions import SessionIndex, TableScan
 from rolltap.addons.store.tables import batch_rows
+from rolltap.trainer.console import IdTable
 from rolltap.trainer.names import Version
 from rolltap.trainer.runs.views.evaluation import PassRow, pass_rows, pass_table, rewards_of
 from rolltap.trainer.runs.views.inspect import find_id, session_events, session_suspicions
 from rolltap.trainer.runs.views.outcomes import (
-    IdTable,
     MixedGroup,
     OutcomeRow,
     PartRow,

@@ -225,13 +225,15 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path,
     wrong = right.model_copy(update={"id": "u", "gold_patch": "no patch"})
     check(right, wrong)
     other = right.model_copy(update={"gold_patch": "", **solution_of(tmp_path, "a diff")})
-    checks = [kept_check(task, task.digest()) for task in (right, wrong, other)]
-    assert json.loads(checks[0].read_text())["passed"]
+    gone = right.model_copy(update={"gold_patch": "", "solution": tmp_path / "gone"})
+    digests = {task.id: task.digest() for task in (right, wrong)}
+    assert json.loads(kept_check(right, digests[right.id]).read_text())["passed"]
     with caplog.at_level(logging.WARNING):
-        warn_of_unchecked(checks[:1])
+        warn_of_unchecked([right], digests)
         assert not caplog.records
-        warn_of_unchecked(checks)  # another solution of a task that was tried is not tried
+        # another solution of a task that was tried is not tried, and a rollout needs none
+        warn_of_unchecked([right, wrong, other, gone], digests)
     (record,) = caplog.records
     assert record.message == (
-        "of 3 tasks 1 were not tried with cheats, 1 have findings: run `rolltap tasks check TASKS`"
+        "of 4 tasks 2 were not tried with cheats, 1 have findings: run `rolltap tasks check TASKS`"
     )
