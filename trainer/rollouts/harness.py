@@ -85,7 +85,8 @@ class Harness(BaseModel):
         def resolve(word: str) -> str:
             path = Path(os.path.normpath(file.parent / word))
             if not word.startswith(_BESIDE):
-                if os.path.isfile(path):  # False for a text that is too long for a path
+                is_here = not os.path.isabs(word) and os.path.isfile(path)  # False for a text too long for a path
+                if is_here:
                     logger.warning("%s: %r does not name the file beside it: write './%s' for that", file, word, word)
                 return word
             if not path.exists():

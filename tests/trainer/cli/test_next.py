@@ -33,9 +33,10 @@ def test_a_command_that_a_signal_stopped_says_how_it_goes_on(arguments, said):
 def signals(monkeypatch):
     """Put the handlers of signals back afterwards."""
     monkeypatch.setattr("sys.argv", ["work"])
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *SIGNALS)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore some of them
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)  # a shell's background jobs ignore some of them
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -87,3 +87,9 @@ def test_a_path_to_nothing_is_an_error_and_the_name_of_a_file_beside_the_preset_
     with pytest.raises(InputError, match=r"own\.toml: './agnet\.py' is .*/own/agnet\.py, which does not exist"):
         Harness.load(str(beside))
     assert "'agent.py' does not name the file beside it: write './agent.py' for that" in caplog.text
+
+
+def test_an_absolute_path_of_a_preset_is_no_warning(beside, tmp_path, caplog):
+    beside.write_text(f'name = "x"\nprogram = "{tmp_path}/bin/run"\nheadless = ["{tmp_path}/own/agent.py"]\n')
+    assert Harness.load(str(beside)).command_for("go") == [f"{tmp_path}/bin/run", f"{tmp_path}/own/agent.py"]
+    assert caplog.text == ""

@@ -54,7 +54,12 @@ class Served:
         temporary.mkdir(exist_ok=True)
         env = {**os.environ, "TMPDIR": str(temporary)}
         self.process = subprocess.Popen(
-            list(map(str, self._command)), stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+            list(map(str, self._command)),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
         )
         self.said = ""
         assert self.process.stderr is not None
