@@ -85,8 +85,6 @@ class RerunSession(RecoveredSession):
         self.source, self._archive = archive.source, archive
         self.live = False
         """True once a fork samples."""
-        self._first: str | None = None
-        """The recorded call with the conversation of the first request of the live part, until that is compared."""
         self._calls: dict[str, RecordedCall] = {}
         """Completed calls in the order of their starts, with all their messages."""
         self._asked: dict[bytes, list[str]] = {}
@@ -153,8 +151,7 @@ class RerunSession(RecoveredSession):
             if call_id in self._given:
                 continue
             if not self._answers(self._calls[call_id].row):
-                if not self.live:
-                    self.live, self._first = True, call_id
+                self.live = True
                 return None
             if not self._is_sampled(self._calls[call_id], history.turns[call_id]):
                 number = [*self._calls].index(call_id) + 1
@@ -172,20 +169,15 @@ class RerunSession(RecoveredSession):
         ids = turn.prompt_ids(), turn.completion_ids.tolist()
         return is_sampled(recorded.reply or {}, self._recovery.rendering, *ids, recorded.tools, stop)
 
-    def difference(self, model_call: ModelCall, workspace: str) -> str | None:
+    def difference(self, model_call: ModelCall) -> str | None:
         """Say where a request that no recorded call answers differs from the most similar one that has not answered.
 
-        `workspace` is its digest, if it is kept. That alone is compared of the live part, in its first request.
+        In the live part there is no difference.
         """
         if self._foreign is not None:
             return self._foreign
         if self.live:
-            first, self._first = self._first or "", None
-            then = self._archive.workspaces.get(first, "")
-            if not then or not workspace or then == workspace:
-                return None
-            which = f"call {[*self._calls].index(first) + 1}"
-            return f"{which}: the workspace has other files (digest {workspace}, recorded {then})"
+            return None
         if self._asked.get(self.conversations.history.read(model_call).digests[-1]):
             return "a call that is asked once more than in the record"
         ours = _texts(model_call)
@@ -217,8 +209,6 @@ class RerunArchive(Archive):
         entries = [(row["path"], json.loads(row["detail"])) for row in events if row["kind"] == "stored"]
         self._left = [(path, entry) for path, entry in entries if {"key", "name"} & entry.keys()]
         """(path, entry) of what was added under a new id and was not added again."""
-        self.workspaces = {row["call_id"]: row["detail"] for row in events if row["kind"] == "call_started"}
-        """Call -> digest of the workspace when it began, empty where none is kept."""
 
     def recorded(self, table: str) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the recorded session in a table."""

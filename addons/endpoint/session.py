@@ -32,7 +32,6 @@ from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
-from rolltap.addons.store.workspace import WorkspaceDigest
 
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
@@ -65,8 +64,6 @@ class Session:
     _end_recorded: bool = field(default=False, init=False)
     _recovered: RecoveredSession | None = field(default=None, init=False)
     """None before the first request and after the end."""
-    _workspace: WorkspaceDigest | None = field(default=None, init=False)
-    """None when its digest is not kept."""
     _policy: SessionPolicy | None = field(default=None, init=False)
     _budget: SessionBudget | None = field(default=None, init=False)
     """None before the first call, as the policy, because it follows from the rows."""
@@ -202,9 +199,8 @@ class Session:
         role = find_role(model_call, request.headers, earlier)
         call.role, call.role_evidence = role.role, role.evidence
         try:
-            workspace = await asyncio.to_thread(self._workspace.read) if self._workspace else None
             if isinstance(recovered, RerunSession):
-                why = await self.workers.run(LARGE_BYTES, recovered.difference, model_call, workspace or "")
+                why = await self.workers.run(LARGE_BYTES, recovered.difference, model_call)
                 if why is not None:
                     self._ended = True
                     raise DialectError(f"diverged at {why}", status=FINAL_STATUS[call.dialect], code=DIVERGED)
@@ -212,7 +208,7 @@ class Session:
             if model_call.stores is not None:
                 await self.workers.run(num_bytes, self._store.add, request, *model_call.stores, call.call_id)
             self._check_open()  # the session may have ended meanwhile
-            self.writer.add_event(call.event("call_started", workspace or ""))
+            self.writer.add_event(call.event("call_started"))
         except BaseException:
             grant.budget.free(grant)
             raise
@@ -271,8 +267,6 @@ class Session:
             self._end_recorded = recovered.ended
             self._ended = self._ended or recovered.ended
             self._check_open()
-            if (folder := recovered.given.workspace) is not None:
-                self._workspace = WorkspaceDigest(folder)
             if (source := recovered.given.rerun or self.options.rerun) is not None:
                 archive = await asyncio.to_thread(RerunArchive, self.archive, source)
                 self._check_open()

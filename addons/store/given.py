@@ -16,18 +16,15 @@ class SessionOptions(NamedTuple):
     Attributes:
         sampling: Sampling parameters in place of those of `rolltap_sampling`, key by key.
         rerun: The recorded session whose calls answer its requests, in place of `rolltap_rerun`.
-        workspace: Folder of which each call records the digest.
     """
 
     sampling: Mapping[str, Any] = {}
     rerun: RecordedFrom | None = None
-    workspace: Path | None = None
 
     def write(self, run: Path, session_id: str) -> None:
         """Give them to a session of a run; without any, nothing is written. Raises `OSError`."""
         given: dict[str, Any] = {"sampling": dict(self.sampling)} if self.sampling else {}
         given |= {"rerun": self.rerun.as_json()} if self.rerun else {}
-        given |= {"workspace": str(self.workspace)} if self.workspace else {}
         if given:
             path = _file(run, session_id)
             path.parent.mkdir(exist_ok=True)
@@ -38,8 +35,8 @@ class SessionOptions(NamedTuple):
         """Return those of a session. Raises `OSError`, and `ValueError` for a damaged file."""
         try:
             given = json.loads(_file(run, session_id).read_text())
-            rerun, workspace = given.get("rerun"), given.get("workspace")
-            return cls(given.get("sampling", {}), rerun and RecordedFrom.of(rerun), workspace and Path(workspace))
+            rerun = given.get("rerun")
+            return cls(given.get("sampling", {}), rerun and RecordedFrom.of(rerun))
         except FileNotFoundError:
             return cls()
         except (KeyError, TypeError, AttributeError) as error:

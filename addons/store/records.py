@@ -276,7 +276,7 @@ class Event:
     | kind | meaning |
     | --- | --- |
     | `session_started` | a rollout started the session; `detail` is a JSON object of its task, group and runtime |
-    | `call_started` | intent, committed before the engine is asked; `detail` is the digest of the workspace, or empty |
+    | `call_started` | intent, committed before the engine is asked |
     | `refused` | request to a host or path that is not served |
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |

@@ -109,7 +109,6 @@ def fork_command(
     record, budget = Record.of(run, session), {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     recorder, task = {**settings, **record.fork(call)}, record.task(tasks, given["repositories"])
     harness = preset or (record.session.harness if record.session is not None else "")
-    given["workspace_digests"] = True  # the record may have them
     forks = rolltap.rollout([task], harness=harness, recorder=recorder, budget=budget, **given)
     print_result(forks.summary(), as_json)
     report_rollout(forks)

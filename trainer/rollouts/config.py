@@ -58,13 +58,13 @@ class RolloutConfig(BaseModel):
     """Address of a Ray cluster whose nodes run the sessions, as HOST:PORT; this machine is one of them. By default they
     run here."""
     preparing: int | None = Field(default=None, ge=1)
-    """Maximum number of sessions whose workspace and box are made at the same time. By default as many as run."""
+    """Maximum number of sessions whose workspace and box are made at the same time. By default `concurrency`."""
     preparing_timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which making them has failed. It is tried again, as `retries` says."""
+    """Seconds after which the preparation of a session has failed. It is tried again, as `retries` says."""
     ready: int = Field(default=4, ge=0)
     """Number of sessions that are prepared before they may run. Each has its box and its workspace."""
     judging: int | None = Field(default=None, ge=1)
-    """Maximum number of sessions that are judged at the same time. By default as many as run."""
+    """Maximum number of sessions that are judged at the same time. By default `concurrency`."""
     recorders: int = Field(default=1, ge=1)
     """Number of the recorder's processes. Each uses one core; a session's id names its process."""
     timeout: float = Field(default=1800.0, gt=0)
@@ -76,13 +76,11 @@ class RolloutConfig(BaseModel):
     container_engine: Literal["podman", "docker"] | None = None
     """Program of the runtime `container`. By default the first that is installed."""
     container_arguments: tuple[str, ...] = ()
-    """Arguments between the name of that program and its commands, as in `podman ARGUMENTS create`."""
+    """Arguments of the container engine before its command, as in `podman ARGUMENTS create`."""
     build: bool = False
     """Build the images of tasks that have only a Dockerfile. Its lines run with the rights of the container engine."""
-    workspace_digests: bool = False
-    """Keep a digest of the workspace at each model call: a fork at it (`rolltap fork`) must have the same files."""
     budget: Budget = Budget()
-    """Budgets of each session: see `Budget`."""
+    """Budgets of each session."""
     retries: int = Field(default=2, ge=0)
     """Retries of a session that failed because of the engine, the recorder or the machine."""
     give_up_after: int = Field(default=8, ge=1)
@@ -137,7 +135,6 @@ class RolloutArguments(TypedDict, total=False):
     container_engine: str | None
     container_arguments: Sequence[str]
     build: bool
-    workspace_digests: bool
     budget: Budget | Mapping[str, int]
     retries: int
     give_up_after: int

@@ -223,8 +223,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
-            kept = made.workspace if stage.config.workspace_digests else None
-            given = SessionOptions(group.sampling, group.fork, kept)
+            given = SessionOptions(group.sampling, group.fork)
             await run_to_end(recorder.begin, session, group.key, given)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)

@@ -3,7 +3,6 @@ where the program differs."""
 
 import asyncio
 import json
-import threading
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -19,7 +18,6 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
-from rolltap.addons.store.workspace import WorkspaceDigest
 from rolltap.trainer.runs.verify import verify_run
 from tests.addons.endpoint.test_stored import CACHED, CALL, CONVERSATIONS, GENERATE, Client, outputs
 from tests.addons.harness import RETRY, Harness, content, recording, said, until, user, with_result
@@ -413,38 +411,3 @@ async def test_a_session_forks_when_its_own_options_say_so_and_the_others_of_its
     assert [said(reply) for reply in (*fresh[1:], *forked[1:])] == ["Five.", "Bye.", "Six.", "Sorry."]
     assert [len(harness.calls(session)) for session in ("s1", "s2", "s3")] == [3, 3, 2]
     assert {event["session_id"] for event in harness.events("rerun")} == {"s3"}
-
-
-@pytest.mark.parametrize("same", [True, False])
-async def test_a_fork_whose_workspace_has_other_files_than_then_diverges_at_its_first_own_call(
-    harness, scripted_engine, tmp_path, same
-):
-    folders = [tmp_path / "then", tmp_path / "now"]
-    scripted_engine.replies += [Say(CALL), Say("Seven."), Say("Bye."), Say("Six."), Say("Sorry.")]
-    for folder, text in zip(folders, ("a", "a" if same else "b"), strict=True):
-        folder.mkdir()
-        (folder / "made.txt").write_text(text)
-    await work(session_of(harness, "s1", workspace=folders[0]))
-    digests = [event["detail"] for event in harness.events("call_started")]
-    assert len(digests) == 3
-    assert len({*digests}) == 1
-    source = RecordedFrom(harness.run, "s1", harness.calls("s1")[1]["started_at"])
-    fork = session_of(harness, "s2", rerun=source, workspace=folders[1])
-    if same:
-        assert said((await work(fork))[1]) == "Six."
-        return
-    with pytest.raises(AssertionError, match=f"diverged at call 2: the workspace has other files .*{digests[1]}"):
-        await work(fork)
-    assert harness.calls("s2") == []
-    assert (await fork.ask(*ASKED, tools=[TOOL]))[0] == 410
-
-
-async def test_a_session_that_ends_while_its_workspace_is_read_starts_no_call(harness, tmp_path, monkeypatch):
-    reading, go = threading.Event(), threading.Event()
-    monkeypatch.setattr(WorkspaceDigest, "read", lambda digest: (reading.set(), go.wait(), "digest")[-1])
-    asked = asyncio.create_task(session_of(harness, "s2", workspace=tmp_path).ask(user()))
-    await asyncio.to_thread(reading.wait)
-    await harness.end("s2")
-    go.set()
-    assert (await asked)[0] == 410
-    assert harness.events("call_started") == []
