@@ -52,7 +52,7 @@ def _importable(module: str) -> bool:
     return True
 
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["bfloat16", "float32"]
 """Types of the weights."""
 
 _DECIDED_HERE = {

@@ -133,7 +133,7 @@ _ELSEWHERE = {
         ["per_device_train_batch_size", "per_device_eval_batch_size"],
         "write the recipe's keys groups_per_step and sessions, and grpo.gradient_accumulation_steps",
     ),
-    **dict.fromkeys(["bf16", "fp16"], "write the recipe's key dtype"),
+    **dict.fromkeys(["bf16", "fp16"], "write the recipe's key dtype: bfloat16 (bf16) or float32"),
     "output_dir": "give --out",
     "seed": "give --seed",
     "max_prompt_length": _LENGTHS,

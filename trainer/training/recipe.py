@@ -19,7 +19,7 @@ FINISHED = "model"
 CHECKPOINTS = "checkpoints"
 """Folder in the run with the trainer's checkpoints."""
 
-Dtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["bfloat16", "float32"]
 
 
 class Machine(BaseModel):
@@ -34,9 +34,9 @@ class Machine(BaseModel):
     engines: int = Field(default=1, ge=1)
     """Engines that serve: the number of URLs of `--engine`."""
     gpu_gib: float | None = Field(default=None, gt=0)
-    """Memory of a GPU in GiB, for the plan. By default that of this machine's GPU, if it has one."""
+    """Memory of a GPU in GiB, for the plan. By default the memory of this machine's GPU, if it has one."""
     shared_gpu: bool = False
-    """True when an engine and a training process share a GPU."""
+    """True if an engine and a training process share a GPU."""
 
 
 class HeldOut(BaseModel):
@@ -45,15 +45,16 @@ class HeldOut(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: Path
-    """Tasks, as the recipe's."""
+    """Held-out tasks, in the forms of the recipe's `tasks`."""
     every: int = Field(default=1, ge=1)
     """Steps between evaluations. The first is before the first step, the last after the last one."""
     sessions: int = Field(default=4, ge=1)
     """Sessions of each task."""
     sampling: dict[str, int | float] = {"temperature": 0.0}
-    """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`)."""
+    """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`). `{}` samples as the training
+    does."""
     share: float = Field(default=0.25, gt=0, lt=1)
-    """Share of the slots (`concurrency`) that it has while sessions of the training wait too."""
+    """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too."""
 
 
 class Forks(BaseModel):
@@ -65,8 +66,8 @@ class Forks(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: Literal["failed", "any"] = Field(default="failed", alias="from")
-    """Sessions that can be forked: those with a reward below that of a solved task, or all with a reward. The first of
-    a group that has two calls of its agent is."""
+    """Sessions that can be forked. `"failed"`: sessions with a reward below the reward of a solved task. `"any"`: all
+    sessions with a reward. The first such session of a group with two calls of its agent is forked."""
     at: Literal["middle", "last"] = "middle"
     """The call of the agent from which a fork samples."""
     sessions: int = Field(default=4, ge=2)
@@ -100,20 +101,20 @@ class Recipe(RolloutConfig):
     """Sessions of a group, which GRPO compares with each other."""
     ahead: int = Field(default=0, ge=0)
     """Steps by which rollouts may be ahead of the trainer. With 0 a step waits for its own sessions; with more they run
-    beside the steps, and a token is trained by weights that are at most so many steps newer than those that sampled
-    it."""
+    beside the steps, and a token is trained by weights that are at most this number of steps newer than the weights
+    that sampled it."""
     replace_zero_variance: int = Field(default=0, ge=0)
     """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
     rewards are all equal, which trains nothing."""
     forks: Forks | None = None
-    """Forks for groups whose rewards are all equal: see `Forks`. By default none. Further groups come after them."""
+    """Forks for groups whose rewards are all equal, before `replace_zero_variance` adds groups. By default none."""
     outcomes: Outcomes = Outcomes()
-    """Rewards of sessions that were not completed: see `Outcomes`."""
+    """Rewards of sessions that were not completed, by status."""
     suspicious: Suspicious = "keep"
     """Sessions with evidence of cheating (`rolltap inspect` shows it): `"keep"`, `"exclude"`, or a number that is
     subtracted from their reward."""
     strategy: Strategy = "prefix_merging"
-    """Way from calls to traces: see `Strategy`."""
+    """Way from calls to traces."""
     roles: tuple[CallRole, ...] = Field(default=TRAINED_ROLES, min_length=1)
     """Roles of the calls to train. Tokens of other calls are context, with mask 0, where a trained call continues
     them."""
@@ -125,7 +126,7 @@ class Recipe(RolloutConfig):
     """Maximum length of a trace in tokens, prompt included. Longer ones are truncated at the end."""
     dtype: Dtype | None = None
     """Type of the weights. By default the engine's if it is bfloat16 or float32, else bfloat16 on a CUDA GPU and
-    float32 on a CPU. float16 needs a [lora] table."""
+    float32 on a CPU."""
     publish: Literal["checkpoint", "lora"] = "checkpoint"
     """Way of new weights to the engines: a checkpoint that they reload, or a LoRA adapter that they load."""
     publish_folder: Path | None = None
@@ -136,17 +137,17 @@ class Recipe(RolloutConfig):
     `ahead + 2`, which is the default where it is more."""
     max_difference: float | None = Field(default=None, gt=0)
     """Largest mean difference, in nats, between the log-probabilities of a fixed text by the trainer and by an engine.
-    A larger one ends the training. By default 0.001 for float32, 0.1 for bfloat16 and 0.05 for float16."""
+    A larger one ends the training. By default 0.001 for float32 and 0.1 for bfloat16."""
     save_steps: int = Field(default=1, ge=1)
     """Steps between the checkpoints from which a stopped training resumes."""
     evaluation: HeldOut | None = None
-    """Held-out tasks: see `HeldOut`. By default none."""
+    """Held-out tasks. By default none."""
     machine: Machine | None = None
-    """Where the recipe runs: see `Machine`. By default one process and the engines that are given."""
+    """Machines on which the recipe runs. By default one process and the engines that are given."""
     grpo: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of `rolltap.TraceGRPOConfig`: those of TRL's `GRPOConfig`, and its own."""
+    """Arguments of `rolltap.TraceGRPOConfig`: fields of TRL's `GRPOConfig`, and rolltap's own."""
     lora: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of PEFT's `LoraConfig`. If given, an adapter is trained instead of the full model."""
+    """Arguments of PEFT's `LoraConfig`. With the table an adapter is trained instead of the full model."""
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:

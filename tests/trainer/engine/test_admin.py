@@ -65,7 +65,7 @@ def test_an_engine_that_says_it_is_not_healthy_is_not_whatever_the_proxy_of_the_
     ("answer", "dtype"),
     [
         ({"vllm_config": "model='m', dtype=torch.bfloat16, max_seq_len=4096, kv_cache_dtype=auto"}, "bfloat16"),
-        ({"vllm_config": "model='m', dtype=torch.float16"}, None),  # adapters alone are trained in it: by a recipe
+        ({"vllm_config": "model='m', dtype=torch.float16"}, None),  # nothing is trained in it
         ((404, "no development routes"), None),
     ],
 )

@@ -129,10 +129,7 @@ class TestChecks:
             ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", "model_init_kwargs.dtype: set `dtype`"),
             ("[grpo]\nmodel_init_kwargs = 1\n", "grpo.model_init_kwargs = 1: Input should be a valid dictionary"),
             ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
-            (
-                "dtype = 'float16'\n",
-                "embed_tokens.weight is trained in float16, .*: load the model in bfloat16 or float32, or train an",
-            ),
+            ("[grpo]\nfp16 = true\n", r"grpo\.fp16 = True does .*: write the recipe's key dtype: bfloat16 \(bf16\)"),
             ("[lora]\nrr = 8\n", r"lora\.rr = 8 is no argument of LoraConfig: write lora\.r, or remove it"),
             ("[lora]\nwhat = 8\n", r"lora\.what = 8 is no argument of LoraConfig: correct or remove it"),
             (
@@ -186,7 +183,6 @@ class TestChecks:
             "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
             "[grpo]\nbeta = 0.1\n[lora]\nr = 2\ntarget_modules = ['q_proj']\ninit_lora_weights = 'gaussian'\n",
             "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",
-            "dtype = 'float16'\n[lora]\nr = 2\n",
         ],
     )
     def test_values_that_trl_and_peft_take_are_accepted(self, tmp_path, model, text):

@@ -105,6 +105,7 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + 'publish = "lora"\n', r"needs a \[lora\] table"),
         (GOOD + "adapters = 2\n", 'adapters does nothing with publish = "checkpoint": remove it'),
         (GOOD + 'teacher_engine = "http://h"\n', "teacher_engine does nothing without teacher: add teacher"),
+        (GOOD + 'dtype = "float16"\n', "'dtype' is 'float16': Input should be 'bfloat16' or 'float32'"),
         (GOOD + 'publish = "nccl"\n', "'publish' is 'nccl': Input should be 'checkpoint' or 'lora'"),
         (GOOD + "[evaluation]\nevery = 2\n", r"'evaluation\.tasks' is missing"),
         (GOOD + HELD_OUT + "share = 1.0\n", r"'evaluation\.share' is 1\.0"),

@@ -160,7 +160,7 @@ def _rows(config: Any, ids: int) -> list[Row]:
 
     def draw(low: int, high: int, n: int) -> NDArray[np.int32]:
         drawn = random.integers(low, high, n).astype(np.int32)
-        # its embedding may be zeros, whose gradient through a norm is larger than all others, and than float16 has
+        # its embedding may be zeros, whose gradient through a norm is larger than all others
         drawn[drawn == padding] = low + 1 if padding == low else low
         return drawn
 

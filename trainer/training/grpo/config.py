@@ -43,34 +43,40 @@ class TraceGRPOConfig(GRPOConfig):
     """
 
     forward: Literal["segments", "padded"] = "segments"
-    """Way of traces through the model. segments: each shared prefix once, in pieces of any length. padded: each trace
-    whole, as a row."""
+    """Way of traces through the model. `segments`: a prefix that traces of a step share is computed once, and traces of
+    any length run in pieces. `padded`: each trace is a row, in one piece."""
     tokens_per_segment: Annotated[int, Limit(ge=LEAST_TOKENS)] | None = None
-    """Maximum number of tokens of one forward pass. None: planned from `memory_gib`."""
+    """Maximum number of tokens of one forward pass of segments. By default planned from `memory_gib`, and 1024 on a CPU or
+    with `activation_checkpointing = false`."""
     memory_gib: _Positive | None = None
-    """Memory for states, activations and logits, in GiB. None: what is free on a CUDA device."""
+    """Memory for states, activations and logits, in GiB. By default the free memory of a CUDA device."""
     offload_states: bool = False
     """Keep the states of segments in pinned host memory between their uses."""
     sharding: Literal["optimizer", "full"] = "optimizer"
-    """Share of each process. optimizer: of its state, and of the float32 copies of weights of 16 bits. full: of the
-    weights and gradients of all layers too; layers are gathered as they run."""
+    """Share of each process. `optimizer`: of the optimizer's state, and of the float32 copies of 16-bit weights. `full`:
+    also of the weights and gradients of all layers, for models that do not fit one GPU; layers are gathered as they
+    run."""
     normalise: Literal["tokens", "sessions", "constant"] = "tokens"
-    """Weights of sessions. tokens: each trained token the same. sessions: each session the same, its tokens share its
-    weight. constant: each token 1 / (sessions * max_completion_length), as in Dr. GRPO."""
+    """Weights of sessions in the loss. `tokens`: each trained token weighs the same. `sessions`: each session weighs the
+    same, and its tokens share its weight. `constant`: each token weighs 1 / (sessions * `max_completion_length`), as in
+    Dr. GRPO."""
     mismatch: Literal["clip", "truncate", "mask"] = "clip"
-    """Correction of the difference between engine and trainer. clip: the loss's ratio is to the engine's probability,
-    and clipped. truncate, mask: the ratio is to the trainer's own probability before the step, and the token has the
-    weight trainer / engine, limited to mismatch_min and mismatch_max (truncate), or 0 outside of them (mask)."""
+    """Correction of the difference between engine and trainer. `clip`: the loss's ratio is to the engine's probability,
+    and is clipped. `truncate`, `mask`: the ratio is to the trainer's own probability before the step, which takes one
+    more forward pass. The token has the weight trainer / engine, limited to `mismatch_min` and `mismatch_max`
+    (`truncate`), or 0 outside of them (`mask`)."""
     mismatch_min: Annotated[float, Limit(ge=0, le=1)] = 0.5
     """Lower limit of the weight trainer / engine."""
     mismatch_max: Annotated[float, Limit(ge=1)] = 2.0
     """Upper limit of the weight trainer / engine."""
     routing: Literal["own", "recorded"] = "own"
-    """Experts that tokens go to. own: those that the trainer's router chooses. recorded: those that the engine chose
-    (traces with routing), so that trainer and engine compute the same."""
+    """Experts that compute a token. `own`: the trainer's router chooses them. `recorded`: the engine has chosen them, so
+    that trainer and engine compute the same. An online training records them; recorded runs need `rolltap_routing`. The
+    engine needs `rolltap serve --routing`."""
     teacher_share: Annotated[float, Limit(ge=0, le=1)] = 0.0
-    """Share of a teacher in the advantage of a token, for traces with its scores: (1 - share) * the session's +
-    share * (log p_teacher - log p_trainer), by the trainer's weights as they are."""
+    """Share of a teacher in the advantage of a token, for traces with its scores: (1 - share) * advantage of the session +
+    share * (log p_teacher - log p_trainer), by the trainer's weights as they are. A recipe with `teacher` has 1 by
+    default."""
 
     # TRL's, with limits. These losses are a sum over tokens, divided by the number of trained tokens of the batch. The
     # others average over rows or a micro-batch, or weigh rows: their gradient depends on how sessions are cut
@@ -191,7 +197,7 @@ _STEPS = 100
 """Steps at least of a schedule that is compared with another one: the first few may be the same."""
 
 _REASONS = {
-    "the type of the loaded weights decides the precision": "bf16 fp16",
+    "load the weights in bfloat16 (bf16) or float32: their type decides the precision": "bf16 fp16",
     "set mismatch, mismatch_min and mismatch_max": "vllm_importance_",
     "the traces are sampled already; the recorder's option rolltap_sampling has the parameters": (
         "generation_ top_p top_k min_p repetition_ chat_template_ cache_ use_cache use_vllm vllm_ max_tool_ "
@@ -261,7 +267,7 @@ CHANGE_BASE: Mapping[str, Callable[[Any], bool]] = {
 def check_model(model: Any, beta: float) -> None:
     """Raise `InputError` for a model that cannot be trained as it was sampled, or not with `beta`.
 
-    These are dropout, weights trained in float16, positions that depend on the longest row, an adapter
+    These are dropout, weights in float16, positions that depend on the longest row, an adapter
     of the output embeddings, and one without which the model is not the reference.
     """
     for config in getattr(model, "peft_config", {}).values():
@@ -279,11 +285,8 @@ def check_model(model: Any, beta: float) -> None:
                 "weights; set lora_dropout and the model's dropout to 0, or disable_dropout=True"
             )
     for name, weight in model.named_parameters():
-        if weight.dtype == torch.float16 and weight.requires_grad:
-            raise InputError(
-                f"{name} is trained in float16, whose range is too small for it: load the model in bfloat16 or "
-                "float32, or train an adapter, whose weights PEFT keeps in float32"
-            )
+        if weight.dtype == torch.float16:
+            raise InputError(f"{name} is in float16, whose range is too small: load the model in bfloat16 or float32")
     text = model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for one in (rope, *rope.values()):  # some models have a table for each type of layer

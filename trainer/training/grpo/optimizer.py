@@ -1,19 +1,14 @@
-"""A sharded optimizer, and loss scaling for float16: what weights of 16 bits need.
+"""A sharded optimizer: what weights of 16 bits need.
 
-`ShardedOptimizer`: each process has all weights and gradients, keeps the state of some parameters, and steps them for
-all. Of these it also has, where the weights have 16 bits, a copy in float32: a step of 1e-6 of a weight is lost in
-bfloat16, whose values are 4e-3 apart. For the same reason gradients of 16-bit weights are accumulated and averaged in
-float32. torch's `ZeroRedundancyOptimizer` has no such copies.
-
-`LossScale`: the smallest values of float16 are 6e-8, and gradients of single tokens are less. Each backward pass begins
-with gradients of log-probabilities that are scaled so that the largest is about 1. The scale is a power of two, so
-scaling loses nothing, and it follows from the pass alone: there is no state to save.
+Each process has all weights and gradients, keeps the state of some parameters, and steps them for all. Of these it also
+has, where the weights have 16 bits, a copy in float32: a step of 1e-6 of a weight is lost in bfloat16, whose values are
+4e-3 apart. For the same reason gradients of 16-bit weights are accumulated and averaged in float32. torch's
+`ZeroRedundancyOptimizer` has no such copies.
 """
 
-import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +25,6 @@ from torch.nn import Parameter
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.grpo.ranks import object_group, send_weights, several, together
-
-
-class LossScale:
-    """Scales the backward passes of a step, whose gradients are added up in float32, and takes the scale out again."""
-
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._scale = 1.0
-
-    def watch(self, logprobs: Tensor) -> None:
-        """Scale the backward pass that begins at `logprobs`, of any shape."""
-        logprobs.register_hook(self._scaled)
-
-    def finish(self) -> None:
-        """Take the scale out of the gradients."""
-        self._multiply(1 / self._scale)
-        self._scale = 1.0
-
-    def _scaled(self, gradient: Tensor) -> Tensor:
-        largest = float(gradient.abs().max())
-        if not 0 < largest < math.inf:
-            return gradient
-        scale = 2.0 ** -math.frexp(largest)[1]
-        # those of the micro-batches before have another scale
-        self._multiply(scale / self._scale)
-        self._scale = scale
-        return gradient * scale
-
-    def _multiply(self, factor: float) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[int]:

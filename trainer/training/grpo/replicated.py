@@ -10,8 +10,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rolltap.trainer.names import public_model
 from rolltap.trainer.training.forward.decoder import unwrapped
 from rolltap.trainer.training.grpo import ranks
 from rolltap.trainer.training.grpo.config import require_whole_weights
-from rolltap.trainer.training.grpo.optimizer import LossScale, ShardedOptimizer, load_weights, local
+from rolltap.trainer.training.grpo.optimizer import ShardedOptimizer, load_weights, local
 from rolltap.trainer.training.grpo.sharding import shard
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class ReplicatedTrainer(GRPOTrainer):
     def _score(self, ids: Sequence[int], base: bool) -> list[float]:
         model = self.model
         without = base and hasattr(model, "disable_adapter")
-        with model.disable_adapter() if without else nullcontext(), self._autocast():
+        with model.disable_adapter() if without else nullcontext(), self.accelerator.autocast():
             logits = model(input_ids=torch.tensor([ids], device=self.args.device), use_cache=False).logits[0, :-1]
         logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=self.args.device))
         return [float(value) for value in logprobs]
@@ -201,8 +201,6 @@ class ReplicatedTrainer(GRPOTrainer):
 
     def _finish_gradients(self) -> None:
         """Average the gradients of a step. If one is not finite, drop them all: clipping would divide by their norm."""
-        if self._loss_scale is not None:
-            self._loss_scale.finish()
         ranks.average_gradients(self.model.parameters())
         own = (local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None)
         gradients = [gradient for gradient in own if gradient.numel()]
@@ -221,18 +219,6 @@ class ReplicatedTrainer(GRPOTrainer):
         else:
             with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
                 yield self.model
-
-    @cached_property
-    def _loss_scale(self) -> LossScale | None:
-        parameters = [*self.model.parameters()]
-        return LossScale(parameters) if any(p.dtype == torch.float16 for p in parameters) else None
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Return a context of mixed precision: accelerate's, or that of weights in float16, which it would scale."""
-        if self._loss_scale is not None:
-            return torch.autocast(self.args.device.type, torch.float16)
-        context: AbstractContextManager[Any] = self.accelerator.autocast()
-        return context
 
     @property
     def _sharded(self) -> ShardedOptimizer | None:

@@ -296,8 +296,6 @@ class TraceGRPOTrainer(ReplicatedTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (1, N), in place of TRL's."""
         scores = self._together(self._score_inputs)
-        if self._loss_scale is not None and len(scores.logprobs) and scores.logprobs.requires_grad:
-            self._loss_scale.watch(scores.logprobs)
         return _one_row(scores.logprobs), _one_row(scores.entropies), None
 
     def _score_inputs(self) -> Scores:
@@ -315,7 +313,7 @@ class TraceGRPOTrainer(ReplicatedTrainer):
 
     @cached_property
     def _forward(self) -> Forward:
-        found = Forward(self.model, self._autocast, self.args)
+        found = Forward(self.model, self.accelerator.autocast, self.args)
         self._gathered.clear()  # those of the probe belong to no step
         return found
 

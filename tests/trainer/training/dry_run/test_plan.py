@@ -69,7 +69,6 @@ def test_a_folder_of_tasks_is_there_and_its_tasks_are_counted(model):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"dtype": "float16"}, "float16"),
         ({"publish": "lora", "lora": {**LORA, "r": 1024}}, "lora.r = 1024"),
         ({"sessions": 2, "machine": {**GPU, "processes": 4}}, "only 2 sessions"),
         ({"processes": 2, "machine": {**GPU, "processes": 4}}, "machine.processes is 4, but"),

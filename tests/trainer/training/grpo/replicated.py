@@ -24,12 +24,11 @@ EVERY = [
             ("bfloat16", "segments"),
         ]
     ),
-    ("qwen3", "LoRA in float16", "segments"),
 ]
-CASES = [", ".join(case) for case in cases(EVERY, 1, 2, 7, 8)]
+CASES = [", ".join(case) for case in cases(EVERY, 1, 2, 7)]
 """The model, what of it is trained, and how rows run."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "LoRA in bfloat16": torch.bfloat16, "LoRA in float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "LoRA in bfloat16": torch.bfloat16}
 
 COMMON: dict[str, Any] = {
     "learning_rate": 1e-3,

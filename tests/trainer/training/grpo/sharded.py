@@ -34,7 +34,7 @@ DEEPER: dict[str, dict[str, Any]] = {
     for option, values in invariance.OPTIONS.items()
     if "lora" not in values
 }
-CASES = {**DEEPER, **SHORT, "qwen3, LoRA in float16, segments": MANY} if DEEP else SHORT
+CASES = {**DEEPER, **SHORT} if DEEP else SHORT
 RESUMED = (
     [case for case in CASES if case.count(",") == 2]
     if DEEP

@@ -38,7 +38,7 @@ def test_a_field_of_trl_that_is_not_accepted_says_its_name_its_value_and_why(tmp
     [
         ("top_p", "the recorder's option rolltap_sampling"),
         ("vllm_importance_sampling_cap", "set mismatch"),
-        ("bf16", "the type of the loaded weights decides"),
+        ("fp16", "load the weights in bfloat16 (bf16) or float32"),
         ("entropy_coef", "the gradient would depend on how"),
         ("gradient_checkpointing", "use activation_checkpointing"),
         ("save_on_each_node", "all nodes save into one folder"),

@@ -319,7 +319,6 @@ def test_the_type_of_the_weights_decides_the_precision_whatever_accelerate_is_se
         (torch.float32, None, "no"),
         (torch.bfloat16, None, "bf16"),
         (torch.bfloat16, LORA, "bf16"),
-        (torch.float16, LORA, "no"),  # with a context of our own
     ]:
         trainer = make_trainer(copy.deepcopy(model).to(dtype), tmp_path, [], peft_config=lora)
         assert trainer.accelerator.mixed_precision == precision, dtype
