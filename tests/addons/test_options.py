@@ -10,9 +10,6 @@ from mitmproxy.tools.dump import DumpMaster
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import OPTIONS, RecorderOptions, require_options
 from rolltap.addons.recorder import Startup, unknown_options
-from tests.conftest import ROOT
-
-HEADING = "| option | default | |\n| --- | --- | --- |\n"
 
 
 @pytest.fixture
@@ -21,17 +18,6 @@ async def options(tmp_path):
     master = DumpMaster(Options(confdir=str(tmp_path)))
     master.addons.add(Startup())
     return master.options
-
-
-def row(name, option):
-    default = "required" if option.required else option.default or ("" if option.default in ("", []) else "0")
-    text = str(default).lower() if isinstance(option.default, bool) else default
-    return f"| `{name}` | {f'`{text}`' if text and not option.required else text} | {option.help} |\n"
-
-
-def test_the_page_has_the_help_of_every_option():
-    page = (ROOT / "recipes" / "site" / "pages" / "recording.md").read_text()
-    assert HEADING + "".join(row(*each) for each in OPTIONS.items()) in page
 
 
 async def test_mitmproxy_has_them_with_their_types_and_fields_have_the_parsed_values(tmp_path):

@@ -1,11 +1,7 @@
 """The tables of the pages name what the code has, and nothing else."""
 
-import json
 import re
-from dataclasses import fields
 from typing import get_args
-
-from trl import GRPOConfig
 
 import rolltap
 from rolltap.addons.store.records import CallRole
@@ -13,8 +9,6 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import Strategy
 from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.recipe import Recipe
 from tests.conftest import ROOT
 from tests.readme.blocks import SITE
 
@@ -33,21 +27,6 @@ def table(page, heading):
     rows = re.findall(r"^\| (.*`.*) \|$", section(page, heading), re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     return {name: rest for first, *rest in cells for name in re.findall(r"`\[?(@?\w[\w/-]*)", first)}
-
-
-def test_the_keys_of_a_recipe():
-    assert table("recipes.md", "A recipe").keys() == Recipe.model_fields.keys()
-    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*\S) \|", section("recipes.md", "A recipe"), re.MULTILINE)
-    for first, second in rows:
-        for name, default in zip(re.findall(r"`\[?(\w+)", first), second.split(", "), strict=False):
-            if name not in ("dtype", "outcomes"):  # by the machine; a table of its own
-                field = Recipe.model_fields[name]
-                of_the_model = field.get_default(call_default_factory=True, validated_data={"ahead": 0})
-                assert json.loads(default.strip("`")) == of_the_model, name
-
-
-def test_a_preset_has_the_keys_of_the_table():
-    assert table("harnesses.md", "A preset of your own").keys() == rolltap.Harness.model_fields.keys()
 
 
 def test_the_presets_their_versions_and_how_they_are_installed():
@@ -83,12 +62,6 @@ def test_the_strategies_and_the_reasons_of_the_ledger():
 def flat(literal):
     """The values of a Literal, of those in it too."""
     return [value for each in get_args(literal) for value in (flat(each) if get_args(each) else [each])]
-
-
-def test_the_trainer_s_own_arguments():
-    trls = {each.name for each in fields(GRPOConfig)}
-    own = {each.name for each in fields(TraceGRPOConfig)} - trls
-    assert table("training.md", "What a step trains").keys() | {"mismatch_min", "mismatch_max"} == own
 
 
 def test_the_public_names_in_the_section_from_python():

@@ -34,10 +34,10 @@ class Harness(BaseModel):
     Attributes:
         name: Names the harness in the dataset.
         version: Version of the program that the preset was tested with.
-        install: The command that installs this version.
-        program: The program to start.
+        install: The command that installs this version. It is shown if the program is missing.
+        program: The program to start: a name that is looked up on the `PATH`, or a path.
         arguments: Arguments of every session, before all others.
-        headless: Arguments for one headless session: the program works on one instruction, uses its tools
+        headless: Further arguments of one headless session: the program works on one instruction, uses its tools
             without asking, also as root, and exits. `{instruction}` is replaced by the instruction.
         env: Variables that it needs: a placeholder key if it refuses to start without one, telemetry and update
             checks off. `{max_model_len}` is replaced by the engine's context window in tokens.

@@ -54,8 +54,9 @@ class _WorkspaceJudge(_Judge):
     """Fields of the judges that look at a workspace.
 
     Attributes:
-        paths: Glob patterns, relative to the workspace, of what the agent is to change: nothing else is applied. None:
-            all but the judge's own files. Settings of test runners are applied only where a pattern is their path.
+        paths: Glob patterns, relative to the workspace, of the files that the agent is to change:
+            nothing else is applied. By default all changes but the changes of the judge's own
+            files. Settings of test runners are applied only where a pattern is their path.
         files: Glob patterns, relative to the workspace, of further own files of the judge: see `judges/protected.py`.
         tests: Folder or file that is laid over the workspace after the agent's changes; relative to the task file.
     """
@@ -97,17 +98,20 @@ class CommandJudge(_ValueJudge):
     """A command that runs in the workspace.
 
     Attributes:
-        result: How the command says the reward. `status`: exit status 0 is 1, exit status 1 is 0, all others are
-            unjudged, and so is 1 without a module that Python needs.
-            `number` and `json`: one finite number, or a JSON object (`{"reward": 0.5, "parts": {"speed": 1.0}}`),
-            written at once to the file that ROLLTAP_REWARD_FILE names, which is opened once: the rewards of two
-            programs are none. A Python script (`python [OPTIONS] SCRIPT` or `-m MODULE`) writes it to the descriptor
-            that ROLLTAP_REWARD_FD names in its place, which its children do not have.
+        command: The command and its arguments.
+        result: Way in which the command gives the reward. `status`: exit status 0 is 1, exit status
+            1 is 0, all others are unjudged, and so is 1 without a module that Python needs.
+            `number` and `json`: one finite number, or a JSON object (`{"reward": 0.5, "parts":
+            {"speed": 1.0}}`), written at once to the file that ROLLTAP_REWARD_FILE names, which is
+            opened once: two programs that write give no reward. A Python script (`python [OPTIONS]
+            SCRIPT` or `-m MODULE`) writes it to the descriptor that ROLLTAP_REWARD_FD names in its
+            place, which its children do not have.
         reward_files: Absolute paths in the box at which the command writes its reward instead. They are write-only
             pipes, and one reward may come out of all of them.
         mounts: Absolute path in the box -> file or folder of this machine, visible there, read-only. The runtime
             `process` has no paths of its own: the task is refused there.
         writable: Absolute paths in the box of empty folders that the command may write to.
+        env: Further environment variables of the command.
     """
 
     kind: Literal["command"] = "command"
@@ -142,8 +146,9 @@ class PytestJudge(_WorkspaceJudge):
         pass_to_pass: Tests that passed before.
         test_patch: Unified diff that is applied after the agent's changes and `tests`. Its files are protected.
         log_parser: Name of a log parser of the `swebench` package (extra `swe`), for instance `parse_log_django`: the
-            tests' results are read from the output of `command` then, and no report is needed. None: the report. The
-            agent's code can print what the parser takes for results.
+            tests' results are read from the output of `command` then, and no report is needed. By default
+            the report is read. The agent's code can print lines that the parser takes for results.
+        env: Further environment variables of the command.
     """
 
     kind: Literal["pytest"] = "pytest"
@@ -171,10 +176,12 @@ class LLMJudge(_Judge):
     """A model that reads the changes and a rubric, at an OpenAI-compatible endpoint.
 
     Attributes:
+        rubric: Text by which the model judges.
         url: Base URL, for instance `https://api.openai.com/v1`. The engine of the policy is refused, unless
             `policy_judges_itself` is true.
         model: Name of the model there.
         key_env: Name of the environment variable with the key.
+        policy_judges_itself: True accepts the engine of the policy.
     """
 
     kind: Literal["llm"] = "llm"
@@ -186,7 +193,13 @@ class LLMJudge(_Judge):
 
 
 class WeightedJudge(BaseModel):
-    """One of several judges: its name among the parts, and its weight in the mean."""
+    """One of several judges.
+
+    Attributes:
+        name: Its name among the parts.
+        weight: Its weight in the mean.
+        judge: Its description.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -196,7 +209,11 @@ class WeightedJudge(BaseModel):
 
 
 class SeveralJudges(BaseModel):
-    """Several judges: the reward is the weighted mean of theirs. When one cannot judge, the session is unjudged."""
+    """Several judges: the reward is the weighted mean of theirs. When one cannot judge, the session is unjudged.
+
+    Attributes:
+        judges: The judges, each with a name and a weight.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -286,29 +303,30 @@ class Task(BaseModel):
     Attributes:
         id: Name of the task in the dataset: letters, digits, dot, dash and underscore.
         instruction: Prompt for the harness.
-        workspace: Folder of which every session gets a copy. None: an empty folder, or the folder `workdir` of the
+        workspace: Folder of which every session gets a copy. By default an empty folder, or the folder `workdir` of the
             image. A git checkout in it has the history up to its commit, and nothing else of its repository.
-        commit: Id of the commit that the checkout or bare repository `workspace` starts at; None: what is checked out,
-            with its changes. Of a workspace in the image the files stay, and the history ends there.
+        commit: Id of the commit at which the checkout or bare repository `workspace` starts. By default the files as
+            they are checked out, with their changes. The files of a workspace in the image stay, and its history ends
+            at the commit.
         files: Path in the workspace -> file or folder of this machine that is laid there, over what `workspace` has.
-        image: Container image that the session runs in, or the absolute path of a root folder; None: none. The runtime
-            must have images then, unless `image_optional`.
-        image_optional: True: a runtime without images takes this machine's system folders instead. The workspace never
-            starts with the image's `workdir` then.
+        image: Container image in which the session runs, or the absolute path of a root folder. The runtime must have
+            images then, unless `image_optional` is true.
+        image_optional: True if a runtime without images may take this machine's system folders instead. The workspace
+            never starts with the image's `workdir` then.
         build: Image to be built, in place of `image`. It needs the runtime `container` with its setting `build`.
         workdir: Absolute path of the workspace in a runtime with files of its own.
-        timeout: Seconds after which the harness is stopped; None: the rollout's.
+        timeout: Seconds after which the harness is stopped. By default the rollout's `timeout`.
         limits: Limits of the session's box.
         env: Further environment variables of the harness and of the judge.
-        needs_network: Where the task, or its judge, asks for a network beyond the recorder, as a phrase; None:
-            nowhere. Only the runtime `process` runs such a task, and none one whose judge has `mounts` or `writable`.
+        needs_network: Place where the task, or its judge, asks for a network beyond the recorder, as a phrase. Only the
+            runtime `process` runs such a task; no runtime runs it if its judge has `mounts` or `writable`.
         judge: Description of the judge.
         evaluate: Short form of a `CommandJudge` with this command. A task has either `judge` or `evaluate`.
-        solution: Solves the task, for `rolltap tasks check`; no session sees it, and it does not count in the digest. A
-            folder with `solve.sh`, which is run in the workspace; another folder, which is laid over the workspace; or
-            a file with a unified diff.
+        solution: Solution of the task, for `rolltap tasks check`: a folder with `solve.sh`, which is run in the
+            workspace; another folder, which is laid over the workspace; or a file with a unified diff. No session sees
+            it, and it does not count in the digest.
         gold_patch: A unified diff that solves the task, in place of `solution`. It is in no dump of the task.
-        source: Where the task is from, for messages: a folder, or a file and its row.
+        source: Origin of the task, for messages: a folder, or a file and its row.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

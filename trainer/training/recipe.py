@@ -51,8 +51,8 @@ class HeldOut(BaseModel):
     sessions: int = Field(default=4, ge=1)
     """Sessions of each task."""
     sampling: dict[str, int | float] = {"temperature": 0.0}
-    """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`). `{}` samples as the training
-    does."""
+    """Sampling parameters in place of the training's, key by key (those of `rolltap_sampling`).
+    `{}` samples as the training does."""
     share: float = Field(default=0.25, gt=0, lt=1)
     """Share of the slots (`concurrency`) for these tasks while sessions of the training wait too."""
 

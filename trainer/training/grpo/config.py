@@ -46,20 +46,20 @@ class TraceGRPOConfig(GRPOConfig):
     """Way of traces through the model. `segments`: a prefix that traces of a step share is computed once, and traces of
     any length run in pieces. `padded`: each trace is a row, in one piece."""
     tokens_per_segment: Annotated[int, Limit(ge=LEAST_TOKENS)] | None = None
-    """Maximum number of tokens of one forward pass of segments. By default planned from `memory_gib`, and 1024 on a CPU or
-    with `activation_checkpointing = false`."""
+    """Maximum number of tokens of one forward pass of segments. By default planned from
+    `memory_gib`, and 1024 on a CPU or with `activation_checkpointing = false`."""
     memory_gib: _Positive | None = None
     """Memory for states, activations and logits, in GiB. By default the free memory of a CUDA device."""
     offload_states: bool = False
     """Keep the states of segments in pinned host memory between their uses."""
     sharding: Literal["optimizer", "full"] = "optimizer"
-    """Share of each process. `optimizer`: of the optimizer's state, and of the float32 copies of 16-bit weights. `full`:
-    also of the weights and gradients of all layers, for models that do not fit one GPU; layers are gathered as they
-    run."""
+    """Share of each process. `optimizer`: of the optimizer's state, and of the float32 copies of
+    16-bit weights. `full`: also of the weights and gradients of all layers, for models that do not
+    fit one GPU; layers are gathered as they run."""
     normalise: Literal["tokens", "sessions", "constant"] = "tokens"
-    """Weights of sessions in the loss. `tokens`: each trained token weighs the same. `sessions`: each session weighs the
-    same, and its tokens share its weight. `constant`: each token weighs 1 / (sessions * `max_completion_length`), as in
-    Dr. GRPO."""
+    """Weights of sessions in the loss. `tokens`: each trained token weighs the same. `sessions`:
+    each session weighs the same, and its tokens share its weight. `constant`: each token weighs 1 /
+    (sessions * `max_completion_length`), as in Dr. GRPO."""
     mismatch: Literal["clip", "truncate", "mask"] = "clip"
     """Correction of the difference between engine and trainer. `clip`: the loss's ratio is to the engine's probability,
     and is clipped. `truncate`, `mask`: the ratio is to the trainer's own probability before the step, which takes one
@@ -70,13 +70,13 @@ class TraceGRPOConfig(GRPOConfig):
     mismatch_max: Annotated[float, Limit(ge=1)] = 2.0
     """Upper limit of the weight trainer / engine."""
     routing: Literal["own", "recorded"] = "own"
-    """Experts that compute a token. `own`: the trainer's router chooses them. `recorded`: the engine has chosen them, so
-    that trainer and engine compute the same. An online training records them; recorded runs need `rolltap_routing`. The
-    engine needs `rolltap serve --routing`."""
+    """Experts that compute a token. `own`: the trainer's router chooses them. `recorded`: the
+    engine has chosen them, so that trainer and engine compute the same. An online training records
+    them; recorded runs need `rolltap_routing`. The engine needs `rolltap serve --routing`."""
     teacher_share: Annotated[float, Limit(ge=0, le=1)] = 0.0
-    """Share of a teacher in the advantage of a token, for traces with its scores: (1 - share) * advantage of the session +
-    share * (log p_teacher - log p_trainer), by the trainer's weights as they are. A recipe with `teacher` has 1 by
-    default."""
+    """Share of a teacher in the advantage of a token, for traces with its scores: (1 - share) *
+    advantage of the session + share * (log p_teacher - log p_trainer), by the trainer's weights as
+    they are. A recipe with `teacher` has 1 by default."""
 
     # TRL's, with limits. These losses are a sum over tokens, divided by the number of trained tokens of the batch. The
     # others average over rows or a micro-batch, or weigh rows: their gradient depends on how sessions are cut
@@ -145,8 +145,6 @@ class TraceGRPOConfig(GRPOConfig):
             yield "epsilon_high", "with loss_type = 'cispo', where it is a token's largest weight: give more than 1"
         if self.sharding == "full" and not self.activation_checkpointing:
             yield "sharding", "with activation_checkpointing = False: leave one of them out"
-        if self.sharding == "full" and self.push_to_hub:
-            yield "sharding", "with push_to_hub: its checkpoints are not models; push the finished one"
         if self.normalise == "constant" and self.max_completion_length is None:
             yield "max_completion_length", "with normalise = 'constant', which divides by it: give a number of tokens"
         if self.teacher_share and self.temperature != 1:
@@ -166,12 +164,10 @@ class TraceGRPOConfig(GRPOConfig):
 _TYPES = get_type_hints(TraceGRPOConfig, include_extras=True)
 
 _FOR_THE_REST = """
-    output_dir max_steps num_train_epochs seed full_determinism use_cpu shuffle_dataset trust_remote_code tf32
-    lr_scheduler_type lr_scheduler_kwargs optim optim_args adam_beta1 adam_beta2 adam_epsilon disable_dropout
-    torch_empty_cache_steps save_strategy save_steps save_total_limit logging_strategy logging_steps
-    logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica disable_tqdm report_to
-    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id push_to_hub hub_token hub_private_repo
-    hub_model_id hub_strategy hub_always_push hub_revision ddp_backend ddp_timeout
+    output_dir max_steps num_train_epochs seed use_cpu shuffle_dataset trust_remote_code lr_scheduler_type
+    lr_scheduler_kwargs optim optim_args adam_beta1 adam_beta2 adam_epsilon disable_dropout save_strategy save_steps
+    save_total_limit logging_strategy logging_steps logging_first_step log_level disable_tqdm report_to run_name project
+    trackio_space_id
 """
 ACCEPTED = frozenset(TraceGRPOConfig.__annotations__).union(_FOR_THE_REST.split())
 """Fields that may be set: those above, and TRL's for model, optimizer, checkpoints and logging."""
@@ -182,7 +178,7 @@ _WITHOUT_EFFECT = (
     ("mismatch", "clip", "mismatch_min mismatch_max"),
     ("loss_type", "cispo", "epsilon delta"),
     ("beta", 0, "use_bias_correction_kl"),
-    ("push_to_hub", False, "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"),
+    ("report_to", "none", "trackio_space_id"),
     ("normalise", "tokens", "max_completion_length"),
     ("normalise", "sessions", "max_completion_length"),
 )
@@ -214,10 +210,12 @@ _REASONS = {
         "fsdp deepspeed parallelism_ accelerator_ ddp_ average_tokens"
     ),
     "the model must have the log-probabilities that the engine sampled with": (
-        "neftune_ label_smoothing torch_compile use_liger liger_ cast_lm_head"
+        "neftune_ label_smoothing torch_compile use_liger liger_ cast_lm_head tf32"
     ),
     "use activation_checkpointing": "gradient_checkpointing",
     "all nodes save into one folder": "save_on_each_node",
+    "push the finished model: hf upload REPO RUN/model": "push_to_hub hub_",
+    "the first process alone logs": "log_level_replica log_on_each_node",
 }
 """Reason -> beginnings of the names of the fields of `GRPOConfig` that must keep their defaults for it."""
 
