@@ -149,8 +149,6 @@ def _require_used(grpo: Mapping[str, Any]) -> None:
             raise InputError(f"{what} does nothing here: {_ELSEWHERE[key]}")
         if key == "max_completion_length" and grpo.get("normalise") != "constant":
             raise InputError(f"{what} has no effect without grpo.normalise = 'constant': {_LENGTHS}")
-        if key in ("ddp_backend", "ddp_timeout"):
-            raise InputError(f"grpo.{key} is set by rolltap: remove it")
     _check_names("grpo", TraceGRPOConfig, grpo)
     for key in grpo:
         if key not in ACCEPTED:

@@ -24,9 +24,8 @@ _CONSTANT = ("constant", "constant_with_warmup")
 _DIGEST = "sha256:"
 
 _FREE_FIELDS = """
-    gradient_accumulation_steps steps_per_generation forward tokens_per_segment memory_gib offload_states
-    activation_checkpointing activation_checkpointing_kwargs torch_empty_cache_steps use_cpu full_determinism
-    report_to run_name project disable_tqdm push_to_hub logging_* log_* save_* hub_* trackio_*
+    gradient_accumulation_steps forward tokens_per_segment memory_gib offload_states activation_checkpointing use_cpu
+    report_to run_name project trackio_space_id disable_tqdm logging_* log_level save_*
 """
 """Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""
 

@@ -128,7 +128,7 @@ class TestChecks:
             ('[grpo]\nreport_to = "pencil"\n', "grpo.report_to = 'pencil': pencil is not supported"),
             ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", "model_init_kwargs.dtype: set `dtype`"),
             ("[grpo]\nmodel_init_kwargs = 1\n", "grpo.model_init_kwargs = 1: Input should be a valid dictionary"),
-            ("[grpo]\nddp_backend = 'mpi'\n", "grpo.ddp_backend is set by rolltap"),
+            ("[grpo]\nddp_backend = 'mpi'\n", r"grpo\.ddp_backend = 'mpi': processes average their gradients once"),
             ("[grpo]\nfp16 = true\n", r"grpo\.fp16 = True does .*: write the recipe's key dtype: bfloat16 \(bf16\)"),
             ("[lora]\nrr = 8\n", r"lora\.rr = 8 is no argument of LoraConfig: write lora\.r, or remove it"),
             ("[lora]\nwhat = 8\n", r"lora\.what = 8 is no argument of LoraConfig: correct or remove it"),

@@ -42,6 +42,10 @@ def test_a_field_of_trl_that_is_not_accepted_says_its_name_its_value_and_why(tmp
         ("entropy_coef", "the gradient would depend on how"),
         ("gradient_checkpointing", "use activation_checkpointing"),
         ("save_on_each_node", "all nodes save into one folder"),
+        ("hub_model_id", "push the finished model: hf upload REPO RUN/model"),
+        ("log_level_replica", "the first process alone logs"),
+        ("ddp_timeout", "processes average their gradients once"),
+        ("tf32", "the log-probabilities that the engine sampled with"),
         ("dataloader_num_workers", "has no use for it"),
     ],
 )
@@ -109,6 +113,7 @@ def test_the_reasons(name, why):
         ({"report_to": "pencil"}, "report_to = 'pencil': pencil is not supported"),
         ({"report_to": ["none", "tensorboard"]}, "none is not supported"),
         ({"report_to": 5}, "report_to = 5: Input should be a valid string"),
+        ({"report_to": "none", "trackio_space_id": "me/x"}, "trackio_space_id = 'me/x' has no effect with report_to"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(tmp_path, values, message):

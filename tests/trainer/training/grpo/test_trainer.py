@@ -267,6 +267,13 @@ def test_dropout_is_refused(model, tmp_path, attention, lora):
         make_trainer(model, tmp_path, [], peft_config=adapter)
 
 
+def test_a_model_with_dropout_is_trained_when_the_arguments_turn_it_off(model, tmp_path):
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    trainer = make_trainer(model, tmp_path, [], peft_config=adapter, disable_dropout=True)
+    dropouts = [module for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)]
+    assert {dropout.p for dropout in dropouts} == {0}
+
+
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
