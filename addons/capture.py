@@ -118,16 +118,17 @@ class Capture:
             if ends_session(flow.request):
                 self._redirect(flow, None)
             return
+        if headers.get("upgrade", "").lower() == "websocket":
+            # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
+            flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
+            self.record(event_of(flow, "refused", "a WebSocket, which is not served"))
+            return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)
         if route is None:
             return
         chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
         if route.prefix in UNSPECIFIC_PREFIXES and not chosen and self._is_named(flow.request.host, flow.request.port):
             return  # a path of a host of the user's that may be no model API
-        if route.service == "websocket" and not ctx.options.rolltap_websocket:
-            # 426 makes Codex fall back immediately; after other statuses it retries for seconds
-            flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-            return
         self._redirect(flow, route)
 
     def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:

@@ -248,19 +248,14 @@ class Egress:
             self._let_through[flow.client_conn] = _Asked(target, session_id, decision == "served")
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
-        """Forward a reply as it arrives. Close a connection that would change to another protocol than WebSocket."""
+        """Forward a reply as it arrives. Close a connection that would change to another protocol."""
         assert flow.response is not None
-        if flow.response.status_code == 101 and not _opens_websocket(flow):
-            named = filter(None, map(flow.response.headers.get, ("upgrade", "sec-websocket-extensions")))
-            self._record(event_of(flow, "refused", f"a change to {' with '.join(named) or 'no protocol'}"))
+        if flow.response.status_code == 101:
+            protocol = flow.response.headers.get("upgrade", "no protocol")
+            self._record(event_of(flow, "refused", f"a change to {protocol}"))
             flow.kill()
         else:
             flow.response.stream = flow.response.stream or True
-
-    def websocket_message(self, flow: http.HTTPFlow) -> None:
-        """Drop all but the newest message. mitmproxy would keep every message for the life of the connection."""
-        if flow.websocket is not None:
-            del flow.websocket.messages[:-1]
 
     async def server_connect(self, data: ServerConnectionHookData) -> None:
         """Refuse a connection that is not allowed, before it is opened: nobody learns which ports of a host are open.
@@ -319,7 +314,7 @@ class Egress:
         method, target = flow.request.method, flow.request.path
         if decision == "refused" and (wanted := advice(method, target)):
             self._record(event_of(flow, "uncaptured", f"refused: {wanted}"))
-        elif looks_like_model_call(method, target, flow.request.headers):
+        elif looks_like_model_call(method, target):
             self._record(event_of(flow, "uncaptured", "refused" if decision == "refused" else "let through"))
         elif decision == "refused":
             self._record(event_of(flow, "refused", ""))
@@ -330,18 +325,7 @@ def _host(server: connection.Server) -> str:
 
 
 def _keep_to_http(request: http.Request) -> None:
-    """Remove what asks for other protocols: a proxy may ignore `Upgrade` (RFC 9110, 7.8); and for compressed messages,
-    which mitmproxy decompresses without a bound."""
-    for name in ("http2-settings", "sec-websocket-extensions"):
-        request.headers.pop(name, None)
-    if request.headers.get("upgrade", "").lower() not in ("", "websocket"):
-        for name in ("upgrade", "connection"):
-            request.headers.pop(name, None)
-
-
-def _opens_websocket(flow: http.HTTPFlow) -> bool:
-    """Return True when mitmproxy takes a 101 for a WebSocket, without an extension: none was asked for."""
-    assert flow.response is not None
-    version, upgrade = flow.request.headers.get("sec-websocket-version"), flow.response.headers.get("upgrade", "")
-    extensions = "sec-websocket-extensions" in flow.response.headers
-    return version == "13" and upgrade.lower() == "websocket" and bool(ctx.options.websocket) and not extensions
+    """Remove what asks for other protocols: a proxy may ignore `Upgrade` (RFC 9110, 7.8)."""
+    request.headers.pop("http2-settings", None)
+    if request.headers.pop("upgrade", ""):
+        request.headers.pop("connection", None)

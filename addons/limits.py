@@ -77,15 +77,10 @@ class _Requests:
         raise NotImplementedError
 
     def response(self, flow: http.HTTPFlow) -> None:
-        """End a request whose reply is complete."""
-        if flow.websocket is None:
-            self._end(flow.client_conn)
-
-    def error(self, flow: http.HTTPFlow) -> None:
-        """End a request that failed, or that opened a WebSocket which was closed."""
+        """End a request whose reply is complete, or that failed."""
         self._end(flow.client_conn)
 
-    websocket_end = error
+    error = response
 
 
 class Descriptors(_Requests):

@@ -296,12 +296,6 @@ class RecorderOptions:
         "`http://session.rolltap/end` with a JSON object of the keys reward, parts, task and group. Only for programs "
         "that you trust: a harness knows its session's credentials, and can send a reward of its own.",
     )
-    websocket: bool = _option(
-        False,
-        "Accept WebSocket connections of the Responses API. When false they get 426, and Codex falls back to HTTP "
-        "immediately.",
-        live=True,
-    )
     rerun: RecordedFrom | None = _option(
         "",
         "Recorded session whose calls answer the requests, as `rolltap rerun` sets it: a JSON object such as "

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 from urllib.parse import unquote
 
 from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
@@ -46,23 +45,20 @@ _STORED_PREFIX = "/openai"
 _MOST_FOLDERS = 12
 """Number of folders that a prefix may have: a search for one takes no longer for a longer path."""
 
-Service = Literal[Operation, "websocket"]
-"""A request's operation; `websocket` opens a connection that speaks the Responses API."""
-
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """An API, the service that a request asks of it, and what its path has before the API's own path."""
 
     dialect: Dialect
-    service: Service
+    service: Operation
     prefix: str = ""
 
     def __str__(self) -> str:
         return f"{self.dialect.NAME} {self.service}"
 
 
-ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, s) for s in get_args(Service))}
+ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, each) for each in get_args(Operation))}
 """Route by its text, which the endpoint receives in a header. Holds every pair of an API and a service."""
 
 
@@ -82,8 +78,6 @@ def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: C
 
 
 def _route(method: str, path: str, headers: Mapping[str, str], prefix: str) -> Route | None:
-    if headers.get("upgrade", "").lower() == "websocket" and path in openai_responses.PATHS:
-        return Route(openai_responses, "websocket", prefix)
     for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)
         if operation is not None:
@@ -128,19 +122,18 @@ _BEDROCK = re.compile(r"/model/[^/]+/(converse|invoke)[a-z-]*")
 """Path of a call of a model in Amazon Bedrock's own APIs."""
 
 
-def looks_like_model_call(method: str, target: str, headers: Mapping[str, str] = MappingProxyType({})) -> bool:
+def looks_like_model_call(method: str, target: str) -> bool:
     """Return True when a request that is not served is probably a model call, however its path is spelled.
 
-    A heuristic: a POST, or the opening of a WebSocket, whose path ends like those of known model APIs. Servers differ
-    in what they ignore of a path. It is compared as the most tolerant one would read it: decoded, in lower case,
-    without parameters, empty folders and dot segments, and without what follows the name.
+    A heuristic: a POST whose path ends like those of known model APIs. Servers differ in what they ignore of a path. It
+    is compared as the most tolerant one would read it: decoded, in lower case, without parameters, empty folders and
+    dot segments, and without what follows the name.
     """
     path = target.partition("?")[0]
     for _ in range(_DECODED):
         path = unquote(path)
     path = posixpath.normpath("///" + re.sub(r";[^/]*|[?#].*", "", path.replace("\\", "/"), flags=re.S))
-    opens = method == "POST" or headers.get("upgrade", "").lower() == "websocket"
-    return opens and _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
+    return method == "POST" and _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
 
 
 def advice(method: str, target: str) -> str:

@@ -133,7 +133,7 @@ class MemoryQuota:
 
 
 class Reservation:
-    """The bytes of a `MemoryQuota` that one request, or one connection, holds."""
+    """The bytes of a `MemoryQuota` that one request holds."""
 
     def __init__(self, quota: MemoryQuota, session_id: str) -> None:
         self._quota = quota
@@ -148,8 +148,9 @@ class Reservation:
         """
         try:
             async with asyncio.timeout(self._quota.patience):
-                while not self.try_take(num_bytes):
+                while not self._quota.fits(self._session_id, num_bytes):
                     await self._quota.freed()
+                self.free(-num_bytes)
         except TimeoutError:
             raise DialectError(
                 "Too many long requests are in progress. Try again later.",
@@ -157,17 +158,6 @@ class Reservation:
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             ) from None
-
-    def try_take(self, num_bytes: int) -> bool:
-        """Hold so many more bytes, or return False when the quota does not have them."""
-        if not self.fits(num_bytes):
-            return False
-        self.free(-num_bytes)
-        return True
-
-    def fits(self, num_bytes: int) -> bool:
-        """Return True when the quota has so many more bytes."""
-        return self._quota.fits(self._session_id, num_bytes)
 
     def free(self, num_bytes: int) -> None:
         """Hold so many bytes less."""

@@ -38,7 +38,6 @@ from rolltap.addons.endpoint.rerun import served_model
 from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
-from rolltap.addons.endpoint.websocket import SocketConnection
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
@@ -237,15 +236,6 @@ class Endpoint:
         if request.headers[ROUTE_HEADER] == END:
             return await self._end(request, asked)
         route = ROUTES[request.headers[ROUTE_HEADER]]
-        if route.service == "websocket":
-            connection = SocketConnection(
-                client=asked,
-                begin=partial(self._begin, route.dialect, request=asked),
-                reject=partial(self._reject, asked),
-                workers=self._workers,
-                quota=self._bodies.quota,
-            )
-            return await connection.serve(request)
         try:
             match route.service:
                 case "models":

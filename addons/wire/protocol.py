@@ -1,9 +1,8 @@
 """mitmproxy's layers for HTTP/1 and TLS with bounds, for both sides: clients, authenticated or not, and allowed hosts.
 
-mitmproxy has no bound for headers, for chunks, for what waits behind a message, for the first bytes of a connection,
-and for messages and frames of WebSockets. It takes an interim reply for the last one, and fails at trailers. It keeps
-bodies of requests that are answered here, answers bad messages without telling an addon, and gives addons no call to
-close a connection.
+mitmproxy has no bound for headers, for chunks, for what waits behind a message, and for the first bytes of a
+connection. It takes an interim reply for the last one, and fails at trailers. It keeps bodies of requests that are
+answered here, answers bad messages without telling an addon, and gives addons no call to close a connection.
 """
 
 import asyncio
@@ -33,10 +32,9 @@ from mitmproxy.proxy.layers.http._events import (
     ResponseProtocolError,
 )
 from mitmproxy.proxy.layers.http._http1 import Http1Client, Http1Connection, Http1Server
-from mitmproxy.proxy.layers.websocket import WebsocketLayer
 from mitmproxy.proxy.server import ConnectionHandler
 
-from rolltap.addons.wire.pieces import Chunks, Frames
+from rolltap.addons.wire.pieces import Chunks
 
 HEADER_LIMIT = 64 * 1024
 """Maximum bytes of a first line and its headers, of trailers, and of what waits behind a message."""
@@ -44,8 +42,8 @@ HEADER_COUNT = 100
 """Maximum number of headers. aiohttp's own limit is 128."""
 INTERIM_COUNT = 100
 """Maximum number of interim replies (RFC 9110, 15.2) before the reply."""
-MESSAGE_LIMIT = 16 * 1024 * 1024
-"""Maximum bytes of a WebSocket message. mitmproxy takes quadratic time to join its parts."""
+WAITING_LIMIT = 16 * 1024 * 1024
+"""Maximum bytes of a body that waits for an addon or a connection."""
 
 Report = Callable[[Context, http.Request | None, str], None]
 """Takes the context of a connection, the request if it could be read, and the reason of a refusal."""
@@ -173,7 +171,7 @@ class _Stream(HttpStream):
     def handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
         """Handle an event. Closes a connection whose body does not wait."""
         self._kept = self._kept + len(event.data) if self._paused and isinstance(event, RequestData) else 0
-        if self._kept > MESSAGE_LIMIT:
+        if self._kept > WAITING_LIMIT:
             self._report(self.context, self.flow.request, f"{self._kept} bytes of a body that nobody reads yet")
             close_client(self.context.client)
             return
@@ -186,17 +184,6 @@ class _Stream(HttpStream):
         if not isinstance(event, RequestData):
             yield from super().state_consume_request_body(event)
 
-    def passthrough(self, event: events.Event) -> layer.CommandGenerator[None]:
-        """Close a WebSocket whose message is too long."""
-        child = self.child_layer
-        yield from super().passthrough(event)
-        if isinstance(child, WebsocketLayer) and (
-            max(sum(map(len, side.frame_buf)) for side in (child.client_ws, child.server_ws)) > MESSAGE_LIMIT
-        ):
-            self._report(self.context, self.flow.request, f"a WebSocket message over {MESSAGE_LIMIT} bytes")
-            self._handle_event = self.state_errored  # what still arrives is dropped
-            yield commands.CloseConnection(self.context.client)
-
 
 class _Peer(Http1Connection):
     """One side of the exchanges. What it sends is bounded, whoever it is."""
@@ -204,7 +191,6 @@ class _Peer(Http1Connection):
     def __init__(self, context: Context, report: Report) -> None:
         super().__init__(context)  # type: ignore[call-arg]
         self._report = report
-        self._frames = Frames()
 
     def _handle_event(self, event: events.Event) -> layer.CommandGenerator[None]:
         yield from super()._handle_event(event)
@@ -221,15 +207,6 @@ class _Peer(Http1Connection):
                 self._tell(getattr(self.body_reader, "refusal", "") or "the body breaks HTTP/1.1")
                 self.state = self.done
             yield command
-
-    def passthrough(self, event: events.Event) -> layer.CommandGenerator[None]:
-        """Pass on what a tunnel or a WebSocket carries. End a WebSocket with too many frames."""
-        is_websocket = self.response is not None and self.response.status_code == 101
-        if is_websocket and isinstance(event, events.DataReceived) and not self._frames.accept(event.data):
-            self._tell("too many WebSocket frames")
-            self.state = self.done
-            event = events.ConnectionClosed(self.conn)  # the other side gets the end of a WebSocket
-        yield from super().passthrough(event)
 
     def _refuse(self, status: int, reason: str) -> layer.CommandGenerator[None]:
         """Refuse what this side sent. `status` is for a client that has no reply yet."""

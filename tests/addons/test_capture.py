@@ -154,12 +154,12 @@ class TestModelCalls:
         assert flow.request.headers["x-openai-subagent"] == "\\udcff\\x1b[2Jé"
         assert flow.request.path == "/v1/chat/completions?a=b%20c&d=%FF%1B%E9"
 
-    def test_a_websocket_is_declined_so_that_codex_falls_back_at_once_unless_it_is_asked_for(self, capture):
-        flow = captured(capture, "GET", "https://api.openai.com/v1/responses", {"upgrade": "websocket"})
+    @pytest.mark.parametrize("url", ["https://api.openai.com/v1/responses", "https://pypi.org/"])
+    def test_a_websocket_is_refused_so_that_codex_falls_back_at_once(self, capture, url):
+        flow = captured(capture, "GET", url, {"Upgrade": "WebSocket"})
         assert (flow.response.status_code, CAPTURED in flow.metadata) == (426, False)
-        ctx.options.rolltap_websocket = True
-        flow = captured(capture, "GET", "https://api.openai.com/v1/responses", {"Upgrade": "WebSocket"})
-        assert (flow.response, flow.metadata[CAPTURED]) == (None, True)
+        (event,) = read_rows(capture.endpoint.writer.run, "events")
+        assert (event["kind"], event["detail"]) == ("refused", "a WebSocket, which is not served")
 
     def test_nothing_is_captured_without_a_session_or_after_another_answer(self, capture):
         answered, unknown = request(), request()

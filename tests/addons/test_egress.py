@@ -173,13 +173,6 @@ def test_what_is_let_through_is_streamed_both_ways(egress, metadata):
     assert (flow.request.stream, flow.response.stream) == (True, True)
 
 
-def test_the_messages_of_a_websocket_are_not_kept(egress):
-    flow = tflow.twebsocketflow()
-    last = flow.websocket.messages[-1]
-    egress.websocket_message(flow)
-    assert flow.websocket.messages == [last]
-
-
 def test_a_tunnel_is_answered_without_connecting_and_carries_http_alone(egress):
     assert (ctx.options.connection_strategy, ctx.options.upstream_cert, ctx.options.rawtcp) == ("lazy", False, False)
 

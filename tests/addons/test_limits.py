@@ -51,7 +51,7 @@ def test_a_session_has_so_many_requests_at_the_same_time(limits, events):
     assert request(limits).response is None
 
 
-@pytest.mark.parametrize("end", ["response", "error", "client_disconnected", "websocket_end"])
+@pytest.mark.parametrize("end", ["response", "error", "client_disconnected"])
 def test_a_request_is_over_once_however_it_ends(limits, end):
     ctx.options.rolltap_max_concurrent_calls = 1
     flow = request(limits)
@@ -155,7 +155,7 @@ async def test_the_oldest_idle_connection_of_who_holds_most_is_closed_first(desc
     assert {event.detail for event in events} == {"closed to make room for others"}
 
 
-@pytest.mark.parametrize("end", ["response", "error", "websocket_end"])
+@pytest.mark.parametrize("end", ["response", "error"])
 async def test_a_new_connection_is_refused_until_a_request_of_another_has_ended(descriptors, closed, end):
     clients = [connect(descriptors) for _ in range(4)]
     flows = [ask(descriptors, client) for client in clients]

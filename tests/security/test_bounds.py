@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import aiohttp
 import brotli
 import pytest
 import zstandard
@@ -24,7 +23,7 @@ MOST_GROWTH = 100 * MEGABYTE
 """Maximum growth of the recorder's memory. A body of the limit, 32 MiB, is held about twice."""
 
 
-OPTIONS = ["rolltap_allow=127.0.0.3:*", "rolltap_websocket=true"]
+OPTIONS = ["rolltap_allow=127.0.0.3:*"]
 
 
 @pytest.fixture
@@ -242,29 +241,6 @@ def test_a_long_model_name_is_refused_and_written_nowhere(recorder, news):
         assert client.post(f"https://generativelanguage.googleapis.com{path}", json={}).status_code == 400
     assert len(news("rejected")) == 2
     assert all(len(event["path"]) < 600 for event in recorder.rows("events"))
-
-
-async def test_the_conversations_of_a_websocket_do_not_grow_without_end(recorder, peak):
-    item = {"role": "user", "content": "x" * (6 * MEGABYTE)}
-    request = {"type": "response.create", "generate": False, "model": "m", "input": [item]}
-    url, proxy = "http://api.openai.com/v1/responses", f"http://s4:x@{recorder.address}"
-    async with aiohttp.ClientSession() as client, client.ws_connect(url, proxy=proxy, max_msg_size=0) as connection:
-
-        async def answer(**fields):
-            await connection.send_json({**request, **fields})
-            while (event := await connection.receive_json())["type"] == "response.created":
-                pass
-            return event
-
-        previous = None
-        for _ in range(12):
-            event = await answer(previous_response_id=previous)
-            assert event["type"] == "response.completed"
-            previous = event["response"]["id"]
-        # there was no room for it, or for one that it names
-        refused = await answer(generate=True, previous_response_id=previous)
-        assert refused["error"]["code"] == "previous_response_not_found"
-    assert peak() < 250 * MEGABYTE
 
 
 LONG = {

@@ -194,17 +194,11 @@ def test_http_2_is_not_agreed_on(recorder):
         assert connection.selected_alpn_protocol() == "http/1.1"
 
 
-def test_a_message_of_an_accepted_websocket_is_bounded(recorder, news):
-    with listening("127.0.0.3", answer=SWITCHED) as outside, plain(recorder) as connection:
-        more = b"Sec-WebSocket-Extensions: permessage-deflate\r\n"
-        connection.sendall(upgrade(f"127.0.0.3:{outside.port}/", more=more))
-        assert read_head(connection).startswith(b"HTTP/1.1 101")
-        assert connection.recv(100) == b"\x81\x03abc"
-        connection.sendall(b"\x81\x85\x00\x00\x00\x00hello")  # a whole message passes
-        message = b"\x01\xff" + (1 << 40).to_bytes(8) + bytes(4)  # the head of a message of a terabyte
-        with pytest.raises(ConnectionError):
-            connection.sendall(message + bytes(100 << 20))
-        (received,) = outside.connections
-        assert b"permessage-deflate" not in received
-        assert len(received) < 10_000
-        assert [detail for _, detail in news()] == ["a WebSocket message over 16777216 bytes"]
+def test_a_websocket_is_opened_to_no_host(recorder, news):
+    with listening("127.0.0.3", answer=SWITCHED) as outside:
+        for target in (f"127.0.0.3:{outside.port}/", "api.openai.com/v1/responses", "api.openai.com/v1/realtime"):
+            with plain(recorder) as connection:
+                connection.sendall(upgrade(target))
+                assert read_head(connection).startswith(b"HTTP/1.1 426")
+        assert outside.connections == []
+    assert news() == [("s1", "a WebSocket, which is not served")] * 3

@@ -16,15 +16,15 @@ from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 NAME = "openai-responses"
 stream_encoder = StreamEncoder
 
-PATHS = frozenset({"/v1/responses", "/responses"})
-_COMPACT_PATHS = frozenset(f"{path}/compact" for path in PATHS)
-_COUNT_PATHS = frozenset(f"{path}/input_tokens" for path in PATHS)
+_PATHS = frozenset({"/v1/responses", "/responses"})
+_COMPACT_PATHS = frozenset(f"{path}/compact" for path in _PATHS)
+_COUNT_PATHS = frozenset(f"{path}/input_tokens" for path in _PATHS)
 _CATALOGUE = "/backend-api/codex/models"
 
 
 def operation(method: str, path: str) -> Operation | None:
     """Return the operation of a request. `/v1/models` belongs to Chat Completions; Codex has its own catalogue path."""
-    if method == "POST" and path in PATHS | _COMPACT_PATHS:
+    if method == "POST" and path in _PATHS | _COMPACT_PATHS:
         return "generate"
     if method == "POST" and path in _COUNT_PATHS:
         return "count_tokens"

@@ -1,8 +1,4 @@
-"""Streamed replies of the Responses API.
-
-The data of each event is one line of JSON that includes the event's `type`. A WebSocket sends it without the SSE
-framing.
-"""
+"""Streamed replies of the Responses API. The data of each event is one line of JSON with the event's `type`."""
 
 import copy
 from dataclasses import dataclass, field

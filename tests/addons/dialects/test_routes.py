@@ -140,9 +140,6 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, pat
         ("GET", "/openai/v1/models", (), Route(openai_chat, "models", "/openai")),
         ("POST", "/openai/v1/responses/input_tokens", (), Route(openai_responses, "count_tokens", "/openai")),
         ("POST", "/anthropic/v1/messages/count_tokens", (), Route(anthropic, "count_tokens", "/anthropic")),
-        ("UPGRADE", "/openai/v1/responses", (), Route(openai_responses, "websocket", "/openai")),
-        ("UPGRADE", "/v1/responses/compact", (), None),
-        ("UPGRADE", "/channels/v1/responses", (), None),
         ("DELETE", "/v1/conversations/conv_7", (), Route(openai_responses, "stored")),
         ("DELETE", "/openai/v1/conversations/conv_7", (), Route(openai_responses, "stored", "/openai")),
         ("DELETE", "/my/gateway/v1/conversations/conv_7", ["/my/*"], Route(openai_responses, "stored", "/my/gateway")),
@@ -152,8 +149,7 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, pat
     ids=lambda value: value[:50] if isinstance(value, str) else None,
 )
 def test_every_operation_of_an_api_is_behind_its_prefix(method, path, prefixes, route):
-    headers = {"upgrade": "websocket"} if method == "UPGRADE" else {}
-    assert find_route(method.replace("UPGRADE", "GET"), path, headers, prefixes) == route
+    assert find_route(method, path, {}, prefixes) == route
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1beta/models/m:generateContent"])
@@ -195,7 +191,6 @@ SPELLINGS = r"""
 def test_a_model_call_is_recognised_however_its_path_is_spelled(path):
     assert find_route("POST", path, {}) is None
     assert looks_like_model_call("POST", path)
-    assert looks_like_model_call("GET", path, {"upgrade": "WebSocket"})
     assert not looks_like_model_call("GET", path)
 
 

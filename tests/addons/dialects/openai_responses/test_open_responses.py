@@ -9,7 +9,6 @@ import pytest
 
 from tests.addons.dialects.apis import events_of
 from tests.addons.dialects.openai_responses.open_responses import AnyEvent, Compacted, Response
-from tests.addons.endpoint.test_websocket import Codex, connected
 from tests.scripted_engine import Say
 
 PATH, COMPACT = "/v1/responses", "/v1/responses/compact"
@@ -84,54 +83,17 @@ async def test_the_events_of_a_stream_have_the_shape_of_the_specification(harnes
     assert checked(events_of(stream.encode())).status == "completed"
 
 
-@pytest.fixture
-async def socket(harness):
-    async with connected(harness) as codex:
-        yield codex
-
-
-async def turn(codex: Codex, *items, **fields):
-    await codex.create(*items, **fields)
-    return checked(await codex.events())
-
-
-async def code_of_refusal(codex, *items, **fields):
-    refused = await codex.ask(*items, **fields)
-    assert refused["type"] == "error"
-    return refused["error"]["code"]
-
-
-async def test_a_websocket_answers_one_request_after_another(socket):
-    for text in ("Reply with exactly: first", "Reply with exactly: second"):
-        assert (await turn(socket, said("user", text), store=False)).status == "completed"
-
-
-async def test_a_connection_continues_what_is_not_stored(socket, harness):
-    first = await turn(socket, said("user", "Remember cobalt."), store=False)
-    again = await turn(socket, said("user", "Which word?"), store=False, previous_response_id=first.id)
+async def test_a_reply_that_is_not_stored_is_continued_by_its_id(harness):
+    first = await ask(harness, said("user", "Remember cobalt."), store=False)
+    again = await ask(harness, said("user", "Which word?"), store=False, previous_response_id=first.id)
     assert again.previous_response_id == first.id
     assert harness.calls()[-1]["kind"] == "bridged"
 
 
-async def test_another_connection_does_not_know_what_is_not_stored(socket, harness):
-    first = await turn(socket, said("user", "Remember copper."), store=False)
-    async with connected(harness) as another:
-        named = {"store": False, "previous_response_id": first.id}
-        assert await code_of_refusal(another, said("user", "Go on."), **named) == "previous_response_not_found"
-        assert (await turn(another, said("user", "Start anew."), store=False)).status == "completed"
-
-
-async def test_a_failed_turn_forgets_what_is_not_stored(socket):
-    first = await turn(socket, said("user", "Remember ember."), store=False)
-    named = {"store": False, "previous_response_id": first.id}
-    missing = {"type": "function_call_output", "call_id": "call_openresponses_missing", "output": "x"}
-    assert await code_of_refusal(socket, missing, **named) == "invalid_request_error"
-    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
-
-
-async def test_a_missing_response_is_not_found(socket):
-    named = {"store": False, "previous_response_id": "resp_openresponses_missing_5"}
-    assert await code_of_refusal(socket, said("user", "Go on."), **named) == "previous_response_not_found"
+async def test_a_missing_response_is_not_found(harness):
+    named = {"input": "Go on.", "previous_response_id": "resp_openresponses_missing_5"}
+    status, body = await post(harness, model="m", **named)
+    assert (status, body["error"]["code"]) == (400, "previous_response_not_found")
 
 
 HISTORY = [said("user", "We launch on Tuesday."), said("assistant", "Understood.")]
@@ -144,10 +106,10 @@ async def test_a_conversation_is_compacted(harness, scripted_engine):
     assert [item.type for item in Compacted.model_validate(body).output] == ["compaction"]
 
 
-async def test_a_compaction_begins_a_new_chain(socket, harness, scripted_engine):
+async def test_a_compaction_begins_a_new_chain(harness, scripted_engine):
     scripted_engine.replies.append(Say("The word is slate."))
     _, body = await post(harness, COMPACT, model="m", input=[*HISTORY, said("user", "Compress this.")])
-    response = await turn(socket, *body["output"], said("user", "Go on."), store=False, tools=[])
+    response = await ask(harness, *body["output"], said("user", "Go on."), store=False, tools=[])
     assert (response.status, response.previous_response_id) == ("completed", None)
     (summary, asked) = json.loads(harness.calls()[-1]["messages"])
     assert (summary["content"].endswith("The word is slate."), asked["content"]) == (True, "Go on.")
