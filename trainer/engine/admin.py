@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,9 @@ from rolltap.addons.errors import EngineError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH as OWNER
 from rolltap.trainer.engine.in_vllm.rolltap_scores import HEADER
+
+if TYPE_CHECKING:
+    from rolltap.addons.engine.lookup import OwnModel
 
 T = TypeVar("T")
 
@@ -313,6 +317,13 @@ class EngineAdmin:
         return self._ask(
             "POST", "/tokenize", lambda a: list(a["tokens"]), {"prompt": text, "add_special_tokens": False}
         )
+
+    def has_tokenizer_of(self, own: "OwnModel") -> bool:
+        """Return True if the engine splits a text as `own`, and each of its token ids has the text that `own` has."""
+        for path, body, key, expected in own.questions:
+            if self._ask("POST", path, itemgetter(key), body) != expected:
+                return False
+        return True
 
     def _ask(
         self,

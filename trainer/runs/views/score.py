@@ -70,18 +70,18 @@ class Teacher:
     def __init__(self, urls: str, model: str, adapter: str | None = None, *, run: Path | None = None) -> None:
         """Raises `EngineError`, and `InputError` for engines that differ, or have another tokenizer than `model`."""
         entries, tokenizer = named_model(model)
-        from rolltap.addons.engine.lookup import TEXT  # it needs the recorder's packages, as tokenizers do
+        from rolltap.addons.engine.lookup import OwnModel  # it needs the recorder's packages, as tokenizers do
 
         if run is not None and read_metadata(run).get("tokenizer_sha256") != entries["tokenizer_sha256"]:
             raise InputError(f"{run} was not recorded with the tokenizer that its model {model} has now: put it back")
         self.engines, self.adapter, scorers = Engines(urls), adapter, set[str]()
-        ids, models = tokenizer.encode(TEXT, add_special_tokens=False), self.engines.each(EngineAdmin.models)
+        own, models = OwnModel.of(model, tokenizer), self.engines.each(EngineAdmin.models)
         for engine, each in zip(self.engines.admins, models, strict=True):
             if adapter is not None and adapter not in each.adapters:
                 raise InputError(
                     f"the engine at {engine.url} serves no adapter {adapter!r}: it has {sorted(each.adapters)}"
                 )
-            if engine.tokenize(TEXT) != ids:
+            if not engine.has_tokenizer_of(own):
                 what = f"the engine at {engine.url} serves {each.root}, whose tokenizer is not that of {model}"
                 raise InputError(f"{what}: it would score other tokens; serve a model with the same tokenizer")
             scorers.add(self._scorer(engine))

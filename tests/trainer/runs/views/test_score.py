@@ -43,6 +43,7 @@ class Scoring(Acting):
         self.answers["/tokenize"] = lambda _, body: {
             "tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)
         }
+        self.answers["/detokenize"] = lambda _, body: {"prompt": tokenizer.decode(body["tokens"])}
         self.scored = []
         """The prompts that were scored."""
         self.meet = Barrier(1)
@@ -217,6 +218,16 @@ class TestRefused:
 
     def test_an_engine_with_another_tokenizer(self, run, engine):
         engine.answers["/tokenize"] = {"tokens": [1, 2, 3]}
+        with pytest.raises(InputError, match=r"serves .*big, whose tokenizer is not that of .*: it would score other"):
+            score(run, engine)
+        assert engine.scored == []
+
+    def test_an_engine_with_two_words_swapped_in_its_vocabulary(self, run, engine, tokenizer):
+        a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+        swapped = {a: b, b: a}
+        engine.answers["/detokenize"] = lambda _, body: {
+            "prompt": tokenizer.decode([swapped.get(token, token) for token in body["tokens"]])
+        }
         with pytest.raises(InputError, match=r"serves .*big, whose tokenizer is not that of .*: it would score other"):
             score(run, engine)
         assert engine.scored == []
