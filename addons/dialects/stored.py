@@ -1,9 +1,9 @@
-"""Replies, conversations and cached contents that a session stored, and requests that name them by their ids.
+"""Replies and conversations that a session stored, and requests that name them by their ids.
 
-A stored object (a conversation, a cached content, the mark of a deleted response) is a list of entries that only grows.
+A stored object (a conversation, the mark of a deleted response) is a list of entries that only grows.
 Its path names it. An object of another session is unknown.
 
-Items and contents are free JSON. A program may put a secret into any field, as it may into options (see `recordable`):
+Items are free JSON. A program may put a secret into any field, as it may into options (see `recordable`):
 of each, only that is stored which the model sees or which names it.
 """
 
@@ -39,19 +39,16 @@ Shape = Mapping[str, "Keep | Shape"]
 """The fields of an object that are stored, each with its function or, for an object or a list of objects, its shape."""
 
 
-def kept(value: Any, shape: Shape, fields: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Any:
-    """Return what is stored of an object of this shape, or of a list of them. A text is stored as it is.
-
-    `fields` brings the names of an object's fields to those of the shape.
-    """
+def kept(value: Any, shape: Shape) -> Any:
+    """Return what is stored of an object of this shape, or of a list of them. A text is stored as it is."""
     if isinstance(value, list):
-        return [kept(element, shape, fields) for element in value]
+        return [kept(element, shape) for element in value]
     if not isinstance(value, dict):
         return text(value)
     found = {}
-    for key, inner in fields(value).items():
+    for key, inner in value.items():
         if (how := shape.get(key)) is not None:
-            found[key] = how(inner) if callable(how) else kept(inner, how, fields)
+            found[key] = how(inner) if callable(how) else kept(inner, how)
     return {key: inner for key, inner in found.items() if inner is not None}
 
 
@@ -173,11 +170,6 @@ class Stored:
         """Return True for an object that was deleted."""
         texts = self._texts(path) or ()
         return len(texts) > 0 and len(texts[-1]) < _SHORT and json.loads(texts[-1]) == DELETED
-
-    def names(self, folder: str) -> list[str]:
-        """Return the paths of the objects in a folder that were not deleted. Raises `DialectError` as `entries`."""
-        self._texts(folder)
-        return [path for path in self.objects if path.startswith(folder) and not self.is_deleted(path)]
 
     def _texts(self, path: str) -> Sequence[str] | None:
         if self.damaged:

@@ -6,8 +6,8 @@ what the program asks for besides: a model's name, a temperature, a stream. Of r
 each answers once, in the order in which they were asked, if its reply is what its tokens say: whoever changes a record
 could have the program run a command that no model sampled. A retry gets the reply of the request that it repeats.
 
-**Ids are those that were issued then.** All ids of a reply follow from its call's id. A conversation or a cached
-content that the program makes again gets the id of the one with the same content.
+**Ids are those that were issued then.** All ids of a reply follow from its call's id. A conversation that
+the program makes again gets the id of the one with the same content.
 
 **Refusals are those of the recorder.** A request without a recorded call goes the way of every request: one that is too
 long, wrong or over a budget gets its error, as it did then. What would reach the engine **diverges**: it is refused
@@ -193,7 +193,6 @@ class RerunSession(RecoveredSession):
 
 _THEIRS = "recorded:"
 """Begins the name of a segment of the recorded run."""
-_TIMES = ("created_at", "createTime", "expireTime", "updateTime")
 
 
 class RerunArchive(Archive):
@@ -207,7 +206,7 @@ class RerunArchive(Archive):
         self._own, self._theirs = own, _archive_of(source.run)
         events = [row for batch in self.recorded("events") for row in batch_rows(batch)]
         entries = [(row["path"], json.loads(row["detail"])) for row in events if row["kind"] == "stored"]
-        self._left = [(path, entry) for path, entry in entries if {"key", "name"} & entry.keys()]
+        self._left = [(path, entry) for path, entry in entries if "key" in entry]
         """(path, entry) of what was added under a new id and was not added again."""
 
     def recorded(self, table: str) -> Iterator[pa.RecordBatch]:
@@ -233,7 +232,7 @@ class RerunArchive(Archive):
     def issue(self, session_id: str, answer: Callable[[str], StoredAnswer]) -> StoredAnswer:
         """Return what `answer` makes of the id of an equal recorded entry, or else of a new id."""
         for place, (path, entry) in enumerate(self._left):
-            answered = answer(entry.get("key") or entry["name"].rpartition("/")[2])
+            answered = answer(entry["key"])
             if answered.entry is None:
                 return answered
             if answered.path == path and _untimed(answered.entry) == _untimed(entry):
@@ -249,7 +248,7 @@ def _archive_of(run: Path) -> Archive:
 
 
 def _untimed(entry: Entry) -> Entry:
-    return {key: value for key, value in entry.items() if key not in _TIMES}
+    return {key: value for key, value in entry.items() if key != "created_at"}
 
 
 def _texts(model_call: ModelCall) -> list[str]:

@@ -1,4 +1,4 @@
-"""Replies, conversations and cached contents that a session stored. Rows are read as far as a request needs them."""
+"""Replies and conversations that a session stored. Rows are read as far as a request needs them."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects import google, openai_responses
+from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, Usage, dump_json
 from rolltap.addons.dialects.stored import Entry, Stored, StoredAnswer, StoredCall, StoredRequest
@@ -28,7 +28,6 @@ from rolltap.addons.store.tables import TABLES, RunWriter
 
 _SERVE: dict[str, Callable[[StoredRequest, Stored], StoredAnswer]] = {
     openai_responses.NAME: openai_responses.serve,
-    google.NAME: google.serve,
 }
 """Functions that answer requests about what is stored, by the name of the API."""
 
@@ -145,7 +144,7 @@ class SessionStore:
         detail = json_text(entry)
         if self.num_bytes + _size(detail) > STORED_BYTES:
             raise DialectError(
-                f"This session has stored {self.num_bytes:,} bytes of conversations and cached contents, of which each "
+                f"This session has stored {self.num_bytes:,} bytes of conversations, of which each "
                 f"entry counts {ENTRY_BYTES:,} more than its text. More than {STORED_BYTES:,} are not kept. Send the "
                 "items in the requests themselves."
             )

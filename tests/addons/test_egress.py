@@ -218,7 +218,7 @@ def test_a_request_that_looks_like_a_model_call_is_recorded_as_uncaptured_with_a
     [
         ("https://api.openai.com/v1/embeddings", {}, {"error": {"code": "not_found"}}),
         ("https://api.anthropic.com/v1/files", {"anthropic-version": "1"}, {"error": {"type": "not_found_error"}}),
-        ("https://google.com/v1beta/files", {}, {"error": {"status": "NOT_FOUND"}}),
+        ("https://google.com/v1beta/cachedContents", {}, {"error": {"status": "NOT_FOUND"}}),
     ],
 )
 def test_an_unknown_path_of_a_model_api_gets_that_apis_404(egress, url, headers, error):

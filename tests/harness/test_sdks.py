@@ -14,7 +14,7 @@ HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_genai": "generativelanguage.googleapis.com",
 }
-BY_ID = {"openai_by_id": ["previous", "references", "conversation"], "google_cached": ["cached"]}
+BY_ID = {"openai_by_id": ["previous", "references", "conversation"]}
 """Scripts that send only what is new, and name the rest by its id; and the files that each writes."""
 
 

@@ -1,6 +1,6 @@
 """The Gemini API, which the Google Gen AI SDKs, Gemini CLI and clients of Vertex AI use.
 
-It serves generateContent, streamGenerateContent, countTokens, cached contents and the list of models.
+It serves generateContent, streamGenerateContent, countTokens and the list of models.
 
 Field names follow the Gemini API reference.
 """
@@ -8,8 +8,6 @@ Field names follow the Gemini API reference.
 import re
 
 from rolltap.addons.dialects.dialect import Operation
-from rolltap.addons.dialects.google.cached_contents import is_served
-from rolltap.addons.dialects.google.cached_contents import serve as serve
 from rolltap.addons.dialects.google.reply import encode_error as encode_error
 from rolltap.addons.dialects.google.reply import encode_models as encode_models
 from rolltap.addons.dialects.google.reply import encode_reply as encode_reply
@@ -27,8 +25,6 @@ def operation(method: str, path: str) -> Operation | None:
     """Return the operation of a request. The host is not checked."""
     if method == "GET" and _MODELS.fullmatch(path):
         return "models"
-    if is_served(method, path):
-        return "stored"
     match = METHOD.fullmatch(path) if method == "POST" else None
     if match is None:
         return None

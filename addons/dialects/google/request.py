@@ -1,4 +1,4 @@
-"""Requests of the Gemini API, and the cached content that one names."""
+"""Requests of the Gemini API."""
 
 import re
 from typing import Any
@@ -16,13 +16,8 @@ from rolltap.addons.dialects.google.protobuf import (
 )
 from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.model_call import DialectError, ModelCall
-from rolltap.addons.dialects.stored import NamesStored, Stored
 from rolltap.addons.dialects.tools import function_tool
 
-FOLDER = "/cachedContents/"
-"""Start of the paths under which cached contents are stored."""
-FIRST = ("systemInstruction", "tools", "toolConfig")
-"""Fields of a request that only its cached content may have."""
 METHOD = re.compile(
     r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
     r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
@@ -52,38 +47,22 @@ _SAMPLING_FIELDS = [
 def decode(body: bytes, target: str) -> ModelCall:
     """Decode the request in `body`. The path in `target` contains the model and the method.
 
-    Raises `DialectError` for an invalid or unsupported request, and `NamesStored`.
+    Raises `DialectError` for an invalid or unsupported request.
     """
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
         raise DialectError("This path is not a method of this API.", status=404)
     parsed = parse_object(body)
-    _refuse_deep(parsed)
+    if nests_deeper(parsed, _BODY_LEVELS):
+        raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
     request = Fields(camel_case_fields(parsed), WORDING)
     if request["generateContentRequest"] is not None:  # countTokens has the whole request here
         request = message_field(request, "generateContentRequest")
-    model, method = unquote(match["model"]), match["method"]
     if request["cachedContent"]:
-        raise NamesStored(lambda stored: _decode(_with_cached_content(request, model, stored), model, method))
-    return _decode(request, model, method)
-
-
-def decode_content(content: Fields) -> ModelCall:
-    """Decode the content that requests may have in front, as one that has it. Its media become texts in place.
-
-    Raises `DialectError` for a content that no request could have.
-    """
-    _refuse_deep(content.values)
-    asked = [*as_list(content["contents"]), {"role": "user", "parts": [{"text": "."}]}]
-    return _decode(content.replaced({**content.values, "contents": asked}), "", "generateContent")
-
-
-def _refuse_deep(body: dict[str, Any]) -> None:
-    if nests_deeper(body, _BODY_LEVELS):
-        raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
-
-
-def _decode(request: Fields, model: str, method: str) -> ModelCall:
+        why = "'cached_content' is not served here: send its contents, instructions and tools in the request."
+        raise DialectError(why)
+    model = unquote(match["model"])
+    method = match["method"]
     named = Fields({"model": model}, WORDING)  # it is in the path
     config = message_field(request, "generationConfig")
     if config["candidateCount"] not in (None, 1):
@@ -145,38 +124,3 @@ def _schema(fields: Fields, as_json: str, as_openapi: str) -> dict[str, Any] | N
         return fields.maybe(as_json, dict)
     schema = fields.maybe(as_openapi, dict)
     return None if schema is None else json_schema(schema)
-
-
-def _with_cached_content(request: Fields, model: str, stored: Stored) -> Fields:
-    """Return a request with the cached content that it names in front. Raises `DialectError`."""
-    name = request.text("cachedContent")
-    cached = find_cached(name, stored)
-    if any(request[key] is not None for key in FIRST):
-        raise DialectError(
-            "CachedContent can not be used with GenerateContent request setting system_instruction, tools or "
-            "tool_config. Proposed fix: move those values to CachedContent from GenerateContent request."
-        )
-    made_for = str(cached.get("model", "")).rpartition("/")[2]
-    if made_for and made_for != model:
-        raise DialectError("Model used by GenerateContent request and CachedContent has to be the same.")
-    contents = [*as_list(cached.get("contents")), *as_list(request["contents"])]
-    first = {key: cached[key] for key in FIRST if key in cached}
-    return request.replaced({**request.values, **first, "contents": contents})
-
-
-def find_cached(name: str, stored: Stored) -> dict[str, Any]:
-    """Return a cached content as its entries have made it. Raises `DialectError` for one that is unknown."""
-    entries = stored.entries(path_of(name))
-    if entries is None:
-        raise DialectError("CachedContent not found (or permission denied)", status=403)
-    return {key: value for entry in entries for key, value in entry.items()}
-
-
-def path_of(name: str) -> str:
-    """Return the path under which a cached content is stored. Its names have a project, or none."""
-    return f"{FOLDER}{name.rpartition('/')[2]}"
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a repeated field, which may be a single message without a list."""
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -95,9 +95,9 @@ DELETE /v1/conversations/7
 GET  /v1/conversations/7/items
 DELETE /api/v1/conversations/conv_7
 POST /v2/v1/conversations
-GET  /api/v1beta/cachedContents
-PATCH /v1beta/cachedContents
-POST /v1beta/cachedContents/1
+GET  /v1beta/cachedContents
+POST /v1beta/cachedContents
+PATCH /v1beta/cachedContents/1
 GET  /v1beta/files/1
 """
 """Paths of no API, of other applications and of what is not stored."""

@@ -19,7 +19,7 @@ from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.runs.verify import verify_run
-from tests.addons.endpoint.test_stored import CACHED, CALL, CONVERSATIONS, GENERATE, Client, outputs
+from tests.addons.endpoint.test_stored import CALL, CONVERSATIONS, Client, outputs
 from tests.addons.harness import RETRY, Harness, content, recording, said, until, user, with_result
 from tests.scripted_engine import Say
 
@@ -233,7 +233,10 @@ async def test_the_error_has_a_status_that_programs_do_not_retry(recorded, rerun
         "openai-chat": ("/v1/chat/completions", {"model": "m", "messages": [user("Other.")]}),
         "openai-responses": ("/v1/responses", {"model": "m", "input": "Other."}),
         "anthropic-messages": ("/v1/messages", {"model": "m", "max_tokens": 9, "messages": [user("Other.")]}),
-        "google-generate-content": (GENERATE, {"contents": [{"role": "user", "parts": [{"text": "Other."}]}]}),
+        "google-generate-content": (
+            "/v1beta/models/m:generateContent",
+            {"contents": [{"role": "user", "parts": [{"text": "Other."}]}]},
+        ),
     }
     path, body = asked[api]
     async with rerun() as again:
@@ -285,20 +288,6 @@ async def test_responses_and_conversations_are_found_under_the_ids_of_then(harne
         new = await Client(again).create(user("A third."))
         assert new not in ids
         assert (await Client(again).ok("GET", f"{CONVERSATIONS}/{new}"))["id"] == new
-
-
-async def use_cache(harness):
-    client = Client(harness)
-    part = {"role": "user", "parts": [{"text": "A long text."}]}
-    name = (await client.ok("POST", CACHED, {"model": "models/gemini-x", "contents": [part], "ttl": "60s"}))["name"]
-    asked = {"contents": [{"role": "user", "parts": [{"text": "What?"}]}], "cachedContent": name}
-    return name, (await client.ok("POST", GENERATE, asked))["responseId"]
-
-
-async def test_a_cached_content_has_the_name_of_then(harness, rerun):
-    names = await use_cache(harness)
-    async with rerun() as again:
-        assert await use_cache(again) == names
 
 
 async def test_a_session_is_kept_while_it_is_idle(recorded, rerun):

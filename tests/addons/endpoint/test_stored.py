@@ -1,4 +1,4 @@
-"""Replies, conversations and cached contents of a session: found by their ids, also after a restart, and bounded."""
+"""Replies and conversations of a session: found by their ids, also after a restart, and bounded."""
 
 import io
 import json
@@ -13,8 +13,7 @@ from rolltap.addons.endpoint.exchange import send_slowly
 from tests.addons.harness import recording, user
 from tests.scripted_engine import Answer, Say
 
-RESPONSES, CONVERSATIONS, CACHED = "/v1/responses", "/v1/conversations", "/v1beta/cachedContents"
-GENERATE = "/v1beta/models/gemini-x:generateContent"
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 TOOL = {"type": "function", "name": "bash", "description": "Run", "parameters": {"type": "object"}}
 CALL = '<think>\nI look.\n</think>\n\nWait.\n\n<tool_call>\n{"name":  "bash", "arguments": {"a" :true}}\n</tool_call>'
 
@@ -123,40 +122,16 @@ async def test_a_conversation_is_continued_token_for_token(client, harness, scri
     assert contents(harness.calls()[0]) == ["First.", "Second."]
 
 
-async def test_a_cached_content_is_continued_token_for_token(client, harness, scripted_engine):
-    scripted_engine.replies += [Say("One."), Say("Two.")]
-    cached = {
-        "model": "models/gemini-x",
-        "systemInstruction": {"parts": [{"text": "Be brief."}]},
-        "contents": [{"role": "user", "parts": [{"text": "A book."}]}],
-        "tools": [{"functionDeclarations": [{"name": "bash", "parameters": {"type": "object"}}]}],
-    }
-    created = await client.ok("POST", CACHED, cached)
-    asked = [{"role": "user", "parts": [{"text": "What is it?"}]}]
-    for _ in range(2):
-        body = {"cachedContent": created["name"], "contents": asked}
-        answer = await client.ok("POST", GENERATE, body)
-        asked += [answer["candidates"][0]["content"], {"role": "user", "parts": [{"text": "And?"}]}]
-    assert kinds(harness)[1:] == [BRIDGED]
-    first = harness.calls()[0]
-    assert contents(first) == ["Be brief.", "A book.", "What is it?"]
-    assert json.loads(first["tools"])[0]["function"]["name"] == "bash"
-    counted = await client.ok("POST", GENERATE.replace("generateContent", "countTokens"), body)
-    assert counted["totalTokens"] > 10
-
-
 async def test_a_restarted_recorder_finds_all_of_it(client, harness, scripted_engine):
     scripted_engine.replies += [Say(CALL), Say(CALL), *[Say("Done.")] * 3]
     first = await client.ask(user("By id."), instructions="Be brief.")
     conversation = await client.create()
     second = await client.ask(user("In a conversation."), conversation=conversation)
-    cached = await client.ok("POST", CACHED, {"contents": [{"role": "user", "parts": [{"text": "A book."}]}]})
     async with restarted(harness, scripted_engine) as again:
         brief = {"instructions": "Be brief."}
         await again.ask(*outputs(first), previous_response_id=first["id"], **brief)
         await again.ask(user("By id."), *references(first), *outputs(first), **brief)
         await again.ask(*outputs(second), conversation=conversation)
-        assert await again.ok("GET", f"{CACHED}/{cached['name'].partition('/')[2]}") == cached
     assert [kind for kind, _ in kinds(harness)[2:]] == ["bridged"] * 3
 
 
@@ -164,7 +139,6 @@ async def test_nothing_of_another_session_is_found(client, harness, scripted_eng
     scripted_engine.replies.append(Say(CALL))
     answer = await client.ask(user())
     conversation = await client.create(user("Secret."))
-    cached = await client.ok("POST", CACHED, {"contents": [{"parts": [{"text": "Secret."}]}]})
     other = Client(harness, "s2")
     assert (await other.refusal(user(), previous_response_id=answer["id"]))[:2] == (400, "previous_response_not_found")
     for reference in references(answer):
@@ -172,8 +146,6 @@ async def test_nothing_of_another_session_is_found(client, harness, scripted_eng
         assert (status, why) == (404, f"Item with id '{reference['id']}' not found.")
     assert (await other.refusal(user(), conversation=conversation))[0] == 404
     response, conversation = f"{RESPONSES}/{answer['id']}", f"{CONVERSATIONS}/{conversation}"
-    cached = f"/v1beta/{cached['name']}"
-    named = {"contents": [{"parts": [{"text": "Hi"}]}], "cachedContent": cached.removeprefix("/v1beta/")}
     for method, path, body, status in [
         ("GET", response, None, 404),
         ("DELETE", response, None, 404),
@@ -181,12 +153,8 @@ async def test_nothing_of_another_session_is_found(client, harness, scripted_eng
         ("GET", f"{conversation}/items", None, 404),
         ("POST", f"{conversation}/items", {"items": [user()]}, 404),
         ("DELETE", conversation, None, 404),
-        ("GET", cached, None, 403),
-        ("DELETE", cached, None, 403),
-        ("POST", GENERATE, named, 403),
     ]:
         assert (await other.request(method, path, body))[0] == status, (method, path)
-    assert (await other.request("GET", CACHED))[1] == {"cachedContents": []}
     assert len(harness.calls()) == 1
 
 
@@ -223,9 +191,6 @@ MCP = {
     "headers": {"x": "secret"},
 }
 TOOLS = {"type": "additional_tools", "role": "developer", "tools": [MCP]}
-NAMED = {"functionDeclarations": [{"name": "look", "parameters": {"type": "OBJECT"}}]}
-SERVER = {"streamableHttpTransport": {"url": "https://h/?key=secret", "headers": {"a": "secret"}}}
-HEADER = {"mcpServers": [{"name": "x", **SERVER}]}
 SHOWN = "[image/png, not shown: this model reads text]"
 
 
@@ -250,34 +215,16 @@ async def test_a_conversation_holds_no_image_and_no_key(client, harness):
     assert [event["detail"] for event in harness.events("hidden")] == ["1"] * 4
 
 
-async def test_a_cached_content_holds_no_image_and_no_key(client, harness):
-    inline = {"inlineData": {"mimeType": "image/png", "data": PIXELS}}
-    book = [{"role": "user", "parts": [{"text": "A book."}, inline], "k": "secret"}]
-    config = {"function_calling_config": {"mode": "AUTO", "k": "secret"}, "k": "secret"}
-    body = {"contents": book, "tools": [NAMED, HEADER, {"googleSearch": {}}], "tool_config": config}
-    cached = await client.ok("POST", CACHED, body)
-    asked = {"contents": [{"role": "user", "parts": [{"text": "And?"}]}], "cachedContent": cached["name"]}
-    await client.ok("POST", GENERATE, asked)
-    assert "SECRETPIXELS" not in recorded(harness)
-    assert "secret" not in recorded(harness)
-    (call,) = harness.calls()
-    assert contents(call)[0] == f"A book.{SHOWN}"
-    assert json.loads(call["tools"])[0]["function"]["name"] == "look"
-    hosted = json.loads(call["sampling"])["asked"]["hosted_tools"]
-    assert [next(iter(tool)) for tool in hosted] == ["mcpServers", "googleSearch"]
-
-
 async def test_images_can_be_refused_at_creation_too(harness, restart):
     async with restart(images="refuse") as refusing:
         for path, body in [
             (RESPONSES, {"model": "m", "input": [{"role": "user", "content": [IMAGE]}]}),
             (CONVERSATIONS, {"items": [{"role": "user", "content": [IMAGE]}]}),
-            (CACHED, {"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": PIXELS}}]}]}),
         ]:
             status, answer = await Client(refusing).request("POST", path, body)
             why = "takes text only. The conversation has other parts (images, audio, files): 1."
             assert (status, why in answer["error"]["message"]) == (400, True)
-    assert [len(harness.events(kind)) for kind in ("rejected", "stored", "hidden")] == [3, 0, 0]
+    assert [len(harness.events(kind)) for kind in ("rejected", "stored", "hidden")] == [2, 0, 0]
     assert harness.calls() == []
 
 
@@ -288,11 +235,6 @@ async def test_images_can_be_refused_at_creation_too(harness, restart):
         (CONVERSATIONS, {"items": [{"type": "web_search_call"}]}, "items[0]"),
         (CONVERSATIONS, {"items": [{"type": "compaction_trigger"}]}, "items[0]"),
         (CONVERSATIONS, {"items": [{"role": "user", "content": 5}]}, "items[0].content"),
-        (CACHED, {"contents": ["x"]}, "contents[0]"),
-        (CACHED, {"contents": [{"parts": [{"text": 5}]}]}, "contents[0].parts[0].text"),
-        (CACHED, {"tools": [{"functionDeclarations": [{"name": 5}]}]}, "tools[0].function_declarations[0].name"),
-        (CACHED, {"model": 5}, "model"),
-        (CACHED, {"systemInstruction": {"parts": [{"inlineData": {"data": PIXELS}}]}}, "system_instruction"),
     ],
 )
 async def test_what_every_use_would_refuse_is_refused_at_creation(client, harness, path, body, place):

@@ -248,6 +248,7 @@ REFUSED = [
     ({"tools": ["look"]}, "'tools[0]'"),
     ({"tools": [{"functionDeclarations": [{}]}]}, "'tools[0].function_declarations[0].name'"),
     ({"toolConfig": "AUTO"}, "'tool_config'"),
+    ({"cachedContent": "cachedContents/7"}, "'cached_content' is not served here"),
     ({"generationConfig": {"responseLogprobs": True}}, "Logprobs is not enabled for models/gemini-x"),
     ({"generationConfig": {"logprobs": 3}}, "Logprobs is not enabled for models/gemini-x"),
     ({"generationConfig": {"responseModalities": ["TEXT", "AUDIO"]}}, "response_modalities"),
