@@ -14,14 +14,14 @@ from rolltap.addons.errors import EngineError, InputError, install_command
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles
+from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, ImageRuntime, Runtime
 from rolltap.trainer.tasks.bounds import ARGUMENT_BYTES
 from rolltap.trainer.tasks.content import content_digest
 from rolltap.trainer.tasks.sources import RefusedError, describe_refused
-from rolltap.trainer.tasks.task import Build, CommandJudge, Judge, LLMJudge, PytestJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import Build, CommandJudge, LLMJudge, PytestJudge, Task
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +233,3 @@ def _check_paths(task: Task, judges: Sequence[OneJudge | LLMJudge], where: str) 
     for key, path in named:
         if not path.exists():
             raise InputError(f"{where}: {key} names {path}, which does not exist")
-
-
-def judges_of(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
-    """Yield the judge, or each of several."""
-    if isinstance(judge, SeveralJudges):
-        for one in judge.judges:
-            yield from judges_of(one.judge)
-    else:
-        yield judge

@@ -30,10 +30,10 @@ The first line that holds is the status of a session's row:
 
 **What is rerun.** A session of `infrastructure` is retried in the same rollout up to `retries` times, after a pause, as
 another attempt (`ID~1`) at its place; not when it cannot be run at all (`Facts.permanent`: a missing path, image or
-program; a shell's status 126 or 127 without a call). The next start of the rollout or training reruns the statuses of
-`RERUN`. All others are final: the same command uses them again. After `give_up_after` consecutive infrastructure
-failures the rollout stops (`Tally`); sessions without a completed call and unjudged ones count as such, because they
-too say nothing of the policy.
+program; a judge whose program is missing; a shell's status 126 or 127 without a call). The next start of the rollout or
+training reruns the statuses of `RERUN`. All others are final: the same command uses them again. After `give_up_after`
+consecutive infrastructure failures the rollout stops (`Tally`); sessions without a completed call and unjudged ones
+count as such, because they too say nothing of the policy.
 
 **What becomes a reward.** The judge's number. A session without a completed call is not judged and has none, whatever
 its status: there is nothing of the policy's to judge. `infrastructure` and `cancelled` never enter a group of GRPO. A

@@ -1,5 +1,6 @@
 """The way of one session, from a copy of the task's start to its row.
 
+    try             the task's judge on its start, once: without a verdict no session runs
     start           a copy of the task's start: the workspace
     box             of the runtime; the recorder is all that it reaches
     (ready)         waits for a slot
@@ -22,9 +23,10 @@ import errno
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -32,16 +34,15 @@ from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
-from rolltap.addons.store.rows import printable
-from rolltap.trainer.concurrency import in_folder_thread, run_to_end
+from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.changes import AgentResult
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob
-from rolltap.trainer.rollouts.judges.command import judge_here, read_end
+from rolltap.trainer.rollouts.judges.command import judge_here, last_line
 from rolltap.trainer.rollouts.judges.folders import open_to_owner
-from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
+from rolltap.trainer.rollouts.judges.judge import fault_on_start, judge, prepare_ahead
 from rolltap.trainer.rollouts.judges.verdict import Judged
 from rolltap.trainer.rollouts.outcomes import is_judged, outcome
 from rolltap.trainer.rollouts.provenance import Provenances
@@ -76,6 +77,8 @@ class Stage:
     Attributes:
         work: Folder for what sessions need while they run.
         digests: Task id -> the task's digest, which takes reading its folders.
+        judged: Digests of tasks whose judges have judged sessions of the run in this runtime.
+        faults: Task id -> why its judge cannot judge the start; empty if it can.
     """
 
     config: RolloutConfig
@@ -87,6 +90,8 @@ class Stage:
     provenances: Provenances
     harness_env: Mapping[str, str]
     digests: dict[str, str] = field(default_factory=dict)
+    judged: Collection[str] = ()
+    faults: Once[str, str] = field(default_factory=Once)
 
     @classmethod
     def of(cls, config: RolloutConfig, harness: Harness, runtime: Runtime, recorder: Recorder, work: Path) -> Self:
@@ -110,6 +115,19 @@ class Stage:
         if task.id not in self.digests:
             self.digests[task.id] = await asyncio.to_thread(task.digest)
         return self.digests[task.id]
+
+
+async def require_judge(stage: Stage, job: JudgeJob) -> None:
+    """Try the judge of a task on its start, once. Raises `InputError` if it has no verdict there.
+
+    Raises as `judge`, too.
+    """
+    name = job.task.id
+    if stage.digests[name] in stage.judged:
+        return
+    start = replace(job, name=name, result=None)
+    if why := await stage.faults.get(name, partial(fault_on_start, start)):
+        raise InputError(f"task {name!r}: {why}")
 
 
 def new_session(stage: Stage, group: Group, session_id: str, policy_version: str | None) -> Session:
@@ -259,7 +277,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             if not_run:
                 why = f"a shell could not run a command, and the harness ended with status {ended.status}"
             session.error = f"{why}; its output is in {log.name}"
-            last = _last_line(log).replace(str(made.workspace), "WORKSPACE")
+            last = last_line(log).replace(str(made.workspace), "WORKSPACE")
             if last and not stopped_early:
                 session.error += f", and ends with: {last}"
             elif last:  # the program's own words say why
@@ -288,6 +306,16 @@ async def _prepared(
     recorder, runtime, seconds = stage.recorder, stage.runtime, stage.config.preparing_timeout
     (await stage.provenances.of(task.image)).set_in(session)
     start = await stage.starts.of(task)
+    job = JudgeJob(
+        task=task,
+        start=start,
+        runtime=runtime,
+        result=made,
+        name=session.session_id,
+        logs=recorder.path / "logs",
+        engine_urls=recorder.engine.split(","),
+    )
+    await require_judge(stage, job)
     proxy = recorder.proxy(session.session_id)
     spec = BoxSpec(
         name=f"rolltap-{made.home.parent.name}",
@@ -310,22 +338,7 @@ async def _prepared(
             if not limit.expired():
                 raise
             raise OSError(f"it could not be prepared in {seconds:g} s") from error
-        job = JudgeJob(
-            task=task,
-            start=start,
-            runtime=runtime,
-            result=made,
-            name=session.session_id,
-            logs=recorder.path / "logs",
-            engine_urls=recorder.engine.split(","),
-        )
         yield job, box
-
-
-def _last_line(log: Path) -> str:
-    """Return the last line of a program's output, for a message; empty without output."""
-    last = read_end(log, 4096).strip().rpartition("\n")[2].strip() if log.exists() else ""
-    return printable(last, 300)
 
 
 def _environment(stage: Stage, session_id: str, task: Task, box: Box) -> dict[str, str]:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -110,7 +111,12 @@ class Worker:
             stack.enter_context(self.recorder)
             for session in interrupted_sessions(self.recorder.path):
                 end_session(self.recorder, session, None)
-            self.stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
+            stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
+            judged = set()
+            for session in load_sessions(self.recorder.path).values():
+                if session.reward is not None and session.runtime == self.runtime.name:
+                    judged.add(session.task_digest)
+            self.stage = replace(stage, judged=judged)
             self._cleanup = stack.pop_all()
         return self
 

@@ -117,7 +117,10 @@ async def test_cancelling_it_stops_the_harness_and_the_recorder(arguments, recor
 
 
 def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scripted_engine):
-    (tmp_path / "tasks.jsonl").write_text(TASK.model_dump_json(exclude_none=True))
+    counts = f"echo x >> {tmp_path}/judged; {COMMAND[-1]}"
+    judge = TASK.judge.model_copy(update={"command": ["sh", "-c", counts]})
+    task = TASK.model_copy(update={"judge": judge})
+    (tmp_path / "tasks.jsonl").write_text(task.model_dump_json(exclude_none=True))
     for number, version in enumerate(("0", "1"), start=1):
         scripted_engine.otherwise = lambda request, version=version: Say("0.5", weight_version=version)
         scripted_engine.weight_version = version
@@ -126,6 +129,7 @@ def test_a_task_file_and_more_sessions_in_the_same_run(arguments, tmp_path, scri
         (new,) = [session for session in run.sessions() if session.session_id in run.new_session_ids]
         assert new.policy_version == version
         assert run.traces().batch(run.new_session_ids).rewards.keys() == {new.session_id}
+    assert (tmp_path / "judged").read_text() == "x\n" * 3  # once on the start, by the first rollout
 
 
 def test_the_same_rollout_again_uses_what_has_ended_and_further_groups_are_begun_on_request(arguments, scripted_engine):

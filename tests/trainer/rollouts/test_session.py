@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -55,7 +56,7 @@ AROUND = "http://127.0.0.1:9"  # the recorder's win
 ENV = {"COLOUR": "blue", "HTTPS_PROXY": AROUND, "https_proxy": AROUND}
 LATE = ("timeout", 1.0, "stopped after 8 s")
 NEST = "import os\nfor _ in range(1500): os.mkdir('n'); os.chdir('n')"
-LOOK = ["sh", "-c", "test -s pid || exit 9; ! kill -0 $(cat pid)"]
+LOOK = ["sh", "-c", "test -s pid || exit 1; ! kill -0 $(cat pid)"]
 STOPPED = ("failed", 1.0, "stopped: it had more processes than the limit")
 SESSIONS = {
     "time limit": ("test $COLOUR = blue && exec sleep 600", {"timeout": 8, "env": ENV}, LATE),
@@ -159,6 +160,96 @@ async def test_a_rollout_ends_when_the_judge_cannot_judge_many_sessions_in_a_row
     groups = [Group(task, "unjudged", [f"unjudged-{number}" for number in range(3)])]
     with pytest.raises(RecorderError, match=r"gave up after 2 consecutive .*; the last, unjudged-1: no key"):
         await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
+
+
+async def run_tasks(stage, name, *tasks):
+    """Run two sessions of each task. Return the rows by their ids."""
+    groups = [Group(task, f"{name}-{task.id}", [f"{name}-{task.id}-{n}" for n in range(2)]) for task in tasks]
+    rows = await run_groups(groups, stage, policy_version=None, advance=lambda *_: 0)
+    return {row.session_id.removeprefix(f"{name}-"): row for row in rows}
+
+
+def counting(folder, script):
+    """Return the command of a judge that counts how often it is asked."""
+    return ["sh", "-c", f"echo x >> {folder}/asked; {script}"]
+
+
+def asked(folder):
+    return (folder / "asked").read_text().count("x")
+
+
+async def test_a_judge_that_cannot_run_on_the_start_ends_its_tasks_sessions_before_they_run(recorder, tmp_path):
+    judge = counting(tmp_path, "echo first; no-such-judge")
+    bad = Task(id="bad", instruction="go", evaluate=judge)
+    good = Task(id="good", instruction="go", evaluate=["true"])
+    stage = stage_of(recorder, tmp_path, ONE_CALL, retries=2)
+    rows = await run_tasks(stage, "untried", bad, good)
+    assert {name: row.status for name, row in rows.items()} == {
+        "bad-0": "infrastructure",
+        "bad-1": "infrastructure",
+        "good-0": "completed",
+        "good-1": "completed",
+    }
+    assert asked(tmp_path) == 1
+    for name in ("bad-0", "bad-1"):
+        assert rows[name].error == (
+            f"the session could not be run: task 'bad': its judge, {shlex.join(judge)}, has no verdict "
+            "on the untouched start: the judge ended with status 127, and only 0 and 1 are a verdict: 'sh', or "
+            "a program in it, is not there; its output is in bad.start.judge.log; its last line: sh: 1: "
+            "no-such-judge: not found. Install it for the judge, or name another program in its command"
+        )
+    assert (recorder.path / "logs" / "bad.start.judge.log").read_text() == "first\nsh: 1: no-such-judge: not found\n"
+    events = read_rows(recorder.path, "events", ["untried-bad-0", "untried-bad-1"])
+    assert "session_started" not in {event["kind"] for event in events}
+
+
+async def test_a_pytest_judge_without_pytest_names_its_python_before_a_session_runs(recorder, tmp_path):
+    command = [sys.executable, "-S", "-m", "pytest"]
+    task = Task(id="t", instruction="go", judge={"kind": "pytest", "command": command})
+    rows = await run_tasks(stage_of(recorder, tmp_path, ONE_CALL), "lacking", task)
+    assert rows["t-0"].error.endswith(
+        f"; its last line: {sys.executable}: No module named pytest. Install it for the "
+        "judge, or name another program in its command"
+    )
+
+
+async def test_a_judge_is_tried_once_and_not_where_it_has_judged_sessions_of_the_run(recorder, tmp_path):
+    task = Task(id="t", instruction="go", evaluate=counting(tmp_path, "exit 1"))
+    stage = stage_of(recorder, tmp_path, ONE_CALL)
+    rows = await run_tasks(stage, "once", task)
+    assert [(row.reward, row.error) for row in rows.values()] == [(0.0, None), (0.0, None)]
+    assert asked(tmp_path) == 3
+    resumed = replace(stage_of(recorder, tmp_path, ONE_CALL), judged={task.digest()})
+    assert len(await run_tasks(resumed, "again", task)) == 2
+    assert asked(tmp_path) == 5
+
+
+async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_and_its_sessions_run(
+    recorder, tmp_path, caplog
+):
+    task = Task(id="t", instruction="go", evaluate=["grep", "-q", "good", "answer.txt"])
+    stage = stage_of(recorder, tmp_path, f"{ONE_CALL}; echo good > answer.txt")
+    rows = await run_tasks(stage, "told", task)
+    assert [row.reward for row in rows.values()] == [1.0, 1.0]
+    (message,) = [record.message for record in caplog.records if "verdict" in record.message]
+    assert message == (
+        "task t: its judge, grep -q good answer.txt, has no verdict on the untouched start: the judge ended with "
+        "status 2, and only 0 and 1 are a verdict; its output is in t.start.judge.log; its last line: grep: "
+        "answer.txt: No such file or directory. A session that leaves it so is unjudged"
+    )
+
+
+async def test_a_function_and_a_model_are_not_tried_and_programs_among_several_judges_are(
+    recorder, tmp_path, monkeypatch
+):
+    model = {"kind": "llm", "rubric": "r", "url": "http://127.0.0.1:1", "model": "m"}
+    function = {"kind": "python", "function": "no_such_module:judge"}
+    program = {"kind": "command", "command": counting(tmp_path, "exit 127")}
+    judges = [{"name": judge["kind"], "judge": judge} for judge in (model, function, program)]
+    task = Task(id="t", instruction="go", judge={"kind": "several", "judges": judges})
+    rows = await run_tasks(stage_of(recorder, tmp_path, ONE_CALL), "several", task)
+    assert "ended with status 127" in rows["t-0"].error
+    assert asked(tmp_path) == 1
 
 
 async def test_rules_that_fail_on_what_an_agent_did_do_not_end_the_rollout(play, monkeypatch, caplog):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.rows import printable
 from rolltap.trainer.rollouts.judges.checkout import LAUNCH, Checkout
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, best_reward, parse_text, worst_reward
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
@@ -28,6 +29,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
 _FIRST_WORD = re.compile(r"\s*([\w.+-]+)(?=[\s;|&]|$)")
+_NOT_STARTED = re.compile(r"could not be started|ended with status 12[67]\b")
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
@@ -66,11 +68,25 @@ def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") 
         raise UnjudgedError(
             f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
         )
-    if status == 1 and (module := _NO_MODULE.search(read_end(log))) and not re.search(rf"\b{module[1]}\b", asked):
-        raise UnjudgedError(
-            f"the judge ended with status 1 and without the module {module[1]}: install it for the judge"
-        )
+    if status == 1 and (module := _missing_module(read_end(log), asked)):
+        raise UnjudgedError(f"the judge ended with status 1 and without the module {module}: install it for the judge")
     return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
+
+
+def _missing_module(text: str, asked: str) -> str:
+    """Return the module that the end of a text misses and that the task, `asked`, does not name."""
+    module = _NO_MODULE.search(text)
+    if module is None or re.search(rf"\b{module[1]}\b", asked):
+        return ""
+    return module[1]
+
+
+def is_lacking(unjudged: str, asked: str) -> bool:
+    """Return True if a judge has no verdict because a program or a module is not there.
+
+    The task, `asked`, may have the agent make a module.
+    """
+    return bool(_NOT_STARTED.search(unjudged) or _missing_module(unjudged, asked))
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
@@ -78,6 +94,18 @@ def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
         return file.read().decode(errors="replace")
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a program's output, for a message; empty without output."""
+    last = read_end(log, 4096).strip().rpartition("\n")[2].strip() if log.exists() else ""
+    return printable(last, 300)
+
+
+def quote_last_line(why: str, log: Path) -> str:
+    """Return a reason with the last line of a judge's output, if there is any."""
+    last = last_line(log)
+    return f"{why}; its last line: {last}" if last else why
 
 
 async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Reward, dict[str, Any]]:
@@ -95,8 +123,8 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
         raise UnjudgedError(f"the function {spec.function} took more than {spec.timeout:g} s")
     checkout.channel.read()
     if ended.status != 0 or not checkout.channel.content:
-        last = (read_end(log).strip().splitlines() or ["no output"])[-1][:300]
         how = f"ended by signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
+        last = last_line(log) or "no output"
         raise UnjudgedError(f"the function {spec.function} gave no result ({how}): {last}")
     return parse_text(checkout.channel.content.decode(errors="replace")), {}
 

@@ -4,14 +4,17 @@ A judge judges in a fresh copy of the task's start: the task's own tests are lai
 applied to all else, and the judge runs in a box without network. Nothing of the agent's but these changes is there.
 
 A judge without a verdict (a time limit, a signal, no report, words that are no reward) may be broken itself, or by the
-agent: its code runs in the judge's programs. The untouched start tells which, and is judged when this is needed, once
-per task: a judge that has a verdict on it and twice none with the agent's changes was broken by these, and the reward
-is the worst of the judge's range. Without a verdict on the untouched start, the session is unjudged.
+agent: its code runs in the judge's programs. The untouched start tells which, and is judged once per task: before the
+first session of a rollout, else when this is needed. A judge that has a verdict on it and twice none with the agent's
+changes was broken by these, and the reward is the worst of the judge's range. Without a verdict on the untouched start,
+the session is unjudged.
 """
 
 import dataclasses
 import hashlib
+import logging
 import math
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,14 +22,21 @@ from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, after_run, open_checkout
-from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function
+from rolltap.trainer.rollouts.judges.command import (
+    is_lacking,
+    judge_by_command,
+    judge_by_function,
+    quote_last_line,
+)
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
-from rolltap.trainer.rollouts.judges.protected import OneJudge, runs_pytest
+from rolltap.trainer.rollouts.judges.protected import OneJudge, judges_of, runs_pytest
 from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, best_reward, worst_reward
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
+
+logger = logging.getLogger(__name__)
 
 
 def _combine(spec: SeveralJudges, judged: Sequence[Judged]) -> Judged:
@@ -61,6 +71,25 @@ class _Baseline:
 _baselines: dict[str, _Baseline] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_BASELINES = 10_000
+
+
+async def fault_on_start(job: JudgeJob) -> str:
+    """Try the programs that judge a task on its untouched start. Return why one cannot run, or "".
+
+    Warns of one that runs and has no verdict there: without a verdict on the start, a session may
+    be unjudged. Raises as `judge`.
+    """
+    for spec in judges_of(job.task.effective_judge):
+        if not isinstance(spec, CommandJudge | PytestJudge):
+            continue
+        unjudged = (await _judge_baseline(spec, job)).judged.unjudged
+        if unjudged is None:
+            continue
+        why = f"its judge, {shlex.join(spec.command)}, has no verdict on the untouched start: {unjudged}"
+        if is_lacking(unjudged, job.task.instruction):
+            return f"{why}. Install it for the judge, or name another program in its command"
+        logger.warning("task %s: %s. A session that leaves it so is unjudged", job.task.id, why)
+    return ""
 
 
 async def judge(job: JudgeJob) -> Judged:
@@ -251,7 +280,8 @@ async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline
     try:
         baseline.judged = await _run_judge(spec, start, baseline)
     except UnjudgedError as error:
-        baseline.judged = Judged(unjudged=str(error), evidence=error.evidence)
+        why = quote_last_line(str(error), start.log)
+        baseline.judged = Judged(unjudged=why, evidence=error.evidence)
     if baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
         _baselines[key] = baseline
     return baseline

@@ -15,7 +15,7 @@ import re
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,7 +25,7 @@ from rolltap.trainer.rollouts.judges.changes import Changes
 from rolltap.trainer.rollouts.judges.folders import Refusal, opened, parents, read_file, scan
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 from rolltap.trainer.tasks.content import RUNNER_FILES, STARTUP, TEST_FILES, matches
-from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
+from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges, Task
 
 OneJudge = CommandJudge | PytestJudge | PythonJudge
 """A judge that looks at a workspace."""
@@ -54,6 +54,15 @@ _MAKE = re.compile(r"(?<![\w.-])g?make(?![\w.-])")
 _ASSIGNED = re.compile(r"^ *(\w+)\s*[:?+]*=[ \t]*(.*)$", re.MULTILINE)
 _MAX_NESTED = 3
 _MAX_SCRIPT_BYTES = 1 << 20
+
+
+def judges_of(judge: Judge) -> Iterator[OneJudge | LLMJudge]:
+    """Yield the judge, or each of several."""
+    if isinstance(judge, SeveralJudges):
+        for one in judge.judges:
+            yield from judges_of(one.judge)
+    else:
+        yield judge
 
 
 def runs_pytest(spec: OneJudge) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 from rolltap.addons.errors import InputError, RolltapError
 from rolltap.trainer.concurrency import in_folder_thread, run_to_end
 from rolltap.trainer.console import progress_bar
-from rolltap.trainer.rollouts.check import fit_tasks, judges_of, kept_check
+from rolltap.trainer.rollouts.check import fit_tasks, kept_check
 from rolltap.trainer.rollouts.judges.changes import AgentResult, find_changes
 from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
-from rolltap.trainer.rollouts.judges.command import read_end
+from rolltap.trainer.rollouts.judges.command import quote_last_line, read_end
 from rolltap.trainer.rollouts.judges.folders import write_file
 from rolltap.trainer.rollouts.judges.judge import judge
-from rolltap.trainer.rollouts.judges.protected import own_files, reachable_files
+from rolltap.trainer.rollouts.judges.protected import judges_of, own_files, reachable_files
 from rolltap.trainer.rollouts.judges.verdict import Judged, best_reward
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
 from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder, scratch_folder
@@ -212,9 +212,8 @@ class _Trial:
                     with suppress(TimeoutError):
                         judged = await asyncio.wait_for(judge(job), seconds)
                     self.took = time.monotonic() - began
-                    if judged.unjudged and job.log.exists():  # the log goes with this trial
-                        end = f"output ends with: {read_end(job.log, 300).strip()}"
-                        why = judged.unjudged.replace(f"output is in {job.log.name}", end)
+                    if judged.unjudged:  # the log goes with this trial
+                        why = quote_last_line(judged.unjudged, job.log)
                         judged = replace(judged, unjudged=why)
                     return judged
             finally:

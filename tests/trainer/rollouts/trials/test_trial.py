@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_start_or_a_solution_is_said_and_ends_nothing(tmp_p
     for name, words in {
         "solved": "the untouched start earns 1, the best reward",
         "unjudged": "could not be judged: the judge 'missing-program' could not be started",
-        "no-verdict": "only 0 and 1 are a verdict; its output ends with: no such test",
+        "no-verdict": "only 0 and 1 are a verdict; its output is in start.judge.log; its last line: no such test",
         "unsolved": "does not solve it: it earns 0, and the best is 1",
         "fails": "its script says: no network",
         "misfit": "`git apply` failed",
