@@ -27,6 +27,7 @@ from rolltap.trainer.training.dry_run.model import model_numbers
 from rolltap.trainer.training.dry_run.plan import TrainingPlan
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
+from tests.deep import cases
 
 SWE = ROOT / "recipes" / "swe"
 README = SWE / "README.md"
@@ -136,7 +137,7 @@ def engines(tmp_path_factory, tiny_model):
     return found, plans
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=cases(VERSIONS))
 def answers(request, engines):
     """Return the numbers of each engine by a version of vLLM. Skips the tests without that vLLM."""
     variable = VERSIONS[request.param]

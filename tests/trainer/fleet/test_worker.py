@@ -16,6 +16,7 @@ import rolltap.types
 from rolltap.addons.errors import InputError
 from rolltap.trainer.fleet.worker import make_worker
 from rolltap.trainer.rollouts.resume import place_of
+from tests.deep import DEEP
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
 from tests.trainer.fleet.conftest import SLOTS, processes_below
@@ -23,7 +24,8 @@ from tests.trainer.service.served import GOOD, program, serving
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-GROUPS, SESSIONS = 8, 8
+GROUPS = 8 if DEEP else 4
+SESSIONS = 8
 TASKS = [rolltap.Task(id=f"task-{number}", instruction="go", evaluate=GOOD) for number in range(GROUPS)]
 
 

@@ -1,7 +1,12 @@
-"""Several gloo ranks: one program as two processes, or one function as forks of this process."""
+"""Several gloo ranks: one program as two processes, or one function as forks of this process.
 
+`python -m tests.trainer.training.grpo.gloo MODULE NUMBER ARGUMENTS` imports the trainer once and forks the ranks.
+"""
+
+import gc
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import traceback
@@ -16,22 +21,11 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def run_two(module: str, *arguments: str, number: int = 2) -> None:
-    """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises AssertionError unless all end with status 0."""
-    port = free_port()
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(number)
-    ]
-    try:
-        assert [rank.wait() for rank in ranks] == [0] * number
-    finally:
-        for rank in ranks:
-            rank.kill()
+    """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises CalledProcessError unless all end with status 0."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
+    once = {"OMP_NUM_THREADS": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # no threads before the forks
+    launcher = [sys.executable, "-m", __name__, module, str(number), *arguments]
+    subprocess.run(launcher, cwd=ROOT, env=os.environ | shared | once, check=True)
 
 
 def run_ranks(function, number=2, dead=()):
@@ -64,3 +58,24 @@ def _rank(function, rank, number, port, results):
         outcome = f"{type(error).__name__}: {error}"
     results.put((rank, outcome))
     dist.barrier()
+
+
+def _run(module, rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    runpy.run_module(module, run_name="__main__")
+
+
+if __name__ == "__main__":
+    from tests.trainer.training.grpo import tiny
+
+    assert tiny  # imported once, for all
+    module = sys.argv.pop(1)
+    number = int(sys.argv.pop(1))
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_run, args=(module, rank)) for rank in range(number)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode) for rank in ranks))
