@@ -1,7 +1,6 @@
 """A policy gradient in plain PyTorch on groups of a rollout service. README.md has the commands."""
 
 import sys
-from pathlib import Path
 from statistics import mean
 
 from peft import LoraConfig, get_peft_model
@@ -9,15 +8,13 @@ from torch import nn, optim, tensor
 from transformers import AutoModelForCausalLM
 
 import rolltap
-from rolltap.trainer.engine.engines import Engines
-from rolltap.trainer.models.saving import save_adapter
 
 
 def train(url: str, token_file: str, out: str, steps: int = 3, sessions: int = 16) -> None:
     """Train an adapter on the tasks of a service, and publish it there after each step."""
-    service = (client := rolltap.Client(url, token_file=token_file)).service()
-    engines, base = Engines(service["engine"]), Path(service["model"])
-    model = AutoModelForCausalLM.from_pretrained(base)
+    client = rolltap.Client(url, token_file=token_file)
+    service, publisher = client.service(), rolltap.AdapterPublisher(client, out)
+    model = AutoModelForCausalLM.from_pretrained(service["model"])
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=64, target_modules="all-linear"))
     sgd = optim.SGD(weights := [each for each in model.parameters() if each.requires_grad], lr=60)
     for step in range(1, steps + 1):
@@ -31,9 +28,7 @@ def train(url: str, token_file: str, out: str, steps: int = 3, sessions: int = 1
             ratios = (logprobs[len(trace.prompt_ids) - 1 :] - tensor(trace.logprobs)).exp()
             (-(ratios * mask).sum() * advantage / batch.ledger.trained).backward()
         nn.utils.clip_grad_norm_(weights, 0.005), sgd.step(), sgd.zero_grad()
-        save_adapter(model, folder := Path(out, f"policy-loop.{step}").absolute(), base)
-        engines.each(lambda engine, folder=folder: engine.load_adapter(folder.name, folder))
-        client.policy(f"loop.{step}", folder.name)
+        publisher.publish(model, f"loop.{step}")
 
 
 if __name__ == "__main__":

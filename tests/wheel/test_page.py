@@ -8,7 +8,7 @@ import rolltap
 from rolltap.errors import MissingPackageError
 from tests.wheel.program import python, run, script
 
-NEEDS_TRAIN = {"TraceGRPOConfig", "TraceGRPOTrainer"}
+NEEDS_TRAIN = {"AdapterPublisher", "TraceGRPOConfig", "TraceGRPOTrainer"}
 AT_HAND = sorted(rolltap.__all__ if find_spec("trl") else set(rolltap.__all__) - NEEDS_TRAIN)
 HEAVY = ("torch", "transformers", "trl", "datasets", "mitmproxy")
 

@@ -14,6 +14,7 @@ Record
     `rollout_async`      the same inside an event loop
     `Task`, `Harness`    an instruction with its evaluator; an agent program and how to start it
     `Client`, `AsyncClient`   a running rollout service: submit groups, wait for them, set the policy
+    `AdapterPublisher`   new weights for its engines, from a trainer of your own; needs the extra `train`
     `check_tasks`        try tasks with their solutions and the standard cheats
     `load_tasks`         tasks of a file or folder: JSON Lines, Harbor tasks, SWE-bench rows
     `Recorder`           record programs that you start yourself
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from rolltap.trainer.rollouts.runtimes.environment import Proxy as Proxy
     from rolltap.trainer.service.client import AsyncClient as AsyncClient
     from rolltap.trainer.service.client import Client as Client
+    from rolltap.trainer.service.publisher import AdapterPublisher as AdapterPublisher
     from rolltap.trainer.tasks.sources import load_tasks as load_tasks
     from rolltap.trainer.tasks.task import Task as Task
     from rolltap.trainer.traces.build import GroupReward as GroupReward
@@ -98,13 +100,14 @@ _MODULES = {
     "rolltap.trainer.rollouts.harness": ("Harness",),
     "rolltap.trainer.rollouts.recorder": ("Recorder",),
     "rolltap.trainer.service.client": ("AsyncClient", "Client"),
+    "rolltap.trainer.service.publisher": ("AdapterPublisher",),
     "rolltap.trainer.tasks.sources": ("load_tasks",),
     "rolltap.trainer.tasks.task": ("Task",),
     "rolltap.trainer.traces.build": ("GroupReward", "Trace", "TraceBatch", "build_traces"),
     "rolltap.trainer.traces.ledger": ("Ledger",),
     "rolltap.training": ("plan_training", "train", "train_offline"),
 }
-_TRAINER = {"TraceGRPOConfig", "TraceGRPOTrainer"}
+_TRAINER = {"AdapterPublisher", "TraceGRPOConfig", "TraceGRPOTrainer"}
 _SUBMODULES = ("errors", "types")
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -1,6 +1,5 @@
-"""The parts for TRL's AsyncGRPOTrainer on a real service. `tests/recipes/test_service.py` trains with them."""
+"""The parts for TRL's AsyncGRPOTrainer on a real service. `test_service.py` trains with them."""
 
-import asyncio
 from itertools import count
 
 import numpy as np
@@ -11,9 +10,7 @@ from transformers import AutoModelForCausalLM
 import rolltap
 from rolltap.errors import InputError, ServiceError
 from rolltap.trainer.engine.admin import EngineAdmin
-from rolltap.trainer.names import Version
-from rolltap.trainer.service.async_grpo import LoraTransfer, ServiceRollouts
-from rolltap.trainer.service.client import finish
+from tests.recipes.test_service import page
 from tests.scripted_engine import Answer, Say, ScriptedEngine
 from tests.trainer.service.served import program, serving
 from tests.trainer.training.grpo.tiny import tiny_model
@@ -31,7 +28,8 @@ for _ in range(2):
     messages.append({"role": "user", "content": "Go on."})
 open("answer.txt", "w").write(messages[-2]["content"])
 """
-FIRST = Version("0123abcd", 1, 0)
+FIRST = "0123abcd.1.0"
+PAGE = page("async_grpo")
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +51,10 @@ def worker(client, scripted):
     """Return a worker that has not started. Of four calls of the policy's version one is bad."""
     sampled = count()
     scripted.loop.call_soon_threadsafe(scripted._released.clear)
-    scripted.otherwise = lambda _: Say("bad." if next(sampled) % 4 == 3 else "good.", weight_version=str(FIRST))
-    scripted.weight_version = str(FIRST)
-    client.policy(str(FIRST))
-    worker = ServiceRollouts(client, ["words"], sessions=2, ahead=1)
+    scripted.otherwise = lambda _: Say("bad." if next(sampled) % 4 == 3 else "good.", weight_version=FIRST)
+    scripted.weight_version = FIRST
+    client.policy(FIRST)
+    worker = PAGE.ServiceRollouts(client, ["words"], sessions=2, ahead=1)
     yield worker
     worker.stop()
     scripted.release()
@@ -104,7 +102,7 @@ def test_samples_have_the_tokens_and_the_advantages_of_the_group_s_traces(worker
 def test_a_sample_is_as_old_as_its_oldest_token(worker, scripted, tokenizer):
     def answer(request):
         step = 3 if "Go on." in tokenizer.decode(request["token_ids"]) else 2
-        return Say("good.", weight_version=str(Version(FIRST.run, step, 0)))
+        return Say("good.", weight_version=f"0123abcd.{step}.0")
 
     scripted.otherwise = answer
     worker.start()
@@ -115,7 +113,8 @@ def test_a_sample_is_as_old_as_its_oldest_token(worker, scripted, tokenizer):
 def test_tokens_of_another_training_s_weights_are_refused(worker, scripted):
     scripted.otherwise = lambda _: Say("good.", weight_version="ffffffff.1.0")
     worker.start()
-    finish(asyncio.wait(worker._work))
+    for thread in worker._threads:
+        thread.join()
     with pytest.raises(InputError, match="another training publishes to the service too"):
         worker.check_health(300.0)
 
@@ -157,12 +156,13 @@ def test_without_a_published_policy_it_does_not_start(worker, client, scripted):
     with pytest.raises(InputError, match="the service's policy is 'default': give the trainer a LoraTransfer"):
         worker.start()
     with pytest.raises(InputError, match="tasks is empty"):
-        ServiceRollouts(client, [])
+        PAGE.ServiceRollouts(client, [])
 
 
 def test_a_model_without_a_lora_adapter_is_refused_and_the_policy_stays(client, tmp_path):
     policy = client.policy()
-    transfer = LoraTransfer(client, tmp_path / "adapters", tmp_path, tiny_model)
+    publisher = rolltap.AdapterPublisher(client, tmp_path / "adapters")
+    transfer = PAGE.LoraTransfer(publisher, tiny_model)
     with pytest.raises(InputError, match="the model has no LoRA adapter"):
         transfer.send_weights()
     assert client.policy() == policy
@@ -175,7 +175,8 @@ def test_an_adapter_is_the_policy_and_the_newest_ones_stay_loaded(engine, tmp_pa
     model, admin = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")), EngineAdmin(engine.url)
     with serving(tmp_path / "run", engine.url, engine.model_dir, program(tmp_path)) as service:
         client = rolltap.Client(service.url, service.token)
-        transfer = LoraTransfer(client, tmp_path / "adapters", engine.model_dir, lambda: model, adapters=1)
+        publisher = rolltap.AdapterPublisher(client, tmp_path / "adapters", adapters=1)
+        transfer = PAGE.LoraTransfer(publisher, lambda: model)
         try:
             published = [transfer.send_weights(iter(())) or client.policy() for _ in range(2)]
             assert admin.models().adapters == {published[1].model}
@@ -183,7 +184,7 @@ def test_an_adapter_is_the_policy_and_the_newest_ones_stay_loaded(engine, tmp_pa
         finally:
             for name in admin.models().adapters:
                 admin.unload_adapter(name)
-    first, second = (Version.parse(policy.version) for policy in published)
-    assert (first.run, first.step, second.step) == (second.run, 1, 2)
-    assert view.sessions[0].policy_version == str(second)
+    first, second = (policy.version for policy in published)
+    assert PAGE.parse(second) == (PAGE.parse(first)[0], 2)
+    assert view.sessions[0].policy_version == second
     assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [published[1].model]
