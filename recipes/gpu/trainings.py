@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -26,7 +25,6 @@ SHOWS = 3
 """A step shows if it moves tokens by at least so many times the difference of the base weights."""
 PEAK = 1.1
 """Largest peak of memory, over the planned one."""
-TIMES = re.compile(r"(?:in|waited for) ([\d.]+) s, weights published in ([\d.]+) s")
 """The end of a step's line on the console of a training."""
 Metrics = list[dict[str, Any]]
 
@@ -113,7 +111,7 @@ def train(setting: Setting, name: str, urls: list[str] | None = None) -> Iterato
     yield from agreement(name, metrics, setting.limit)
     if TRAININGS[name].moves:
         yield applied(name, metrics)
-    yield from speed(setting, name, metrics)
+    yield from speed(name, metrics)
     yield peak(setting, name, metrics)
     for large in ("checkpoints", "published", "model"):
         shutil.rmtree(run / large, ignore_errors=True)
@@ -228,19 +226,12 @@ def applied(name: str, metrics: Metrics) -> Line:
     return at_most(what, after / moved, NOT_APPLIED, note)
 
 
-def speed(setting: Setting, name: str, metrics: Metrics) -> Iterator[Line]:
+def speed(name: str, metrics: Metrics) -> Iterator[Line]:
     """Yield the lines of seconds and tokens a second."""
-    trained = 0.0
-    for step in metrics:
-        if step["tokens_in_rows"]:
-            trained += step["tokens_in_rows"] / step["tokens_per_second"]
-    times = TIMES.findall(log_of(setting, name).read_text(errors="replace"))
-    if times:
-        rollouts = fmean(float(waited) for waited, _ in times)
-        publication = fmean(float(seconds) for _, seconds in times)
-        note = f"of it rollouts {rollouts:.1f}, publication {publication:.1f}"
-        batches = TRAININGS[name].steps
-        yield fact(f"{name}: seconds of a step", rollouts + publication + trained / batches, note)
+    phases = ("rollout", "publication", "training")
+    means = {phase: fmean(step.get(f"seconds_{phase}", 0.0) for step in metrics) for phase in phases}
+    note = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in means.items())
+    yield fact(f"{name}: seconds of a step", sum(means.values()), f"of it {note}")
     fastest = max(step.get("tokens_per_second", 0.0) for step in metrics)
     yield fact(f"{name}: tokens a second of the trainer", fastest, "the fastest step")
 

@@ -463,15 +463,12 @@ class TestSteps:
         [line] = trainings.agreement("sharding", metrics, 0.1)
         assert (line.result, line.measured) == ("failed", pytest.approx(0.2))
 
-    def test_a_step_takes_its_rollouts_its_publication_and_its_trainer(self, setting):
-        (setting.folder / "lora.log").write_text(
-            "step 1/4  2 sessions in 5.0 s, weights published in 0.5 s\n"
-            "step 3/4  2 sessions (1 recorded before) waited for 3.0 s, "
-            "weights published in 1.5 s\n"
-        )
-        metrics = [{"tokens_in_rows": 100, "tokens_per_second": 50.0}, {"tokens_in_rows": 0}]
-        seconds, tokens = trainings.speed(setting, "lora", metrics)
+    def test_a_step_takes_its_rollouts_its_publication_and_its_trainer(self):
+        first = {"seconds_rollout": 5.0, "seconds_publication": 0.5, "seconds_training": 2.0, "tokens_per_second": 50.0}
+        second = {"seconds_rollout": 3.0, "seconds_publication": 1.5, "seconds_training": 0.0}
+        seconds, tokens = trainings.speed("lora", [first, second])
         assert seconds.measured == pytest.approx(4 + 1 + 1)
+        assert seconds.note == "of it rollout 4.0, publication 1.0, training 1.0"
         assert tokens.measured == 50.0
 
 

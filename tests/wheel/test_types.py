@@ -12,7 +12,7 @@ CONFIGURATION = """
 [mypy]
 strict = true
 # libraries whose types do not appear in the files: reading them takes half a minute
-[mypy-accelerate.*,click.*,datasets.*,httpx.*,huggingface_hub.*,matplotlib.*,numpy.*,peft.*,pyarrow.*,rich.*,torch.*,transformers.*,trl.*]
+[mypy-accelerate.*,click.*,datasets.*,httpx.*,huggingface_hub.*,numpy.*,peft.*,pyarrow.*,rich.*,torch.*,transformers.*,trl.*]
 follow_imports = skip
 """
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, TextIO, get_args
 import click
 
 import rolltap
-from rolltap.errors import InputError, RunError
+from rolltap.errors import InputError
 from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, counts_of, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
@@ -154,19 +154,13 @@ def inspect_command(
     """Show a RUN, the calls of a SESSION, or a CALL with its tokens.
 
     Two sessions instead of a session and its call are compared: the first message and the first token that differ.
-    RUN may also be the folder of a training from recorded runs. Unique prefixes of ids are accepted, and the
-    number of a CALL in its session, from 1; --follow takes whole ids.
+    Unique prefixes of ids are accepted, and the number of a CALL in its session, from 1; --follow takes whole ids.
     """
     if (session is not None and (task or group or sort or follow)) or (follow and sort):
         raise click.UsageError("--task, --group, --follow and --sort are for a RUN alone, the last two not together")
     if full and call is None:
         raise click.UsageError("--full is for a CALL")
-    try:
-        opened = rolltap.open_run(run)
-    except RunError:
-        if (training := rolltap.read_training(run)) is None or session is not None:
-            raise
-        return print_result(training, as_json)
+    opened = rolltap.open_run(run)
     if follow:
         columns = ("finished_at", "session_id", "task_id", "group_id", "status", "reward")
         with suppress(KeyboardInterrupt):

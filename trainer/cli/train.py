@@ -178,13 +178,12 @@ def train_command(
 def _train(
     recipe: Path, out: Path, engine: str, ray: str | None, steal: bool, runs: tuple[Path, ...], seed: int
 ) -> None:
-    console = plain_console(quiet=not runs_first())
     if runs:
-        model = rolltap.train_offline(recipe, runs, out=out, seed=seed)
-        console.print(f"trained model: {model}")
-        return console.print(next_line("serve", model))
-    run = rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
-    if runs_first():
-        print_result(run.summary(), as_json=False)
-    console.print(f"plots: {out / 'reward.png'}, {out / 'training.png'}   trained model: {out / 'model'}")
+        rolltap.train_offline(recipe, runs, out=out, seed=seed)
+    else:
+        rolltap.train(recipe, engine=engine, out=out, seed=seed, steal=steal, ray=ray)
+    console = plain_console(quiet=not runs_first())
+    console.print(f"trained model: {out / 'model'}")
+    console.print(f"groups, and tokens of each step: {shlex.join(['rolltap', 'inspect', str(out)])}")
+    console.print("plots: on the page of the next command")
     console.print(next_line("view", out))

@@ -393,17 +393,6 @@ class Run:
         with progress_bar(show=progress) as advance:
             return write_file(self.path, Path(out), sessions, redact, advance)
 
-    def plot_rewards(self, path: str | Path, title: str = "") -> None:
-        """Write a PNG of the mean reward of each policy version, with the sessions' rewards as dots.
-
-        Needs the extra `train`.
-        """
-        try:
-            from rolltap.trainer.runs.views.report import plot_rewards
-        except ImportError as error:
-            raise MissingPackageError(f"plots need matplotlib ({error}): {install_command('train')}") from error
-        plot_rewards(self.path, Path(path), title)
-
 
 def view_run(path: str | Path, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None] = print) -> None:
     """Serve a page that shows a run in the browser, until a signal. `say` is told the link, which has a token.

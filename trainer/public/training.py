@@ -26,9 +26,8 @@ def train(
     of the vLLM server, which gets the new weights, or several separated by commas. The training owns them until it
     ends; `steal` takes them from another training, which then fails. `ray` is the address of a cluster whose nodes run
     the sessions, in place of the recipe's. `out` is the run folder. A stopped training
-    resumes from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, its metrics to
-    `metrics.jsonl` in the run, and plots to `reward.png` and `training.png`. The trained model is in the folder `model`
-    of the run.
+    resumes from its last checkpoint. `seed` is the trainer's. A line for each step goes to stderr, and its metrics
+    to `metrics.jsonl` in the run, which `view_run` plots. The trained model is in the folder `model` of the run.
 
     With `torchrun` or `accelerate launch`, every process calls it. The first one rolls out, publishes and prints.
 
@@ -42,9 +41,9 @@ def train(
     with _importing():
         from rolltap.trainer.training import loop, online
     settings = loop.join_processes(read and online.typed_recipe(read, engine))
-    title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
+    console = plain_console(quiet=not runs_first())
     source = online.OnlineTraces(settings, out, engine=engine, seed=seed, console=console, steal=steal)
-    loop.train(source, settings, out, title=title, seed=seed, console=console)
+    loop.train(source, settings, out, seed=seed, console=console)
     return Run(out)
 
 
@@ -55,8 +54,8 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     missing. Each group of the runs whose rewards differ is a row, and a step trains `groups_per_step` of them. The
     sessions may be of several policies: the loss weights their tokens by the recorded log-probabilities. `out` is a
     folder for the checkpoints and the model. A stopped training resumes from its last checkpoint, if the runs have the
-    same groups. A line for each step goes to stderr, its metrics to `metrics.jsonl` in `out`, and a plot to
-    `training.png`. Several processes train as with `train`.
+    same groups. A line for each step goes to stderr, and its metrics to `metrics.jsonl` in `out`, which
+    `view_run` plots. Several processes train as with `train`.
 
     Raises `MissingPackageError` without the extra `train`; `RunError` for a folder that is not a run; `InputError` for
     a wrong recipe, an `out` whose training is finished or was begun with another recipe, seed or other groups, no
@@ -71,10 +70,10 @@ def train_offline(recipe: str | Path, runs: Sequence[str | Path], *, out: str | 
     with _importing():
         from rolltap.trainer.training import loop, offline
     settings = loop.join_processes(read)
-    title, console = _title(Path(recipe), seed), plain_console(quiet=not runs_first())
+    console = plain_console(quiet=not runs_first())
     folders = [Path(run) for run in runs]
     source = offline.RecordedTraces(settings, folders, out=out, seed=seed, console=console)
-    loop.train(source, settings, out, title=title, seed=seed, console=console)
+    loop.train(source, settings, out, seed=seed, console=console)
     return out / FINISHED
 
 
@@ -107,11 +106,6 @@ def plan_training(
         runs=folders,
         out=Path(out) if out is not None else None,
     )
-
-
-def _title(recipe: Path, seed: int) -> str:
-    """Return the title of plots. The file's name alone is often `recipe`."""
-    return f"{recipe.resolve().parent.name}/{recipe.stem}, seed {seed}"
 
 
 def _read(recipe: str | Path, *, rollouts: bool, out: Path | None = None, ray: str | None = None) -> Recipe:

@@ -12,8 +12,8 @@ prints. The others compute with it, and end when it ends.
 import atexit
 import os
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from rolltap.trainer.training.attempt import Attempt, require_shared
 from rolltap.trainer.training.grpo.ranks import is_main, lost, object_group, on_main, together
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
-from rolltap.trainer.training.report import Reports
+from rolltap.trainer.training.report import Phases, Reports
 
 ADAPTER = "adapter"
 """Folder in the trained model with the adapter, if one was trained."""
@@ -56,6 +56,9 @@ not notice a lost process: then the launcher, or this time, ends the others."""
 
 class Source:
     """Rows of a training, and their batches. Every process has one, and the main process alone calls it."""
+
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    """`Phases.of` of the training."""
 
     def check(self) -> dict[str, list[Any]]:
         """Check what can be checked before anything starts. Returns the columns of the rows, `task_id` among them."""
@@ -83,11 +86,10 @@ class Source:
         """Take the weights of so many optimizer steps, which are trained and saved."""
 
 
-def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, console: Console) -> None:
+def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Console) -> None:
     """Train from the start, or from the last checkpoint in `run`, to the recipe's last step. Every process calls it.
 
-    `title` is that of the plots. Raises what the source raises, `InputError`, `RunError` and, on processes of which
-    another one failed, `RankError`.
+    Raises what the source raises, `InputError`, `RunError` and, on processes of which another one failed, `RankError`.
     """
     together(partial(require_gpu, recipe.grpo.get("use_cpu", False)))
     columns = on_main(source.check)
@@ -100,28 +102,29 @@ def train(source: Source, recipe: Recipe, run: Path, *, title: str, seed: int, c
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
         model = together(lambda: load_policy(recipe.model, arguments.dtype_of(recipe), on_cpu=on_cpu, **init))
-        reports = Reports(run, title, console)
+        phases = Phases()
+        reports = Reports(run, console)
+        source.phase = phases.of
         trainer = TraceGRPOTrainer(
             model=model,
             args=args,
             train_dataset=Dataset.from_dict(columns),
-            trace_source=source,
+            trace_source=phases.of("rollout")(source),
             groups_per_step=recipe.groups_per_step,
             processing_class=load_tokenizer(recipe.model),
-            callbacks=[reports],
+            callbacks=[phases, reports],
             peft_config=arguments.lora_config(recipe, model),
-            before_batch=partial(on_main, source.before_batch),
+            before_batch=partial(on_main, phases.of("publication")(source.before_batch)),
         )
+        phases.log = trainer.log_metrics
         trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
         trainer.check_step = source.check_step
         trainer.record = partial(write_step, stack.enter_context(RunWriter(run)), attempt.version)
         on_main(partial(source.begin, trainer))
         steps = train_to_end(trainer, console)
-        on_main(reports.draw)
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
         on_main(partial(source.finish, steps))
-        if recipe.evaluation is not None:  # the last one comes after the trainer's last log
-            on_main(reports.draw)
+        on_main(partial(reports.end, steps))
 
 
 def join_processes(recipe: Recipe | None) -> Recipe:

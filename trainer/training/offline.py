@@ -5,7 +5,7 @@ The runs may hold sessions of other policies than the model: the loss corrects b
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.metadata import read_metadata, tokenizer_digests
+from rolltap.addons.store.metadata import read_metadata, tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import nodes_started, processes_started
@@ -64,8 +64,10 @@ class RecordedTraces(Source):
         """
         recipe = self._recipe
         check_arguments(recipe, processes_started(), nodes=nodes_started())
+        tokenizer = load_tokenizer(recipe.model)
+        self._digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
         for run in self._runs:
-            _require_tokenizer(run, recipe.model)
+            _require_tokenizer(run, recipe.model, self._digests)
         self.groups = recorded_groups(self._runs, self._options.rewards, every=recipe.teacher is not None)
         if len(teachers := {scores.scorer for *_, scores in self._read if scores is not None}) > 1:
             raise InputError(
@@ -78,8 +80,9 @@ class RecordedTraces(Source):
         return {"group": list(range(len(self.groups))), "task_id": [group.task_id for group in self.groups]}
 
     def claim(self, stack: ExitStack) -> Attempt:
-        """Claim the folder, and say what is trained and what is not."""
+        """Claim the folder, make it a run, and say what is trained and what is not."""
         attempt = stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
+        write_metadata(self._out, {"model": str(self._recipe.model), **self._digests})
         sessions = sum(len(group.session_ids) for group in self.groups)
         self._console.print(f"{len(self.groups)} groups to train, of {sessions} sessions")
         if skipped := self.skipped()[1]:
@@ -173,11 +176,10 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = F
     return groups
 
 
-def _require_tokenizer(run: Path, model: Path) -> None:
+def _require_tokenizer(run: Path, model: Path, digests: Mapping[str, str]) -> None:
     """Raise `InputError` unless the run has the model's tokenizer and chat template, as far as it names them."""
     metadata = read_metadata(run)
-    tokenizer = load_tokenizer(model)
-    for name, digest in tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template).items():
+    for name, digest in digests.items():
         if metadata.get(name, digest) != digest:
             what = name.removesuffix("_sha256").replace("_", " ")
             raise InputError(

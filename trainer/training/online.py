@@ -7,7 +7,6 @@ it finds in the run folder, and runs only those that are missing or were faults.
 import json
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -80,7 +79,6 @@ class OnlineTraces(Source):
         self._beside = ExitStack()
         self._ahead: Ahead | None = None
         self._evaluations = Evaluations(recipe, run)
-        self._publish_seconds = 0.0
 
     def check(self) -> dict[str, list[Any]]:
         """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and `EngineError`."""
@@ -156,7 +154,6 @@ class OnlineTraces(Source):
         Raises what `Serving.publish` raises.
         """
         version = self._attempt.version(self.trainer.state.global_step)
-        self._publish_seconds = 0.0
         if self._recipe.ahead:
             self._end_evaluation(version)
         if self._trained.get(version.step) is not None:
@@ -203,10 +200,8 @@ class OnlineTraces(Source):
         when the run lacks a session of a step that was trained.
         """
         version = self._attempt.version(self.trainer.state.global_step)
-        started, seconds = time.monotonic(), 0.0
         if (trained := self._trained.get(version.step)) is None:
             groups, stale = (self._groups_of(rows, version), []) if self._ahead is None else self._take(version)
-            seconds = time.monotonic() - started
             sessions = [session for group in groups for session in group]
             self._require_reward(sessions, version)
             self._serving.engines.require_owned()
@@ -221,10 +216,8 @@ class OnlineTraces(Source):
         own = f".{self._attempt.number}"
         new = [session.session_id for session in sessions if place_of(session.session_id).endswith(own)]
         before = f" ({len(sessions) - len(new)} recorded before)" if len(new) < len(sessions) else ""
-        took = f"{'in' if self._ahead is None else 'waited for'} {seconds:.1f} s"
         self._console.print(
-            f"step {version.step + 1}/{self.trainer.args.max_steps}  {len(sessions)} sessions{before} {took}, weights "
-            f"published in {self._publish_seconds:.1f} s"
+            f"step {version.step + 1}/{self.trainer.args.max_steps}  {len(sessions)} sessions{before}"
         )
         return batch
 
@@ -260,7 +253,8 @@ class OnlineTraces(Source):
     def _end_evaluation(self, version: Version) -> None:
         """Wait for the evaluation that runs ahead, and append the metrics of the weights a step before `version`."""
         if self._ahead is not None:
-            self._ahead.end_evaluation()
+            with self.phase("evaluation"):
+                self._ahead.end_evaluation()
         if (before := version.step - self._recipe.iterations) >= 0:
             self._evaluations.append(self._attempt.version(before), version.step, self._console.print)
 
@@ -276,11 +270,10 @@ class OnlineTraces(Source):
         """
         assert self._ahead is not None
         groups, stale = list[list[Session]](), list[str]()
-        replaced, dropped, waited = 0, 0, 0.0
+        replaced = 0
+        dropped = 0
         while len(groups) - replaced < self._recipe.groups_per_step:
-            started = time.monotonic()
             group = self._ahead.take()
-            waited += time.monotonic() - started
             if is_stale(self._run, group, self._options(version)):
                 stale += [session.session_id for session in group]
                 dropped += 1
@@ -290,8 +283,7 @@ class OnlineTraces(Source):
                 replaced += 1
                 self._ahead.give_up()
             groups.append(group)
-        seconds = {"seconds_waited": waited, "seconds_idle": self._ahead.idle_seconds()}
-        self.trainer.log_metrics({**seconds, "groups_dropped": float(dropped)})
+        self.trainer.log_metrics({"seconds_idle": self._ahead.idle_seconds(), "groups_dropped": float(dropped)})
         return groups, stale
 
     def _groups_of(self, rows: list[dict[str, Any]], version: Version) -> list[list[Session]]:
@@ -352,9 +344,7 @@ class OnlineTraces(Source):
         return [[sessions[name] for name in group.session_ids] for group in groups]
 
     def _publish(self, version: Version, *, last: bool = False) -> None:
-        started = time.monotonic()
         self._serving.publish(self.trainer, str(version), last=last)
-        self._publish_seconds = time.monotonic() - started
 
     def _load(self, sessions: Sequence[Session], version: Version, stale: Sequence[str] = ()) -> TraceBatch:
         """Return the batch of sessions, in their order. Its ledger has the tokens of the `stale` ones too."""

@@ -76,7 +76,7 @@ def test_the_package_is_the_command_too():
 
 def test_without_the_extras_the_commands_for_run_folders_work():
     """The base install has no proxy, no torch and no vLLM."""
-    extras = ["aiohttp", "orjson", "mitmproxy", "renderers", "transformers", "torch", "trl", "peft", "matplotlib"]
+    extras = ["aiohttp", "orjson", "mitmproxy", "renderers", "transformers", "torch", "trl", "peft"]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({extras}))  # importing one of them fails
@@ -94,7 +94,7 @@ def test_modules_that_take_seconds_to_import_are_imported_on_use(module):
     code = f"import sys, rolltap.trainer.{module}; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"rolltap.trainer.{module}" in shown.stdout.split()
-    heavy = {"torch", "trl", "peft", "transformers", "datasets", "mitmproxy", "matplotlib"}
+    heavy = {"torch", "trl", "peft", "transformers", "datasets", "mitmproxy"}
     assert heavy.isdisjoint(shown.stdout.split())
 
 

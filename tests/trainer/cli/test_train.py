@@ -108,6 +108,19 @@ class TestStart:
         assert ended.exit_code == 0, ended.output
         assert training.owners() == []
 
+    def test_its_end_says_what_it_did_where_model_and_plots_are_and_prints_no_table(self, training, monkeypatch):
+        ended = training.here(monkeypatch)
+        run = training.folder / "run"
+        assert re.search(r"\ntrained 2 steps in 0:\d\d:\d\d, reward \d\.\d{3} at first and", ended.output)
+        last = [
+            f"trained model: {run / 'model'}",
+            f"groups, and tokens of each step: rolltap inspect {run}",
+            "plots: on the page of the next command",
+            f"next: rolltap view {run}",
+        ]
+        assert ended.output.splitlines()[-4:] == last
+        assert "mean reward" not in ended.output
+
     def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
         for table, message in [
             ("processes = 2", r"machine\.processes is 2, but there are 1: .*--nnodes 1 --nproc-per-node 2 "),

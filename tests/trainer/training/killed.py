@@ -32,7 +32,7 @@ from rolltap.trainer.engine import engines, weights
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.trained import TABLE, trained_steps
-from rolltap.trainer.training import attempt, loop, online, report
+from rolltap.trainer.training import attempt, loop, online
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
@@ -196,7 +196,6 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         engines.EngineAdmin = FolderEngine
         worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
         worker.Schedule = schedule_by(points)
-        report.plot_run = lambda run, title: None  # which takes longer than such a training
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:
@@ -221,7 +220,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         with open(os.devnull, "w") as silent:
             console = Console(file=silent)
             source = online.OnlineTraces(recipe, run, engine="http://127.0.0.1:9", seed=3, console=console)
-            loop.train(source, recipe, run, title="killed", seed=3, console=console)
+            loop.train(source, recipe, run, seed=3, console=console)
         (folder / "points").write_text("\n".join(points.passed))  # to choose from
         status = 0
     except Exception:

@@ -18,7 +18,6 @@ import torch
 from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.rollouts import worker
-from rolltap.trainer.training import report
 from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
@@ -93,7 +92,6 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(worker, "Recorder", RecorderWithChild)
     set_in(worker, "run_groups", sessions_by(points))
-    set_in(report, "plot_run", lambda run, title: None)  # which takes longer than such a training
 
 
 def start(folder: Path, fault: str) -> None:

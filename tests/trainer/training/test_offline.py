@@ -125,6 +125,7 @@ def test_two_steps_change_the_weights_a_second_time_in_the_same_way_and_a_resume
     assert attempts == {(1, "0.0"), (2, "1.1")}  # the second step was taken again
     in_metrics = [line["tokens_trained"] for line in read_metrics(stopped / METRICS)]
     assert [step.trained for step in rolltap.read_training(stopped).steps] == in_metrics
+    assert [step.trained for step in rolltap.open_run(stopped).summary().trained] == in_metrics
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ def test_what_is_no_row_is_printed_at_the_start_and_what_has_no_reward_is_in_the
     ended = CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
     printed = " ".join(ended.output.split())
     assert "1 groups to train, of 2 sessions" in printed
-    assert f"next: rolltap serve {tmp_path / 'out' / 'model'}\n" in ended.output
+    assert f"next: rolltap view {tmp_path / 'out'}\n" in ended.output
     assert "not trained: 1 group whose rewards are equal (2 sessions); tokens 8: 0 to train" in printed
     [line] = read_metrics(tmp_path / "out" / METRICS)
     assert (line["sessions"], line["sessions_infrastructure"], line["left_out/infrastructure"]) == (3, 1, 4)

@@ -1,4 +1,4 @@
-"""Reports of a training: the file of metrics, the plots, and the lines on the console."""
+"""Reports of a training: the file of metrics, the seconds of its phases, and the lines on the console."""
 
 import io
 import json
@@ -8,29 +8,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.records import Session
-from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.training import report
 from rolltap.trainer.training.report import (
     METRICS,
-    MOST_LABELLED,
+    Phases,
     Reports,
     append_metrics,
     cut_metrics,
-    plot_run,
-    plot_training,
     read_metrics,
     step_line,
     time_left,
 )
 
-PNG = b"\x89PNG"
 STEP = {
     "reward": 0.5,
     "reward/harness/codex": 0.25,
@@ -104,7 +97,7 @@ def train(tmp_path):
                 dataloader_pin_memory=False,
             ),
             train_dataset=[{"x": torch.ones(1)}] * 8,
-            callbacks=[Reports(tmp_path, "title", console), Kill()],
+            callbacks=[Reports(tmp_path, console), Kill()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / "checkpoints" / f"checkpoint-{resume}"))
@@ -113,15 +106,13 @@ def train(tmp_path):
     return train
 
 
-def test_every_step_has_one_line_in_the_file_and_one_on_the_console_and_there_is_a_plot(train, tmp_path):
+def test_every_step_has_one_line_in_the_file_and_one_on_the_console(train, tmp_path):
     printed = train().splitlines()
     lines = read_metrics(tmp_path / METRICS)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line.keys() >= {"loss", "learning_rate", "epoch"} for line in lines)
     assert [line.split("  ")[0] for line in printed] == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
-    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
-    assert not (tmp_path / "reward.png").exists()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS, "checkpoints"}
 
 
 @pytest.mark.parametrize(("killed", "resume"), [(3, 2), (1, None)])
@@ -136,45 +127,56 @@ def test_a_training_that_resumes_or_starts_again_writes_no_step_twice(train, tmp
     assert lines[: resume or 0] == before[: resume or 0]
 
 
-def test_a_plot_that_cannot_be_drawn_does_not_stop_the_training(train, tmp_path, caplog):
-    (tmp_path / "training.png").mkdir()
-    train()
-    assert "the plots of the training could not be drawn" in caplog.text
-    assert [line["step"] for line in read_metrics(tmp_path / METRICS)] == [1, 2, 3, 4]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+class TestPhases:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        clock = SimpleNamespace(now=100.0)
+        monkeypatch.setattr(report.time, "monotonic", lambda: clock.now)
+        return clock
 
+    def test_the_seconds_of_the_phases_are_together_the_time_of_the_step(self, clock):
+        phases = Phases()
+        phases.log = (logged := []).append
+        clock.now += 50
+        phases.on_train_begin(None, None, None)
 
-def test_the_rewards_of_a_recorded_run_are_drawn_too(tmp_path):
-    write_metadata(tmp_path, {})
-    with RunWriter(tmp_path) as writer:
-        writer.add_session(Session(session_id="a", status="completed", reward=1.0, policy_version="0"))
-    plot_run(tmp_path, "title")
-    assert (tmp_path / "reward.png").read_bytes().startswith(PNG)
+        @phases.of("publication")
+        def publish():
+            clock.now += 2
+            with phases.of("evaluation"):
+                clock.now += 4
+            clock.now += 1
 
+        for waited in (10, 20):
+            publish()
+            with phases.of("rollout"):
+                clock.now += waited
+            clock.now += 5
+            phases.on_step_end(None, None, None)
+            clock.now += 0.5
+        first = {"seconds_publication": 3, "seconds_evaluation": 4, "seconds_rollout": 10, "seconds_training": 5}
+        assert logged == [first, first | {"seconds_rollout": 20, "seconds_training": 5.5}]
 
-def test_drawing_takes_at_most_its_share_of_the_time(tmp_path, monkeypatch):
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(report.time, "monotonic", lambda: clock.now)
-    drawn = []
+    def test_a_phase_ends_with_its_error(self, clock):
+        phases = Phases()
+        phases.log = (logged := []).append
 
-    def draw(run, title):
-        drawn.append(clock.now)
+        @phases.of("rollout")
+        def fail():
+            clock.now += 1
+            raise Killed
+
+        with pytest.raises(Killed):
+            fail()
         clock.now += 2
-
-    monkeypatch.setattr(report, "plot_run", draw)
-    reports = Reports(tmp_path, "title", Console(file=io.StringIO()))
-    state = SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=2)
-    for _ in range(100):
-        reports.on_log(None, state, None, logs={"loss": 1.0})
-        clock.now += 1
-    reports.draw()
-    assert drawn == [100, 142, 184, clock.now - 2]
+        phases.on_step_end(None, None, None)
+        assert logged == [{"seconds_rollout": 1, "seconds_training": 2}]
 
 
 def test_other_processes_report_nothing(tmp_path):
     printed = io.StringIO()
     state = SimpleNamespace(is_world_process_zero=False, global_step=1, max_steps=2)
-    reports = Reports(tmp_path, "title", Console(file=printed))
+    reports = Reports(tmp_path, Console(file=printed))
     reports.on_train_begin(None, state, None)
     reports.on_log(None, state, None, logs={"loss": 1.0})
     assert (printed.getvalue(), list(tmp_path.iterdir())) == ("", [])
@@ -183,11 +185,12 @@ def test_other_processes_report_nothing(tmp_path):
 def test_the_line_of_a_step_has_the_numbers_that_one_looks_at_first():
     more = {"sessions_unjudged": 1.0, "suspicious": 2.0, "sessions_no_reward": 1.0, "loss": 0.01234, "kl": 0.25}
     logs = STEP | more | {"clip_ratio/region_mean": 0.0123, "learning_rate": 1e-6, "eval/reward": 0.25}
+    logs |= {"seconds_rollout": 12.34, "seconds_publication": 0.5, "seconds_training": 3.0}
     assert step_line(3, 5, logs) == (
         "step 3/5  reward [bold]0.500[/]  eval 0.250  infrastructure failures 3  unjudged 1  suspicious 2  "
         "sessions without a reward 1  groups without signal 1  loss 0.01234  difference 1.0e-03  off policy 2.5e-01  "
         "ratio 1.000  clipped 1.2 %  masked 20.0 %  KL 0.25  entropy 0.500  100 tokens trained  7 left out  "
-        "40 % of rows forwarded  50 tokens/s  1.5 GiB"
+        "40 % of rows forwarded  50 tokens/s  1.5 GiB  rollout 12.3 s  publication 0.5 s  training 3.0 s"
     )
 
 
@@ -255,78 +258,3 @@ def test_a_line_that_is_no_steps_is_named(path, line):
     for read in (read_metrics, lambda path: cut_metrics(path, 1)):
         with pytest.raises(RunError, match=r"metrics\.jsonl, line 2 is not a step's metrics"):
             read(path)
-
-
-@pytest.fixture
-def drawn(tmp_path, monkeypatch):
-    """A function that draws metrics of steps and returns the lines of each panel: title -> label -> points."""
-
-    def draw(*steps):
-        for number, metrics in enumerate(steps, 1):
-            append_metrics(tmp_path / "metrics.jsonl", number, metrics)
-        figures, save = [], Figure.savefig
-
-        def savefig(figure, *args, **options):
-            figures.append(figure)
-            save(figure, *args, **options)
-
-        monkeypatch.setattr(Figure, "savefig", savefig)
-        plot_training(tmp_path / "metrics.jsonl", tmp_path / "training.png", "title")
-        assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
-        return {
-            axes.get_title(): {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()}
-            for axes in figures[0].get_axes()
-        }
-
-    return draw
-
-
-def test_a_panel_without_a_line_is_not_drawn(drawn):
-    panels = drawn({"reward": 0.5, "tokens_trained": 123456})
-    assert panels.keys() == {"reward", "sampled tokens"}
-
-
-def test_every_metric_has_its_panel(drawn):
-    optimizer = {"loss": 0.5, "grad_norm": 1.5, "learning_rate": 1e-5, "seconds_waited": 3.0, "seconds_idle": 1.0}
-    panels = drawn(STEP | optimizer, STEP | optimizer | {"reward": 0.75})
-    assert panels["gradient norm"] == {"grad_norm": [(1, 1.5), (2, 1.5)]}
-    assert panels["seconds of a step"].keys() == {"seconds_waited", "seconds_idle"}
-    assert {"loss", "learning rate"} <= panels.keys()
-    assert panels["reward"]["reward"] == [(1, 0.5), (2, 0.75)]
-    assert panels["reward"].keys() == {"reward", "reward/harness/codex", "reward/harness/my own"}
-    differences = panels["sampler and trainer: mean difference of log-probabilities"]
-    assert differences == {"difference/bridged": [(1, 0), (2, 0)], "difference/rendered": [(1, 1e-3), (2, 1e-3)]}
-    assert panels["sampled tokens"].keys() == {"tokens_trained", "tokens_computed", "left_out/aborted"}
-    assert panels["tokens forwarded / tokens in rows"] == {"forwarded_share": [(1, 0.4), (2, 0.4)]}
-    clipped = {"clip_ratio/low_mean", "clip_ratio/high_mean"}
-    assert panels["share of tokens"].keys() == clipped | {"masked/low", "masked/high"}
-    assert panels["sessions"].keys() == {"sessions", "sessions_infrastructure"}  # others never occurred
-    assert panels["groups of sessions"].keys() == {"groups", "groups_without_signal", "groups_without_reward"}
-    assert panels["off policy: mean difference of log-probabilities"].keys() == {"off_policy/bridged"}
-    assert panels["importance ratio"].keys() == {"ratio/mean", "ratio/min"}
-    assert all(panels.values())
-
-
-def test_a_metric_that_a_step_lacks_has_no_point_there(drawn):
-    assert drawn(STEP, {"tokens_trained": 0}, STEP)["entropy, KL"] == {"entropy": [(1, 0.5), (3, 0.5)]}
-
-
-def test_evaluations_are_drawn_over_the_steps_of_their_weights_without_their_intervals(drawn):
-    evaluated = {"eval/reward": 0.5, "eval/pass@1": 0.25, "eval/pass@1_low": 0.1, "eval/pass@16": 1.0}
-    panels = drawn(STEP | evaluated | {"eval/step": 0.0}, STEP, STEP | evaluated | {"eval/step": 2.0})
-    assert panels["evaluation"] == {
-        "eval/reward": [(0, 0.5), (2, 0.5)],
-        "eval/pass@1": [(0, 0.25), (2, 0.25)],
-        "eval/pass@16": [(0, 1.0), (2, 1.0)],
-    }
-
-
-def test_many_tasks_are_lines_without_a_label(drawn):
-    tasks = {f"reward/task/{i}": i / 10 for i in range(1, MOST_LABELLED + 2)}
-    panel = drawn(STEP | tasks)["reward"]
-    assert len(panel) == 3 + 10
-    assert sum(not label.startswith("_") for label in panel) == 3
-
-
-def test_a_training_without_metrics_yet_has_an_empty_picture(drawn):
-    assert not any(drawn().values())

@@ -1,5 +1,6 @@
 """The page in a real browser, on a run that has everything. Every test fails on an error or a request elsewhere."""
 
+import json
 import shutil
 from pathlib import Path
 from urllib.parse import quote
@@ -67,6 +68,62 @@ def test_the_points_of_a_metric_lead_to_the_sessions_of_their_steps(page):
     page.focus("[aria-label='age/mean by step'] >> [aria-label='step 3: 0.5']")
     page.keyboard.press("Enter")
     page.wait_for_selector("h1:has-text('1 of 7 sessions')")
+
+
+PANELS = [
+    "reward",
+    "loss",
+    "gradient norm",
+    "learning rate",
+    "seconds of a step",
+    "engine difference",
+    "evaluation",
+    "sampled tokens",
+]
+"""Titles of the panels of the training that `plotted` writes."""
+
+
+@pytest.fixture
+def plotted(viewed_run, tmp_path, serve, open_page):
+    """The page of a run with the metrics of a training, with long names and large numbers."""
+    run = shutil.copytree(viewed_run, tmp_path / "run")
+    rows = []
+    for step in range(1, 1201, 100):
+        row = {"step": step, "reward": step / 1200, "loss": -1.5e-7 * step, "grad_norm": 1.5, "learning_rate": 1e-6}
+        row |= {f"reward/task/a-long-name-of-a-task-{'x' * 40}-{n}": n / step for n in range(1, 13)}
+        row |= {f"seconds_{phase}": float(step) for phase in ("rollout", "publication", "training")}
+        row |= {"engine_difference": 1e-5, "difference/root": 0.0, "tokens_trained": 123_456_789.0 * step}
+        row |= {"left_out/aborted": 0.0, "odd": 1.0, "eval/step": step - 1, "eval/reward": 0.5, "eval/pass@8_low": 0.1}
+        rows.append(row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = open_page(serve(run))
+    page.wait_for_selector(".plot")
+    return page
+
+
+CUT = """() => [...document.querySelectorAll('.chart text, .plot .chip')].filter((each) => {
+    const box = each.getBoundingClientRect();
+    const frame = each.closest('svg, .plot').getBoundingClientRect();
+    return box.left < frame.left || box.right > frame.right + 0.5 || box.top < frame.top || box.bottom > frame.bottom
+        || each.scrollWidth > each.clientWidth && each.matches('.chip');
+}).map((each) => each.textContent)"""
+
+
+def test_the_metrics_of_a_training_are_plotted_together_and_no_label_is_cut(plotted):
+    assert plotted.locator(".plot h3").all_inner_texts() == PANELS
+    seconds = plotted.locator(".plot", has=plotted.locator("h3:has-text('seconds of a step')"))
+    labels = ["seconds_publication 1,101", "seconds_rollout 1,101", "seconds_training 1,101"]
+    assert [each.strip() for each in seconds.locator(".chip").all_inner_texts()] == labels
+    rewards = plotted.locator(".plot", has=plotted.locator("h3:text-is('reward')"))
+    assert "and 5 more" in rewards.inner_text()
+    for width in (1280, 480):
+        plotted.set_viewport_size({"width": width, "height": 800})
+        assert plotted.evaluate(CUT) == []
+
+
+def test_a_label_of_a_panel_leads_to_its_metric_with_its_points(plotted):
+    plotted.click(".chip:has-text('eval/reward')")
+    plotted.focus("[aria-label='eval/reward by step'] >> [aria-label='step 1100: 0.5']")
 
 
 def test_the_ledger_tells_what_steps_trained_from_what_none_took(page):

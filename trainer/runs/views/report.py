@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -388,7 +388,8 @@ def summarize_digests(
         provenance=provenance_rows(sessions),
         mixed=mixed_groups(sessions),
         session_rows=rows,
-        trained=step_rows(trained, {row.session_id for row in rows}),
+        # a training from recorded runs has the steps, and no sessions of its own
+        trained=step_rows(trained, {row.session_id for row in rows} or None),
     )
 
 
@@ -470,29 +471,3 @@ def _ledger_lines(summary: Summary) -> list[tuple[str, int]]:
 def _without_ids(reason: str) -> str:
     """Replace hexadecimal ids and numbers by an ellipsis, so that equal reasons count together."""
     return re.sub(r"\b([0-9a-f]{16,}|[0-9]+)\b", "…", reason)
-
-
-def plot_rewards(run: Path, path: Path | IO[bytes], title: str) -> None:
-    """Write a PNG of the mean reward of each step's weights, every session's reward as a dot behind it."""
-    from matplotlib.figure import Figure  # of the extra `train`
-
-    sessions = load_sessions(run).values()
-    means = {step.policy_version: step.mean_reward for step in reward_steps(sessions) if step.mean_reward is not None}
-    position = {name: i for i, name in enumerate(means)}
-    labels = {weights_name(session): _label(session) for session in sessions}
-    rewards = [(weights_name(session), session_reward(session)) for session in sessions]
-    dots = [(position[name], reward) for name, reward in rewards if reward is not None]
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.scatter([x for x, _ in dots], [y for _, y in dots], s=14, alpha=0.25, color="tab:gray", label="a session")
-    axes.plot(list(means.values()), marker="o", color="tab:blue", label="mean of the step's sessions")
-    axes.set_xticks(range(len(means)), [labels[name] for name in means])
-    axes.set(xlabel="weights (optimizer steps so far)", ylabel="reward", title=title)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # inside it could hide sessions
-    figure.savefig(path, dpi=120)
-
-
-def _label(session: Session) -> str:
-    version = Version.parse(session.policy_version or "")
-    return str(version.step) if version else weights_name(session)

@@ -1,6 +1,6 @@
 """A training, step by step: the metrics that it wrote, and the tokens that its optimizer steps trained.
 
-Both are in the folder of the training: a run folder, or that of a training from recorded runs, which is none.
+Both are in the run folder of the training. A training from recorded runs has no sessions of its own in it.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.jupyter import JupyterMixin
 from rich.table import Table
 
 from rolltap.addons.errors import RunError
@@ -41,22 +39,15 @@ class StepRow(Ledger):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingView(JupyterMixin):
+class TrainingView:
     """A training: the rows of its file of metrics, oldest first, and its steps."""
 
     metrics: list[dict[str, Any]] = field(repr=False)
     steps: list[StepRow] = field(repr=False)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the training as JSON values."""
-        return asdict(self)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield step_table(self.steps)
-
 
 def read_training(folder: str | Path) -> TrainingView | None:
-    """Return what a training wrote into its folder, a run or the `out` of `train_offline`; None when none has.
+    """Return what a training wrote into its run folder, or None if no training has.
 
     Raises `RunError` for a damaged file of metrics.
     """

@@ -1,9 +1,10 @@
 // The run in numbers. Every number leads to the sessions behind it.
 import { html } from "./vendor/htm-preact.js";
 import { useData } from "./api.js";
-import { change, toSessions } from "./route.js";
+import { Metrics } from "./plots.js";
+import { toSessions } from "./route.js";
 import { BestAndWorst, weights } from "./sessions.js";
-import { A, Badge, Card, count, Facts, Select, share, short, Status, sum, T } from "./widgets.js";
+import { A, Badge, Card, count, Facts, share, short, Status, sum, T } from "./widgets.js";
 import { TableCard, total, Wait } from "./widgets.js";
 
 const to = (query, text) => html`<${A} to=${toSessions(query)} text=${text} />`;
@@ -76,39 +77,6 @@ function Groups({ groups }) {
   const flat = groups.filter((group) => !group.signal).length;
   return html`<${TableCard} title="Groups" note=${`${flat} of ${groups.length} without signal`} wide columns=${columns}
     rows=${sorted} link=${(group) => toSessions({ group: group.group_id, show: "groups" })} />`;
-}
-
-/** A line chart of [step, value]. Each point is a link to the sessions of its step. */
-function Chart({ points, label }) {
-  const [steps, values] = [points.map(([step]) => step), points.map(([, value]) => value)];
-  const scale = (least, most, from, to) => (value) => from + ((to - from) * (value - least)) / (most - least || 1);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const [x, y] = [scale(steps[0], steps.at(-1), 80, 980), scale(low, high, 165, 15)];
-  const limit = (value) => html`<line x1="80" x2="980" y1=${y(value)} y2=${y(value)} />
-    <text x="70" y=${y(value) + 4} text-anchor="end">${short(value)}</text>`;
-  const point = ([step, value]) => html`<a href=${toSessions({ step })} aria-label=${`step ${step}: ${short(value)}`}>
-    <circle cx=${x(step)} cy=${y(value)} r="4"><title>step ${step}: ${short(value)}</title></circle></a>`;
-  return html`<svg class="chart" viewBox="0 0 1000 195" role="group" aria-label=${`${label} by step`}>
-    ${[...new Set([low, high])].map(limit)}
-    ${[...new Set([steps[0], steps.at(-1)])].map((step) => html`<text x=${x(step)} y="190">${step}</text>`)}
-    <polyline points=${points.map(([step, value]) => `${x(step)},${y(value)}`).join(" ")} />
-    ${points.map(point)}</svg>`;
-}
-
-const USUAL = ["reward", "reward_std", "loss", "entropy", "kl", "grad_norm", "age/mean", "stale_share", "cached_share"];
-
-function Metrics({ rows, query }) {
-  const numbers = rows.flatMap((row) => Object.keys(row).filter((name) => typeof row[name] === "number"));
-  const names = [...new Set(numbers)].filter((name) => name !== "step").sort();
-  const usual = USUAL.filter((name) => names.includes(name));
-  const metric = [query.metric, ...usual, ...names].find((name) => names.includes(name));
-  const newest = (name) => short(rows.findLast((row) => typeof row[name] === "number")[name]);
-  const points = rows.filter((row) => typeof row[metric] === "number").map((row) => [row.step, row[metric]]);
-  return html`<${Card} title="Metrics of the training" wide note="newest values; a point leads to its step">
-    <div class="bar"><${Select} name="metric" value=${metric} options=${names} />
-      ${usual.map((name) => html`<button key=${name} class="chip" aria-pressed=${name === metric}
-        onClick=${() => change({ metric: name })}>${name} ${newest(name)}</button>`)}</div>
-    <${Chart} points=${points} label=${metric} /><//>`;
 }
 
 function Steps({ steps }) {

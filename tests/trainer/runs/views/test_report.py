@@ -2,7 +2,6 @@ from datetime import timedelta
 from io import StringIO
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from rolltap.addons.store.records import Event
@@ -10,7 +9,6 @@ from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.runs.views.report import (
     VersionRewards,
     digest_session,
-    plot_rewards,
     reward_steps,
     session_events,
     summarize,
@@ -18,7 +16,7 @@ from rolltap.trainer.runs.views.report import (
 )
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
-from tests.factories import START, add_rows, make_call, make_session, write_run
+from tests.factories import START, make_call, make_session, write_run
 
 
 def session(number, version, reward, status="completed", **fields):
@@ -131,27 +129,3 @@ def test_a_run_says_how_much_of_its_prompts_came_from_the_engines_cache_and_warn
     assert summary.to_json()["cache"][0]["prompts"]["cached_tokens"] == 16
     Console(file=(printed := StringIO()), width=200).print(summary)
     assert "Continued calls (bad) take next to nothing from the cache" in " ".join(printed.getvalue().split())
-
-
-def test_the_plot_is_a_png_even_of_a_run_without_rewards(tmp_path):
-    plot_rewards(write_run(tmp_path, make_session("a", reward=None)), tmp_path / "none.png", "nothing yet")
-    plot_rewards(add_rows(tmp_path, make_session("b", reward=0.5)), tmp_path / "some.png", "something")
-    assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "some.png").stat().st_size > (tmp_path / "none.png").stat().st_size
-
-
-def test_the_attempts_at_a_step_are_one_point(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    versions = ["1a2b3c4d.9.0", "1a2b3c4d.10.0", "1a2b3c4d.10.1", "1a2b3c4d.11.1", "model-2.5"]
-    rewarded = [make_session(str(n), reward=n, policy_version=version) for n, version in enumerate(versions)]
-    fault = make_session("fault", "infrastructure", reward=9.0, policy_version="1a2b3c4d.11.1")
-    write_run(tmp_path, *rewarded, fault, make_session("unknown", reward=5.0, policy_version=None))
-    plot_rewards(tmp_path, tmp_path / "some.png", "something")
-    (axes,) = drawn[0].axes
-    assert axes.get_legend() is None  # it could hide sessions
-    assert drawn[0].legends
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10", "11", "model-2.5", "default"]
-    assert list(axes.lines[0].get_ydata()) == [0.0, 1.5, 3.0, 4.0, 5.0]
-    dots = axes.collections[0].get_offsets().tolist()
-    assert sorted(dots) == [[0, 0], [1, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
