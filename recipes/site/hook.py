@@ -1,6 +1,7 @@
 """Parts of the built pages that their Markdown does not have: tables of the fields of models, pictures, paths of files.
 
-A line `Keys, types and defaults: [`MODEL`](FILE.py).` becomes a table, made from the sources. Links to files of the
+A line `Keys, types and defaults: [`MODEL`](FILE.py).` becomes a table, made from the sources, and a line `Versions and
+commands: [the presets](FOLDER).` a table of the presets. Links to files of the
 checkout, which the site does not have, become their paths.
 """
 
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ CHECKOUT = ROOT / ".venvs" / "docs" / "checkout"
 PICTURES = [*ROOT.glob("trainer/viewer/screenshots/*.png")]
 OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)(?:#[^)\s]*)?\)")
 TABLE = re.compile(r"^Keys, types and defaults: \[`(\w+)`\]\((\.\./\S+)\.py\)\.$", re.MULTILINE)
+PRESETS = re.compile(r"^Versions and commands: \[the presets\]\(\S+\)\.$", re.MULTILINE)
 HEADING = "| key | type | default | |\n| --- | --- | --- | --- |"
 TYPES = {
     "Path": "path",
@@ -64,7 +67,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"`{path}`"
         return f"{link[2]} (`{path}`)"
 
-    return OUTSIDE.sub(named, TABLE.sub(table, markdown))
+    def presets(line: re.Match[str]) -> str:
+        return "\n".join(["| name | tested with | install |", "| --- | --- | --- |", *preset_rows()])
+
+    return OUTSIDE.sub(named, PRESETS.sub(presets, TABLE.sub(table, markdown)))
+
+
+def preset_rows() -> Iterator[str]:
+    """Yield a row for each preset of an agent program."""
+    for file in sorted(ROOT.glob("recipes/harnesses/*.toml")):
+        preset = tomllib.loads(file.read_text())
+        yield row(preset["name"], preset["version"], f"`{preset['install']}`")
 
 
 @cache
@@ -128,9 +141,9 @@ def attribute_texts(model: griffe.Class) -> dict[str, str]:
     return {}
 
 
-def row(name: str, kind: str, default: str, text: str) -> str:
+def row(name: str, *others: str) -> str:
     """Return a line of a table."""
-    cells = [f"`{name}`", kind, default, text]
+    cells = [f"`{name}`", *others]
     return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 

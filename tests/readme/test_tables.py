@@ -27,6 +27,7 @@ tables = {}
 for line in hook.TABLE.finditer(sys.stdin.read()):
     made = hook.on_page_markdown(line[0], None, SimpleNamespace(docs_dir=hook.ROOT / "recipes/site/pages"), None)
     tables[line[1]] = [row[2:-2].split(" | ") for row in made.splitlines()[2:]]
+tables["presets"] = [row[2:-2].split(" | ") for row in hook.preset_rows()]
 print(json.dumps(tables))
 """
 
@@ -75,6 +76,11 @@ def test_the_table_of_the_trainer_s_arguments_has_every_field_that_is_not_trl_s(
 
 def test_the_table_of_the_recorder_s_options_has_every_option(tables):
     assert tables["RecorderOptions"].keys() == OPTIONS.keys()
+
+
+def test_the_table_of_the_presets_has_the_version_and_the_command_of_each(tables):
+    presets = [rolltap.Harness.load(name) for name in rolltap.Harness.names()]
+    assert tables["presets"] == {each.name: [each.version, f"`{each.install}`"] for each in presets}
 
 
 @pytest.mark.parametrize(
