@@ -101,6 +101,7 @@ def test_a_table_has_a_line_for_each_figure_and_the_model_must_exist(tmp_path):
     assert "make_model.py" in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr
 
 
+@deep
 @pytest.mark.harness
 def test_awkward_replies_of_a_session_are_continued(tokenizer_folder):
     if shutil.which("mini") is None:

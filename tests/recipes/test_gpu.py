@@ -556,6 +556,7 @@ def require_mini():
         pytest.skip("mini-swe-agent is not installed: tests/run.sh installs it")
 
 
+@pytest.mark.deep  # short, training/test_resume kills trainings, and test_loop resumes one with this engine
 @pytest.mark.engine
 @pytest.mark.harness
 def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engine, tmp_path):
@@ -577,7 +578,7 @@ def test_a_training_that_was_killed_ends_well_and_its_step_is_in_the_engine(engi
     assert [step["step"] for step in metrics] == [1, 2, 3, 4]
 
 
-@pytest.mark.deep  # its hardest stage runs above, and other tests train in the ways of the others
+@pytest.mark.deep  # short, other tests train in these ways
 @pytest.mark.engine
 @pytest.mark.harness
 def test_the_small_form_goes_through_all_stages_and_no_line_fails(tmp_path):

@@ -259,6 +259,7 @@ def test_an_adapter_that_the_engine_refuses_is_not_the_policy(engine, base, rest
     assert adapters(engine) == set()
 
 
+@pytest.mark.deep  # short, test_engines and test_publish have two engines that are scripted
 class TestTwoEngines:
     @pytest.fixture
     def urls(self, engine, second_engine, restored):

@@ -90,7 +90,7 @@ def test_two_steps_of_recording_training_and_publishing_and_a_resumed_third(engi
     tables += f"[evaluation]\ntasks = {json.dumps(str(QUICKSTART / 'tasks.jsonl'))}\nevery = 2\nsessions = 1\n"
 
     def train(steps):
-        recipe = write_recipe(tmp_path, tables, steps=steps, recorders=2, model=str(engine.model_dir))
+        recipe = write_recipe(tmp_path, tables, steps=steps, model=str(engine.model_dir))
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
         return CliRunner().invoke(main.rolltap, arguments, catch_exceptions=False)
 
@@ -258,7 +258,7 @@ def distance(one, two):
     return sum(((one[name] - two[name]).double() ** 2).sum().item() for name in one) ** 0.5
 
 
-@pytest.mark.deep  # short, grpo/test_replicated has two processes, and engine/test_publish_vllm two engines
+@pytest.mark.deep  # short, grpo/test_replicated has two processes, and engine/test_engines two engines
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
