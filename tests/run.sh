@@ -62,7 +62,7 @@ addons_312() {
 # What an engine is asked, of the next vLLM: recording, publishing, scores. With --deep, all tests that start an engine.
 vllm_0_33() {
     local tests=(tests/addons/engine tests/trainer/engine/test_{publish_vllm,scores_vllm,weights}.py)
-    tests+=(tests/trainer/runs/views/test_score_vllm.py -k "not TwoEngines and not in_flight_that_is_kept")
+    tests+=(tests/trainer/runs/views/test_score_vllm.py -k "not in_flight_that_is_kept")
     if [ -n "${ROLLTAP_DEEP:-}" ]; then tests=(); fi
     ROLLTAP_VLLM="$ROLLTAP_VLLM_NEXT" pytest "${sequential[@]}" -m engine "${tests[@]}"
 }
@@ -81,10 +81,6 @@ others() {
     part mypy mypy --cache-dir "$CACHE/mypy"
     part engines-harnesses pytest "${sequential[@]}" -m "engine or harness"
     if [ -x "$ROLLTAP_VLLM_NEXT" ]; then part vllm-0.33 vllm_0_33; fi
-    if [ -f "$VENVS/kernels/installed" ]; then
-        part kernels "$VENVS/kernels/bin/python" -m pytest "${sequential[@]}" tests/trainer/training/forward/test_fla.py
-    fi
-    if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
     part wheel "$VENVS/wheel/bin/python" -P -m pytest -q tests/wheel
     if [ -x "$VENVS/wheel-3.12/bin/python" ]; then
         part wheel-3.12 "$VENVS/wheel-3.12/bin/python" -P -m pytest -q tests/wheel --ignore tests/wheel/test_extras.py
@@ -97,6 +93,11 @@ environment_docs
 sed -i "s/^installs.*/installs $((SECONDS - began))/" "$times"
 others & others=$!
 part quick pytest "${parallel[@]}" -m "not engine and not harness"
+# `others` takes longer than `quick`: what it does not need runs here
+if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
+if [ -f "$VENVS/kernels/installed" ]; then
+    part kernels "$VENVS/kernels/bin/python" -m pytest "${sequential[@]}" tests/trainer/training/forward/test_fla.py
+fi
 wait "$others" || echo others >> "$failures"
 for log in "$logs"/*; do
     case "$log" in "$times" | "$failures") ;; *) say "$(basename "$log")"; cat "$log" ;; esac
