@@ -212,8 +212,8 @@ class RecorderOptions:
     sampling: Mapping[str, Any] = _option(
         "{}",
         'Sampling parameters of all calls, a JSON object such as `{"temperature": 0.7}`. Keys: '
-        f"{', '.join(_SAMPLING_KEYS)}. Missing keys are neutral: temperature 1, top_p 1, no top_k, no penalties. Of a "
-        "harness's request only the token limit, stop texts and JSON schema are applied; its sampling parameters are "
+        f"{', '.join(_SAMPLING_KEYS)}. Missing keys are neutral: temperature 1, top_p 1, no top_k, no penalties. Only "
+        "the token limit, stop texts and JSON schema of a harness's request are applied; its sampling parameters are "
         "recorded.",
         parse=_sampling,
     )
@@ -223,16 +223,16 @@ class RecorderOptions:
         "`*.pythonhosted.org`. It stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. "
         "No connection is made to a private or loopback address, unless a pattern is that very address or "
         "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and never "
-        "reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and `/v2`, where "
-        "it may be no model API (the run gets an event `uncaptured` for what looks like a model call). Other requests "
-        "to other hosts get 404, and the run gets an event.",
+        "reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and `/v2`, "
+        "because they may be no model API (the run gets an event `uncaptured` for a possible model call). Other "
+        "requests to other hosts get 404, and the run gets an event.",
         live=True,
         parse=tuple,
     )
     prefix: tuple[str, ...] = _option(
         [],
         "Path before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of yours, for instance "
-        "`/my/gateway`; `*` stands for any text. Those of well-known providers need no option. Repeat it for more.",
+        "`/my/gateway`; `*` stands for any text. Paths of well-known providers need no option. Repeat it for more.",
         parse=_prefixes,
     )
     images: Images = _option(
@@ -267,8 +267,8 @@ class RecorderOptions:
     )
     fsync: Sync = _option(
         "session",
-        "When recorded calls are synced to disk: `call`, before a reply ends; `session`, when a session ends; `never`, "
-        "left to the operating system. A killed recorder loses no committed call in any case. A machine crash can lose "
+        "Time when recorded calls are synced to disk: `call`, before a reply ends; `session`, when a session ends; "
+        "`never`, left to the operating system. A killed recorder loses no committed call in any case. A machine crash can lose "
         "calls that are not synced.",
         choices=get_args(Sync),
     )
@@ -276,7 +276,7 @@ class RecorderOptions:
         False,
         "Record the experts that the engine chose for each token, so that a training can choose the same "
         '(`grpo.routing = "recorded"`). The engine needs `rolltap serve --routing`. A token takes one byte for each '
-        "chosen expert in each layer, two where there are more than 256.",
+        "chosen expert in each layer, two bytes with more than 256 experts.",
     )
     max_concurrent_calls: int = _limit("Maximum number of requests of a session that run at the same time.")
     max_session_bytes: int = _limit("Maximum bytes of the bodies that a session sends and receives.")

@@ -94,7 +94,7 @@ class Recipe(RolloutConfig):
     run here."""
     steps: int = Field(ge=1)
     """Number of rollout and training rounds. Each trains on newly recorded sessions, `grpo.num_iterations` times.
-    Recorded runs are passed over until there are as many."""
+    Recorded runs are read again until this number is reached."""
     groups_per_step: int = Field(default=1, ge=1)
     """Groups per step, each of one task."""
     sessions: int = Field(default=8, ge=2)
