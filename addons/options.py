@@ -268,8 +268,8 @@ class RecorderOptions:
     fsync: Sync = _option(
         "session",
         "Time when recorded calls are synced to disk: `call`, before a reply ends; `session`, when a session ends; "
-        "`never`, left to the operating system. A killed recorder loses no committed call in any case. A machine crash can lose "
-        "calls that are not synced.",
+        "`never`, left to the operating system. A killed recorder loses no committed call in any case. A machine crash "
+        "can lose calls that are not synced.",
         choices=get_args(Sync),
     )
     routing: bool = _option(
@@ -299,8 +299,8 @@ class RecorderOptions:
     rerun: RecordedFrom | None = _option(
         "",
         "Recorded session whose calls answer the requests, as `rolltap rerun` sets it: a JSON object such as "
-        '`{"run": "runs/a", "session": "s1"}`. `rolltap_engine` is then that of the session, and is not asked. With '
-        "the key `until`, a time, the calls that began then or later are sampled, as `rolltap fork` sets it.",
+        '`{"run": "runs/a", "session": "s1"}`. `rolltap_engine` is then the session\'s and gets no request. '
+        "With the key `until`, a time, calls that began then or later are sampled, as `rolltap fork` sets it.",
         parse=_recorded_from,
     )
     ready: str = _option(
