@@ -32,6 +32,9 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
             refused = client.request(method, url)
             assert (refused.status_code, refused.content) == (404, b"{}")
         assert [model["id"] for model in client.get("https://api.openai.com/v1/models").json()["data"]] == ["scripted"]
+    libraries = Path(f"/proc/{recorder.process.pid}/maps").read_text()
+    assert "pyarrow" in libraries
+    assert not re.search("/(torch|pandas)/", libraries)
     assert recorder.stop() == 0
     assert [call["session_id"] for call in recorder.rows("calls")] == ["s1", "s1"]
     refusals = [(e["method"], e["host"], e["path"]) for e in recorder.rows("events") if e["kind"] == "refused"]
