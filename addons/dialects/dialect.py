@@ -7,7 +7,7 @@ from rolltap.addons.dialects.fields import LONGEST_NAME
 from rolltap.addons.dialects.json_values import is_word, recordable, recordable_tools
 from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, Reply, ReplyContext, ServedModel, Usage
 
-Operation = Literal["generate", "count_tokens", "models", "stored"]
+Operation = Literal["generate", "count_tokens", "models"]
 
 
 class StreamEncoder(Protocol):

@@ -216,8 +216,6 @@ class ModelCall:
     """Fields of the request that its reply repeats, as they came. They may hold secrets, and are never recorded."""
     hidden: int = 0
     """Number of images, audio parts and files in the messages, which have a text in their place."""
-    stores: tuple[str, dict[str, Any]] | None = None
-    """The path of an object of the session, and the entry that is added to it once the call is completed."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
     again: bool = False

@@ -40,8 +40,6 @@ KNOWN_PREFIXES = tuple(dict.fromkeys(re.findall(r"/\S+", _PREFIXES)))
 ANY_PREFIX = ("*",)
 UNSPECIFIC_PREFIXES = frozenset({"/api", "/v2"})
 """Known prefixes behind which many applications that are no model API have paths of their own."""
-_STORED_PREFIX = "/openai"
-"""The known prefix behind which stored objects are served, Azure's: other providers store none."""
 _MOST_FOLDERS = 12
 """Number of folders that a prefix may have: a search for one takes no longer for a longer path."""
 
@@ -65,14 +63,13 @@ ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect,
 def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: Collection[str] = ()) -> Route | None:
     """Return the route of a request to `target` (path and query), or None when it is not served.
 
-    An API is served at its own paths, and behind the prefixes that match `KNOWN_PREFIXES` or a pattern in `prefixes`;
-    stored objects behind fewer.
+    An API is served at its own paths, and behind the prefixes that match `KNOWN_PREFIXES` or a pattern in `prefixes`.
     `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the header
     `anthropic-version`, which Anthropic's API requires, selects Anthropic.
     """
     for prefix, path in _splits(target.partition("?")[0]):
         route = _route(method, path, headers, prefix)
-        if route is not None and _is_served(route, prefixes):
+        if route is not None and _is_served(prefix, prefixes):
             return route
     return None
 
@@ -95,12 +92,10 @@ def _splits(path: str) -> Iterator[tuple[str, str]]:
             return
 
 
-def _is_served(route: Route, prefixes: Collection[str]) -> bool:
-    prefix = route.prefix
+def _is_served(prefix: str, prefixes: Collection[str]) -> bool:
     if not prefix:
         return True
-    known = (_STORED_PREFIX,) if route.service == "stored" else KNOWN_PREFIXES
-    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in (*known, *prefixes))
+    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in (*KNOWN_PREFIXES, *prefixes))
 
 
 _SAMPLES = re.compile(

@@ -1,6 +1,5 @@
 """One HTTP exchange: a request and its reply, streamed or plain."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
@@ -15,10 +14,6 @@ KEEP_ALIVE_SECONDS = 15.0
 """Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s (Gemini CLI)."""
 COALESCE_SECONDS = 0.1
 """Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
-
-SENDING_SECONDS = 120.0
-"""Maximum time in which a client takes an answer that counts against a quota."""
-_PIECE_BYTES = 64 * 1024
 
 
 async def respond(
@@ -83,21 +78,6 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
             await generation.finished(COALESCE_SECONDS)
         if not await generation.changed(KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
-
-
-async def send_slowly(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Answer with JSON in pieces, without a second copy. A client that is slower than `SENDING_SECONDS` is cut off."""
-    response = web.StreamResponse(headers={"content-type": "application/json", "content-length": str(len(body))})
-    await response.prepare(request)
-    try:
-        async with asyncio.timeout(SENDING_SECONDS):
-            for start in range(0, len(body), _PIECE_BYTES):
-                await response.write(body[start : start + _PIECE_BYTES])
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    return response
 
 
 def _headers(generation: AnyCall, content_type: str) -> dict[str, str]:

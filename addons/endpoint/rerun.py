@@ -6,8 +6,7 @@ what the program asks for besides: a model's name, a temperature, a stream. Of r
 each answers once, in the order in which they were asked, if its reply is what its tokens say: whoever changes a record
 could have the program run a command that no model sampled. A retry gets the reply of the request that it repeats.
 
-**Ids are those that were issued then.** All ids of a reply follow from its call's id. A conversation that
-the program makes again gets the id of the one with the same content.
+**Ids are those that were issued then.** All ids of a reply follow from its call's id.
 
 **Refusals are those of the recorder.** A request without a recorded call goes the way of every request: one that is too
 long, wrong or over a budget gets its error, as it did then. What would reach the engine **diverges**: it is refused
@@ -21,20 +20,16 @@ continues the tokens of the recorded calls. They are no rows of its run, where n
 its prompt, and names the call in `kind_reason`.
 """
 
-import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, ServedModel
-from rolltap.addons.dialects.stored import Entry, StoredAnswer
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.recovery import (
     RecordedCall,
@@ -54,8 +49,6 @@ from rolltap.addons.prompts.reply import is_sampled
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind
-from rolltap.addons.store.sessions import Place
-from rolltap.addons.store.tables import batch_rows
 
 _ROLES = {"system": "the system prompt", "assistant": "the assistant's message", "tool": "the tool's result"}
 
@@ -80,9 +73,9 @@ class RerunSession(RecoveredSession):
 
     again = True
 
-    def __init__(self, recovery: Recovery, archive: "RerunArchive", ended: bool, given: SessionOptions) -> None:
-        super().__init__(recovery, archive.source.session, ended, given)
-        self.source, self._archive = archive.source, archive
+    def __init__(self, recovery: Recovery, source: RecordedFrom, ended: bool, given: SessionOptions) -> None:
+        super().__init__(recovery, source.session, ended, given)
+        self.source = source
         self.live = False
         """True once a fork samples."""
         self._calls: dict[str, RecordedCall] = {}
@@ -96,7 +89,10 @@ class RerunSession(RecoveredSession):
 
     def _rows(self) -> tuple[list[Row], bool]:
         """Return the rows of the recorded session; of what a fork samples only those that it can come to."""
-        rows, damaged = undamaged_calls(self.source.session, self._archive.recorded("calls"))
+        session_id = self.source.session
+        archive = archive_of(self.source.run)
+        places = archive.new_places(session_id, {})
+        rows, damaged = undamaged_calls(session_id, (archive.row(session_id, place) for place in places))
         sampled = {row["call_id"] for row in rows if not self._answers(row)}
         rows = sorted((row for row in rows if row["parent_id"] not in sampled), key=itemgetter("started_at"))
         return parents_first({row["call_id"]: row for row in rows}), damaged
@@ -191,64 +187,10 @@ class RerunSession(RecoveredSession):
         return nearest
 
 
-_THEIRS = "recorded:"
-"""Begins the name of a segment of the recorded run."""
-
-
-class RerunArchive(Archive):
-    """Archive of one session of a rerun: what it stores itself, and the calls and the ids of the recorded session.
-
-    Raises `OSError` and `RunError` of the recorded run.
-    """
-
-    def __init__(self, own: Archive, source: RecordedFrom) -> None:  # it has no files of its own
-        self.source = source
-        self._own, self._theirs = own, _archive_of(source.run)
-        events = [row for batch in self.recorded("events") for row in batch_rows(batch)]
-        entries = [(row["path"], json.loads(row["detail"])) for row in events if row["kind"] == "stored"]
-        self._left = [(path, entry) for path, entry in entries if "key" in entry]
-        """(path, entry) of what was added under a new id and was not added again."""
-
-    def recorded(self, table: str) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the recorded session in a table."""
-        for place in self._theirs.new_places(self.source.session, table, {}):
-            yield self._theirs.row(self.source.session, table, place)
-
-    def new_places(self, session_id: str, table: str, known: dict[str, int]) -> list[Place]:
-        """Return as `Archive.new_places`, of calls those of the recorded session too."""
-        own = self._own.new_places(session_id, table, known)
-        if table != "calls":
-            return own
-        theirs = {name.removeprefix(_THEIRS): number for name, number in known.items()}
-        places = self._theirs.new_places(self.source.session, table, theirs)
-        return [*((_THEIRS + name, number) for name, number in places), *own]
-
-    def row(self, session_id: str, table: str, place: Place) -> pa.RecordBatch:
-        """Return one row. Raises `OSError`."""
-        if not place[0].startswith(_THEIRS):
-            return self._own.row(session_id, table, place)
-        return self._theirs.row(self.source.session, table, (place[0].removeprefix(_THEIRS), place[1]))
-
-    def issue(self, session_id: str, answer: Callable[[str], StoredAnswer]) -> StoredAnswer:
-        """Return what `answer` makes of the id of an equal recorded entry, or else of a new id."""
-        for place, (path, entry) in enumerate(self._left):
-            answered = answer(entry["key"])
-            if answered.entry is None:
-                return answered
-            if answered.path == path and _untimed(answered.entry) == _untimed(entry):
-                del self._left[place]
-                return answered
-        return self._own.issue(session_id, answer)
-
-
 @lru_cache(8)
-def _archive_of(run: Path) -> Archive:
+def archive_of(run: Path) -> Archive:
     """Return the archive of a recorded run, which the forks of its sessions share: an index takes time."""
     return Archive(run)
-
-
-def _untimed(entry: Entry) -> Entry:
-    return {key: value for key, value in entry.items() if key != "created_at"}
 
 
 def _texts(model_call: ModelCall) -> list[str]:

@@ -22,7 +22,7 @@ from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
-from rolltap.addons.endpoint.exchange import error_response, respond, send_slowly, stream
+from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.request import (
@@ -37,7 +37,7 @@ from rolltap.addons.endpoint.request import (
 from rolltap.addons.endpoint.rerun import served_model
 from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.endpoint.session import Session
-from rolltap.addons.endpoint.stored import STORED_BYTES, Archive
+from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.lookup import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
@@ -246,8 +246,6 @@ class Endpoint:
                     async with self._bodies.read(request, asked.session_id) as body:
                         num_tokens = await self._session(asked).count_tokens(route.dialect, body, asked)
                     return _json(route.dialect.encode_token_count(num_tokens))
-                case "stored":
-                    return await self._serve_stored(request, asked, route.dialect)
                 case "generate":
                     async with self._bodies.read(request, asked.session_id) as body:
                         generation, model_call = await self._begin(route.dialect, body, asked)
@@ -261,15 +259,6 @@ class Endpoint:
         finally:
             if (session := self.sessions.get(asked.session_id)) is not None:
                 session.settle()
-
-    async def _serve_stored(self, request: web.Request, asked: ClientRequest, dialect: Dialect) -> web.StreamResponse:
-        """Answer a request about what a session stored. The answer counts against the quota until it is sent."""
-        with self._bodies.quota.reserve(asked.session_id) as held:
-            async with self._bodies.read(request, asked.session_id) as body:
-                await held.take(STORED_BYTES)
-                answer = await self._session(asked).store(dialect, body, asked)
-            held.free(held.num_bytes - len(answer))
-            return await send_slowly(request, answer)
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says. A body has its reward.

@@ -15,16 +15,16 @@ from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.images import refuse_hidden
 from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
-from rolltap.addons.dialects.stored import NamesStored
+from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
 from rolltap.addons.endpoint.errors import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
-from rolltap.addons.endpoint.rerun import RerunArchive, RerunSession
+from rolltap.addons.endpoint.rerun import RerunSession, archive_of
 from rolltap.addons.endpoint.retries import AnyCall, FinishedCall, find_retried, newest
 from rolltap.addons.endpoint.roles import find_role
-from rolltap.addons.endpoint.stored import Archive, SessionStore
+from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecordedFrom, RecorderOptions
@@ -71,7 +71,7 @@ class Session:
     """Held while a prompt is made, and while a call is added to the conversations."""
 
     def __post_init__(self) -> None:
-        self._store_in(self.archive)
+        self._stored = [SessionCalls(self.archive, self.session_id)]
         self._touch()
 
     @property
@@ -95,27 +95,27 @@ class Session:
         while True:
             async with self._order:
                 recovered = await self._open()
-                for model_call in await self._decode(dialect, body, request):
-                    window = await context_window()
-                    if isinstance(recovered, RerunSession):
-                        asked = dialect, model_call, request.headers
-                        found = await self._work(recovered, len(body), recovered.answer, *asked)
-                        if found is not None:
-                            await self._give(*found, recovered.source, model_call, request)
-                            return found[0], model_call
-                    prepared = await self._work(
-                        recovered, len(body), self._prepare, recovered, dialect, model_call, request, window
-                    )
-                    self.settle()
-                    retried = find_retried([*recovered.finished, *self.generations], prepared.digest, request.headers)
-                    if retried is not None:
-                        kind: EventKind = "replayed" if retried.done else "joined"
-                        self.refusals.record(request.event(kind, call_id=retried.call_id))
-                        return retried, model_call
+                model_call = await self._decode(dialect, body, request)
+                window = await context_window()
+                if isinstance(recovered, RerunSession):
+                    asked = dialect, model_call, request.headers
+                    found = await self._work(recovered, len(body), recovered.answer, *asked)
+                    if found is not None:
+                        self._give(*found, recovered.source, request)
+                        return found[0], model_call
+                prepared = await self._work(
+                    recovered, len(body), self._prepare, recovered, dialect, model_call, request, window
+                )
+                self.settle()
+                retried = find_retried([*recovered.finished, *self.generations], prepared.digest, request.headers)
+                if retried is not None:
+                    kind: EventKind = "replayed" if retried.done else "joined"
+                    self.refusals.record(request.event(kind, call_id=retried.call_id))
+                    return retried, model_call
                 budget = self._budget = self._budget or SessionBudget(self.budgets, recovered.used)
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
-                    return await self._start(recovered, prepared, request, grant, len(body)), model_call
+                    return await self._start(recovered, prepared, request, grant), model_call
             await budget.settled()
 
     async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
@@ -123,20 +123,9 @@ class Session:
         self._touch()
         async with self._order:
             recovered = await self._open()
-            model_call = (await self._decode(dialect, body, request))[-1]
+            model_call = await self._decode(dialect, body, request)
             prompt = await self._work(recovered, len(body), self._prompt, recovered, dialect, model_call)
             return len(prompt.ids)
-
-    async def store(self, dialect: Dialect, body: bytes, request: ClientRequest) -> bytes:
-        """Answer a request about what the session stored, as `SessionStore.answer`."""
-        self._touch()
-        async with self._order:
-            recovered = await self._open()
-            # however short it is, it reads rows of the session
-            answer, hidden = await self._work(recovered, LARGE_BYTES, self._store.answer, dialect.NAME, body, request)
-        if hidden:
-            self.refusals.record(request.event("hidden", str(hidden)))
-        return answer
 
     def settle(self) -> None:
         """Replace finished generations without listeners by what a retry needs of them, which is small.
@@ -181,17 +170,13 @@ class Session:
                 add = self._recovered.conversations.add
                 await self.workers.run(len(call.messages), add, call.call_id, prompt, call.completion_ids, message)
 
-    async def _give(
-        self, recorded: FinishedCall, kind: EventKind, source: RecordedFrom, asked: ModelCall, request: ClientRequest
-    ) -> None:
-        """Record that a recorded call answers a request, and store what the request stores."""
-        if asked.stores is not None and kind == "rerun":
-            await asyncio.to_thread(self._store.add, request, *asked.stores, recorded.call_id)
+    def _give(self, recorded: FinishedCall, kind: EventKind, source: RecordedFrom, request: ClientRequest) -> None:
+        """Record that a recorded call answers a request."""
         where = json_text({"run": str(source.run), "session": source.session})
         self.writer.add_event(request.event(kind, where, recorded.call_id))
 
     async def _start(
-        self, recovered: RecoveredSession, prepared: PreparedCall, request: ClientRequest, grant: Grant, num_bytes: int
+        self, recovered: RecoveredSession, prepared: PreparedCall, request: ClientRequest, grant: Grant
     ) -> Generation:
         call, prompt, model_call = prepared.call, prepared.prompt, prepared.model_call
         grant.record_cut(model_call.requested_sampling, prepared.sampling)
@@ -205,8 +190,6 @@ class Session:
                     self._ended = True
                     raise DialectError(f"diverged at {why}", status=FINAL_STATUS[call.dialect], code=DIVERGED)
             self.writer.require_room()
-            if model_call.stores is not None:
-                await self.workers.run(num_bytes, self._store.add, request, *model_call.stores, call.call_id)
             self._check_open()  # the session may have ended meanwhile
             self.writer.add_event(call.event("call_started"))
         except BaseException:
@@ -268,31 +251,32 @@ class Session:
             self._ended = self._ended or recovered.ended
             self._check_open()
             if (source := recovered.given.rerun or self.options.rerun) is not None:
-                archive = await asyncio.to_thread(RerunArchive, self.archive, source)
-                self._check_open()
-                self._store_in(archive)
-                recovered = RerunSession(self.recovery, archive, recovered.ended, recovered.given)
+                self._stored.append(SessionCalls(archive_of(source.run), source.session))
+                recovered = RerunSession(self.recovery, source, recovered.ended, recovered.given)
             self._recovered = recovered
         return self._recovered
 
-    def _store_in(self, archive: Archive) -> None:
-        self._store = SessionStore(archive, self.writer, self.session_id, self.options.images, self.rendering)
-
-    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> list[ModelCall]:
-        """Decode a request. One that may be a retry is decoded as it was first sent, too: that comes before."""
+    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
         try:
-            model_calls = [await self.workers.run(len(body), dialect.decode, body, request.target)]
+            model_call = await self.workers.run(len(body), dialect.decode, body, request.target)
         except NamesStored as named:
-            num_bytes = max(len(body), self._store.num_bytes, INLINE_BYTES)
-            stored = await self.workers.run(num_bytes, self._store.read)
-            model_calls = await self.workers.run(num_bytes, named.decoded, stored)
-        for model_call in model_calls:
-            model_call.again = isinstance(self._recovered, RerunSession)
-        if self.rendering.refuses_tools and model_calls[-1].tools and model_calls[-1].may_call:
+            # the rows of a session are read in a thread
+            model_call = await self.workers.run(max(len(body), INLINE_BYTES), self._complete, named)
+        model_call.again = isinstance(self._recovered, RerunSession)
+        if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":
-            refuse_hidden(model_calls[-1].hidden)
-        return model_calls
+            refuse_hidden(model_call.hidden)
+        return model_call
+
+    def _complete(self, named: NamesStored) -> ModelCall:
+        for calls in self._stored:
+            calls.refresh()
+        return named.complete(self._find)
+
+    def _find(self, call_id: str) -> StoredCall | None:
+        found = (calls.find(call_id) for calls in self._stored)
+        return next(filter(None, found), None)
 
     async def _work(
         self, recovered: RecoveredSession, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs

@@ -296,8 +296,7 @@ object of its run and session |
     | `diverged` | request of a rerun that no recorded call answers; `detail` has the first difference |
     | `continued` | engine failure during a call, which went on from the last sampled token |
     | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
-    | `stored` | a conversation or a cached content of the session has a new entry: `path` names it, `detail` is the \
-entry's JSON; one with a `call_id` counts if that call was completed |
+    | `stored` | an entry of a conversation, in runs of recorders that served conversations; `detail` is its JSON |
     | `ended` | the session takes no more calls |
 
     Attributes:

@@ -28,7 +28,6 @@ OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"
         [
             ("openai_agents.py", "whole", OPENAI),
             ("openai_agents.py", "previous_response_id", OPENAI),
-            ("openai_agents.py", "conversation", OPENAI),
             ("langchain_agent.py", "chat", OPENAI),
             ("langchain_agent.py", "responses", OPENAI),
             ("langchain_agent.py", "previous_response_id", OPENAI),
@@ -49,13 +48,13 @@ OWN_CHANGES = {"autogen_agent.py": "its tools are not those of any earlier call"
             ("vercel_ai.mjs", "responses", OPENAI),
         ],
         1,
-        3,
-        12,
-        14,
+        2,
+        11,
+        13,
+        15,
         16,
         17,
         18,
-        19,
     ),
 )
 def test_an_agent_of_a_framework_is_continued(script, mode, host, write_twice, record_agent, command, scripted_engine):

@@ -14,10 +14,6 @@ HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_genai": "generativelanguage.googleapis.com",
 }
-BY_ID = {"openai_by_id": ["previous", "references", "conversation"]}
-"""Scripts that send only what is new, and name the rest by its id; and the files that each writes."""
-
-
 def run_script(script, files, record, workspace, scripted_engine):
     played = record(sys.executable, SCRIPTS / f"{script}.py")
     written = [line for line in played.log.splitlines() if line.startswith("I wrote")]
@@ -43,8 +39,7 @@ def test_a_script_that_uses_an_sdk_is_recorded(script, record, workspace, script
     assert (ledger.sampled, ledger.left_out) == (sampled, {"no_reward": sampled})
 
 
-@pytest.mark.parametrize("script", BY_ID)
-def test_a_script_that_sends_ids_is_continued(script, record, workspace, scripted_engine):
-    played = run_script(script, BY_ID[script], record, workspace, scripted_engine)
-    assert [call.kind for call in played.calls] == ["root", "bridged", "bridged"] * len(BY_ID[script])
-    assert played.kinds == {"call_started", "stored", "ended"}
+def test_a_script_that_sends_only_new_items_and_ids_is_continued(record, workspace, scripted_engine):
+    played = run_script("openai_by_id", ["previous", "references"], record, workspace, scripted_engine)
+    assert [call.kind for call in played.calls] == ["root", "bridged", "bridged"] * 2
+    assert played.kinds == {"call_started", "ended"}

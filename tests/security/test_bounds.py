@@ -207,23 +207,6 @@ def test_unfinished_bodies_of_a_session_share_a_bounded_memory(recorder, peak):
         assert peak() < SESSION_QUOTA + 60 * MEGABYTE
 
 
-def test_stored_answers_that_nobody_reads_share_a_bounded_memory(recorder, peak):
-    url = "https://api.openai.com/v1/conversations"
-    with recorder.client("s5") as client:
-        created = client.post(url, json={"items": [{"role": "user", "content": "x" * (7 * MEGABYTE // 2)}]})
-        assert created.status_code == 200, created.text
-    target = f"GET http://api.openai.com/v1/conversations/{created.json()['id']}/items HTTP/1.1\r\n".encode()
-    with ExitStack() as stack:
-        asked = [stack.enter_context(plain(recorder)) for _ in range(60)]
-        for connection in asked:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(target + b"Host: api.openai.com\r\n" + credentials("s5") + b"\r\n")
-        for connection in asked:
-            connection.settimeout(60)
-            read_head(connection)
-        assert peak() < SESSION_QUOTA + 100 * MEGABYTE
-
-
 def send_all_that_is_taken(connection, data):
     """Send until the other side has read nothing for a while."""
     connection.settimeout(1)

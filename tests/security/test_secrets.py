@@ -173,7 +173,7 @@ async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(pa
         await send(request, {header: SECRET})
         await send(request, {header: json.dumps({"request_kind": SECRET})})
     await send(request, {}, f"?key={SECRET}&alt=sse")
-    assert {200, 400} <= set(statuses) <= {200, 400, 403, 404}  # the latter for what is not stored
+    assert {200, 400} <= set(statuses) <= {200, 400, 404}  # 404 for an id of no reply
     assert statuses.count(200) > len(HEADERS)
     rows = [row for table in ("calls", "events") for row in read_rows(harness.run, table)]
     assert len(rows) > len(statuses)

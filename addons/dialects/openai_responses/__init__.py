@@ -1,12 +1,10 @@
 """The OpenAI Responses API over HTTP, which Codex, Pi, opencode and the OpenAI SDKs use.
 
-Field names follow the OpenAI API reference. A request may name earlier replies and conversations of its session by id.
+Field names follow the OpenAI API reference. A request may name earlier replies of its session by id.
 """
 
 from rolltap.addons.dialects.dialect import Operation
 from rolltap.addons.dialects.openai import encode_error as encode_error
-from rolltap.addons.dialects.openai_responses.conversations import is_served
-from rolltap.addons.dialects.openai_responses.conversations import serve as serve
 from rolltap.addons.dialects.openai_responses.reply import encode_models as encode_models
 from rolltap.addons.dialects.openai_responses.reply import encode_reply as encode_reply
 from rolltap.addons.dialects.openai_responses.reply import encode_token_count as encode_token_count
@@ -30,4 +28,4 @@ def operation(method: str, path: str) -> Operation | None:
         return "count_tokens"
     if method == "GET" and path == _CATALOGUE:
         return "models"
-    return "stored" if is_served(method, path) else None
+    return None

@@ -66,8 +66,7 @@ def response(
 ) -> dict[str, Any]:
     """Return the response object, which repeats what the request asks for, also what is not applied.
 
-    Until it ends, it repeats the recordable form of options alone: each keep-alive of a stream has it. So does a
-    response that is read again.
+    Until it ends, it repeats the recordable form of options alone: each keep-alive of a stream has it.
     """
     model_call = context.model_call
     asked = model_call.requested_sampling | ({} if status == "in_progress" else model_call.repeated)
@@ -87,7 +86,7 @@ def response(
         "model": model_call.model,
         "output": output,
         "previous_response_id": model_call.client_metadata.get("previous_response_id"),
-        "conversation": {"id": model_call.stores[0].rpartition("/")[2]} if model_call.stores else None,
+        "conversation": None,
         **repeated,
         "reasoning": {"effort": None, "summary": None, **repeated["reasoning"]},
         "service_tier": "default",

@@ -1,17 +1,14 @@
 """Requests of the Responses API."""
 
-import hashlib
-from functools import partial
-
 from rolltap.addons.dialects.dialect import decoded
 from rolltap.addons.dialects.fields import Fields, parse_object
 from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, dump_json
 from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
-from rolltap.addons.dialects.openai_responses.conversations import INSTRUCTIONS, names_stored, resolve
-from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items, kept_items
+from rolltap.addons.dialects.openai_responses.ids import INSTRUCTIONS, names_stored, resolve
+from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items
 from rolltap.addons.dialects.openai_responses.reply import REPEATED, is_compact
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
-from rolltap.addons.dialects.stored import NamesStored, Stored
+from rolltap.addons.dialects.stored import FindCall, NamesStored
 
 _SAMPLING_FIELDS = [
     "temperature",
@@ -44,25 +41,16 @@ def decode(body: bytes, target: str) -> ModelCall:
         request = request.replaced(
             {**request.values, "input": [*items, {"type": "compaction_trigger"}], "stream": False}
         )
-    hidden = hide_items(request, "input")
-    if names_stored(request):
-        complete = partial(_decode_named, request, hidden, hashlib.blake2b(body, digest_size=16).hexdigest())
-        raise NamesStored(partial(complete, repeated=False), partial(complete, repeated=True))
-    return _decode(request, [], hidden)
+    if request["conversation"]:
+        raise DialectError("'conversation' is not supported: name the last response as 'previous_response_id'.")
+    hidden = hide_items(request)
+    if not names_stored(request):
+        return _decode(request, [], hidden)
 
+    def complete(find: FindCall) -> ModelCall:
+        return _decode(*resolve(request, find), hidden)
 
-def _decode_named(request: Fields, hidden: int, digest: str, stored: Stored, *, repeated: bool) -> ModelCall | None:
-    """Decode a request with ids, or, `repeated`, as the call that it may repeat was asked.
-
-    `digest` is that of the body. Returns None when the request repeats no call.
-    """
-    resolved = resolve(request, stored, digest if repeated else None)
-    if resolved is None:
-        return None
-    model_call = _decode(resolved.request, resolved.before, hidden)
-    if resolved.conversation is not None:
-        model_call.stores = resolved.conversation, {"items": kept_items(resolved.added), "request": digest}
-    return model_call
+    raise NamesStored(complete)
 
 
 def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:

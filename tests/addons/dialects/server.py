@@ -1,4 +1,4 @@
-"""A server for the HTTP clients of SDKs: it answers as the recorder does, and keeps what is stored."""
+"""A server for the HTTP clients of SDKs: it answers as the recorder does, and knows some calls by their ids."""
 
 import json
 
@@ -6,7 +6,7 @@ import httpx
 
 from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ServedModel, Usage
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.stored import NamesStored, Stored, StoredCall, StoredRequest
+from rolltap.addons.dialects.stored import NamesStored, StoredCall
 
 NOW = 1_700_000_000
 USAGE = Usage(prompt=7, completion=3, cached=4)
@@ -19,13 +19,10 @@ def stored_call(call_id, messages, reply, parent_id=None, **asked):
     return StoredCall(
         call_id=call_id,
         parent_id=parent_id,
-        model="gpt-x",
         messages=json.dumps(messages),
         reply=json.dumps(reply.to_message()),
         sampling=json.dumps({"max_tokens": 9, "asked": asked}),
         finish_reason="length" if reply.finish_reason == "length" else "stop",
-        created=5,
-        usage=lambda: Usage(7, 3),
     )
 
 
@@ -41,7 +38,7 @@ class Server:
 
     def __init__(self, reply=None, *stored):
         self.reply = reply or Reply()
-        self.stored, self.objects = by_id(*stored), {}
+        self.stored = by_id(*stored)
         self.calls = []
         """The decoded requests."""
         self.requests = 0
@@ -63,12 +60,6 @@ class Server:
     def _answer(self, dialect, service, request, target):
         if service == "models":
             return httpx.Response(200, content=dialect.encode_models(target, MODELS, 5))
-        if service == "stored":
-            asked = StoredRequest(request.method, target, request.content, f"new{self.requests}", NOW)
-            answer = dialect.serve(asked, Stored(self.stored, self.objects))
-            if answer.entry is not None:
-                self.add(answer.path, answer.entry)
-            return httpx.Response(200, json=answer.body)
         self.calls.append(self.decode(dialect, request.content, target))
         if service == "count_tokens":
             return httpx.Response(200, content=dialect.encode_token_count(42))
@@ -93,12 +84,8 @@ class Server:
         yield encoder.finish(self.reply, USAGE)
 
     def decode(self, dialect, body, target):
-        """Return the model call of a request, which may name what is stored."""
+        """Return the model call of a request, which may name a reply."""
         try:
             return dialect.decode(body, target)
         except NamesStored as named:
-            return named.decoded(Stored(self.stored, self.objects))[-1]
-
-    def add(self, path, entry):
-        """Store an entry of an object."""
-        self.objects.setdefault(path, []).append(json.dumps(entry))
+            return named.complete(self.stored.get)

@@ -1,10 +1,10 @@
-"""An agent with openai-agents: the history sent whole, held by the server as responses, or as a conversation."""
+"""An agent with openai-agents: the history sent whole, or held by the server as responses."""
 
 import sys
 from pathlib import Path
 
 import httpx
-from agents import Agent, OpenAIConversationsSession, Runner, function_tool
+from agents import Agent, Runner, function_tool
 
 
 @function_tool
@@ -24,7 +24,6 @@ async def get_page(url: str) -> str:
 memory = {
     "whole": {},
     "previous_response_id": {"auto_previous_response_id": True},
-    "conversation": {"session": OpenAIConversationsSession()},
 }[sys.argv[1]]
 agent = Agent(name="writer", instructions="You write files.", model="gpt-5.5", tools=[write_file, get_page])
 print(Runner.run_sync(agent, "Write notes.txt, twice.", **memory).final_output)

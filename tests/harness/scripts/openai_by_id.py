@@ -1,4 +1,4 @@
-"""Agents in a few lines that send only what is new: the openai SDK's Responses API, with what the server stored."""
+"""Agents in a few lines that send only new items, and ids of earlier replies: the openai SDK's Responses API."""
 
 import json
 
@@ -34,15 +34,5 @@ def by_references(response, new):
     return client.responses.create(**how, input=said)
 
 
-conversation = client.conversations.create(metadata={"topic": "files"})
-
-
-def by_conversation(response, new):
-    return client.responses.create(**how, input=new, conversation=conversation.id)
-
-
 print(agent(client, "Write previous.txt, twice.", by_previous_response))
 print(agent(client, "Write references.txt, twice.", by_references))
-print(agent(client, "Write conversation.txt, twice.", by_conversation))
-# a message, results, calls, texts, thoughts
-assert len(list(client.conversations.items.list(conversation.id))) == 8 + 3

@@ -1,4 +1,4 @@
-"""Ids in a request stand for items, as if it had them in full. A stored item is the part that the model sees."""
+"""Ids in a request stand for items, as if it had them in full."""
 
 import json
 from dataclasses import asdict
@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import openai_responses
 from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage
-from rolltap.addons.dialects.stored import DELETED, NamesStored, Stored, StoredRequest
+from rolltap.addons.dialects.stored import NamesStored
 from tests.addons.dialects import hostile
-from tests.addons.dialects.openai_responses.test_request import KINDS, NAMES, SEARCH
-from tests.addons.dialects.openai_responses.test_request import MUTABLE as EVERYTHING
 from tests.addons.dialects.server import TALK, by_id, stored_call
 from tests.addons.dialects.test_sdks import REPLIES, TOOLS
 from tests.deep import examples
@@ -21,21 +19,11 @@ USER, MORE = {"role": "user", "content": "Hello"}, {"role": "user", "content": "
 SYSTEM = {"role": "system", "content": "Be brief."}
 LOOK = Reply("", "I look.", [ToolCall("t1", "look", '{"at": 1}'), ToolCall("t2", "look", "{}")], "tool_calls")
 RESULT = {"role": "tool", "content": "ok", "tool_call_id": "t1", "name": "look"}
-STORED = Stored(
-    by_id(
-        stored_call("c1", [SYSTEM, USER], LOOK, instructions=True),
-        stored_call("c2", [RESULT], TALK, parent_id="c1", instructions=True),
-        stored_call("lost", [USER], TALK, parent_id="unknown"),
-        stored_call("gone", [USER], TALK),
-    ),
-    {
-        "/responses/resp_gone": [json.dumps(DELETED)],
-        "/conversations/conv_1": [
-            json.dumps({"created_at": 5, "key": "k", "items": [USER]}),
-            json.dumps({"call": "c1", "items": [MORE]}),
-        ],
-        "/conversations/conv_gone": [json.dumps({"created_at": 5, "key": "k", "items": [USER]}), json.dumps(DELETED)],
-    },
+STORED = by_id(
+    stored_call("c1", [SYSTEM, USER], LOOK, instructions=True),
+    stored_call("c2", [RESULT], TALK, parent_id="c1", instructions=True),
+    stored_call("lost", [USER], TALK, parent_id="unknown"),
+    stored_call("round", [USER], TALK, parent_id="round"),
 )
 
 
@@ -43,7 +31,7 @@ def decode(*items, stored=STORED, **fields):
     body = json.dumps({"model": "gpt-x", "input": list(items), **fields}).encode()
     with pytest.raises(NamesStored) as named:
         openai_responses.decode(body, "/v1/responses")
-    return named.value.decoded(stored)[-1]
+    return named.value.complete(stored.get)
 
 
 def reference(item_id):
@@ -57,7 +45,7 @@ def test_references_to_all_items_of_a_reply_are_the_reply_sent_back(name):
     call = openai_responses.decode(json.dumps(request).encode(), "/v1/responses")
     issued = json.loads(openai_responses.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3)))["output"]
     echoed = openai_responses.decode(json.dumps({**request, "input": [USER, *issued]}).encode(), "/v1/responses")
-    stored = Stored(by_id(stored_call("c9", [USER], reply)))
+    stored = by_id(stored_call("c9", [USER], reply))
     named = decode(USER, *(reference(item["id"]) for item in issued), stored=stored, tools=TOOLS)
     assert named.messages == echoed.messages
 
@@ -86,15 +74,8 @@ def test_a_result_of_a_call_in_a_previous_response_has_the_name_of_its_tool():
 
 
 def test_a_system_message_among_the_items_of_a_previous_response_stays():
-    stored = Stored(by_id(stored_call("c1", [SYSTEM, USER], TALK)))
+    stored = by_id(stored_call("c1", [SYSTEM, USER], TALK))
     assert decode(MORE, stored=stored, previous_response_id="resp_c1").messages[0] == SYSTEM
-
-
-def test_a_conversation_comes_before_the_input_which_is_added_to_it():
-    call = decode(MORE, conversation="conv_1")
-    assert [message["role"] for message in call.messages] == ["user", "user", "assistant", "user"]
-    path, entry = call.stores
-    assert (path, entry["items"]) == ("/conversations/conv_1", [MORE])
 
 
 @pytest.mark.parametrize(
@@ -103,18 +84,13 @@ def test_a_conversation_comes_before_the_input_which_is_added_to_it():
         ({"previous_response_id": "resp_c3"}, 400, "Previous response with id 'resp_c3' not found."),
         ({"previous_response_id": "c1"}, 400, "Previous response with id 'c1' not found."),
         ({"previous_response_id": "resp_lost"}, 400, "Previous response with id 'resp_lost' not found."),
-        ({"previous_response_id": "resp_gone"}, 400, "Previous response with id 'resp_gone' not found."),
+        ({"previous_response_id": "resp_round"}, 400, "Previous response with id 'resp_round' not found."),
         ({"previous_response_id": "my secret"}, 400, "a text of 9 characters not found"),
         ({"previous_response_id": 5}, 400, "'previous_response_id' must be a string"),
         ({"previous_response_id": "resp_c1", "prompt": True}, 400, "'prompt' is not supported"),
         ({"previous_response_id": "resp_c1", "background": True}, 400, "'background' is not supported"),
-        ({"conversation": "conv_2"}, 404, "Conversation with id 'conv_2' not found."),
-        ({"conversation": {"id": "conv_gone"}}, 404, "Conversation with id 'conv_gone' not found."),
-        ({"conversation": {"name": "x"}}, 400, "'conversation.id' must be a string"),
-        ({"conversation": "conv_1", "previous_response_id": "resp_c1"}, 400, "Mutually exclusive parameters"),
         ({"input": [reference("msg_c1_1")]}, 404, "Item with id 'msg_c1_1' not found."),
         ({"input": [reference("fc_c1_9")]}, 404, "Item with id 'fc_c1_9' not found."),
-        ({"input": [reference("rs_gone_0")]}, 404, "Item with id 'rs_gone_0' not found."),
         ({"input": [USER, reference(None)]}, 400, "'input[1].id' must be a string"),
         ({"input": [reference("rs_c1_0"), reference("rs_c1_0")]}, 400, "Duplicate item found with id 'rs_c1_0'."),
     ],
@@ -126,15 +102,14 @@ def test_an_id_that_stands_for_nothing_is_refused_in_the_words_of_the_api(fields
     assert said in str(refusal.value)
 
 
-IDS = st.sampled_from(["rs_c1_0", "fc_c1_1", "msg_c2_1", "resp_c1", "resp_lost", "resp_gone", "conv_1", "conv_gone"])
+IDS = st.sampled_from(["rs_c1_0", "fc_c1_1", "msg_c2_1", "resp_c1", "resp_lost", "resp_round"])
 MUTABLE = {
     "model": "gpt-x",
     "instructions": "Go.",
     "input": [USER, reference("rs_c1_0"), reference("fc_c1_1"), reference("fc_c1_2"), MORE],
     "previous_response_id": "resp_c2",
-    "conversation": {"id": "conv_1"},
 }
-bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "conv_1", "rs_c1_0"], ["id", "type"]) | IDS)
+bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "rs_c1_0"], ["id", "type"]) | IDS)
 
 
 @given(bodies)
@@ -144,7 +119,7 @@ def test_any_body_is_a_model_call_or_a_refusal(body):
         openai_responses.decode(body, "/v1/responses")
     except NamesStored as named:
         try:
-            call = named.decoded(STORED)[-1]
+            call = named.complete(STORED.get)
         except DialectError as refusal:
             json.loads(openai_responses.encode_error(refusal))
         else:
@@ -152,37 +127,3 @@ def test_any_body_is_a_model_call_or_a_refusal(body):
             assert call.messages
     except DialectError:
         pass
-
-
-ITEMS = {"items": [*EVERYTHING["input"][:-1], {"type": "additional_tools", "tools": [SEARCH]}], "metadata": {"a": "b"}}
-contents = hostile.mutated(ITEMS, hostile.values([*KINDS, "user", "assistant"], NAMES))
-
-
-def decode_given(items):
-    try:
-        call = openai_responses.decode(json.dumps({"model": "m", "input": [*items, USER]}).encode(), "/v1/responses")
-    except DialectError as error:  # a result that belongs to no call
-        return (str(error),)
-    hosted = [tool.get("type") for tool in call.hosted_tools if isinstance(tool, dict)]
-    return call.messages, call.tools, call.wire_tools, hosted
-
-
-@given(contents)
-@examples(500)
-def test_stored_items_are_decoded_as_those_that_were_given(body):
-    request = StoredRequest("POST", "/v1/conversations", json.dumps(body).encode(), "new", 5)
-    try:
-        entry = openai_responses.serve(request, Stored()).entry
-    except DialectError:
-        return
-    given = body.get("items") or []
-    if not any(item.get("type") == "item_reference" for item in given):
-        assert decode_given(entry["items"])[:3] == decode_given(json.loads(json.dumps(given)))[:3]
-
-
-def test_the_items_of_the_tests_are_stored():
-    entry = openai_responses.serve(
-        StoredRequest("POST", "/v1/conversations", json.dumps(ITEMS).encode(), "new", 5), Stored()
-    ).entry
-    assert decode_given(entry["items"]) == decode_given(ITEMS["items"])
-    assert entry["metadata"] == {"a": "b"}
