@@ -12,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import rolltap
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
@@ -120,6 +121,8 @@ class TestStart:
         ]
         assert ended.output.splitlines()[-4:] == last
         assert "mean reward" not in ended.output
+        lines = rolltap.read_training(run).metrics
+        assert all({"seconds_rollout", "seconds_publication", "seconds_training"} <= line.keys() for line in lines)
 
     def test_other_numbers_than_those_of_the_table_machine_are_refused(self, training, monkeypatch):
         for table, message in [

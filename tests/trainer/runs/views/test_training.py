@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 import rolltap
+from rolltap.addons.store.metadata import write_metadata
 from rolltap.errors import InputError, RunError
 from rolltap.trainer.cli.runs import inspect_command
 from rolltap.trainer.runs.views.report import follow_sessions, summarize
