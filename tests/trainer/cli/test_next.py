@@ -2,13 +2,14 @@
 
 import os
 import signal
+import subprocess
 
 import click
 import pytest
 
 from rolltap.trainer.cli.main import SIGNALS, run, said_when_stopped
 from rolltap.trainer.cli.options import next_line
-from tests.trainer.cli.program import run_rolltap
+from tests.trainer.cli.program import ROLLTAP
 
 
 def test_the_next_command_can_be_pasted():
@@ -57,5 +58,6 @@ def test_a_command_of_nohup_goes_on_without_its_terminal(signals):
 
 def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(tmp_path):
     (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
-    ended = run_rolltap("-h", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([ROLLTAP, "-h"], env=env, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -16,7 +16,12 @@ def run(tmp_path):
 
 
 def test_a_run_is_shown_at_the_printed_link_until_ctrl_c(run):
-    process = subprocess.Popen([ROLLTAP, "view", run], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [ROLLTAP, "view", run],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore it
+    )
     line = process.stderr.readline()
     (link,) = re.findall(r"^the run is shown at (http://127\.0\.0\.1:\d+/\?token=\S+)$", line)
     with httpx.Client(follow_redirects=True, trust_env=False) as browser:
