@@ -52,6 +52,7 @@ $(CHECKS): answer
 %.done:
 \tgrep -qx 4 answer
 """
+COMPUTED = "$(shell echo one): answer\n\tgrep -qx 4 answer\n"
 NODE = "import assert from 'node:assert'; import test from 'node:test'; import fs from 'node:fs'\n"
 NODE += "test('it', () => assert.equal(fs.readFileSync('answer', 'utf8'), '4\\n'))\n"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider"
@@ -74,6 +75,19 @@ RUNNERS = {
         "make -s -C sub test || exit 1",
         {"sub/Makefile": MAKEFILE.replace("answer", "../answer")},
         {"sub/test": ""},
+    ),
+    "a target that is computed, by a make of the judge's script": (
+        "sh ./judge.sh || exit 1",
+        {"Makefile": COMPUTED, "judge.sh": "make -s one\n"},
+        {"one": ""},
+    ),
+    "a target that is computed, in a folder that the judge's script names": (
+        "sh ./judge || exit 1",
+        {
+            "sub/Makefile": COMPUTED.replace("answer", "../answer"),
+            "judge": "if false; then exit; else make -sC sub; fi\n",
+        },
+        {"sub/one": ""},
     ),
     "a folder of Python": (
         "python3 tools",
@@ -130,7 +144,7 @@ RUNNERS = {
 SOLVED = {"calc.py": ADD.replace("-", "+"), "answer": "4\n"}
 
 
-@pytest.mark.parametrize("what", RUNNERS if DEEP else [list(RUNNERS)[i] for i in (0, 2, 4, 9, 13, 15)])
+@pytest.mark.parametrize("what", RUNNERS if DEEP else [list(RUNNERS)[i] for i in (0, 2, 4, 6, 11, 15, 17)])
 async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path, what):
     script, files, cheat = RUNNERS[what]
     if not shutil.which(script.split()[0]):

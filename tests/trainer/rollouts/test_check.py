@@ -10,44 +10,70 @@ from rolltap.trainer.engine.weights import write_policy
 from rolltap.trainer.rollouts import check
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks
 from rolltap.trainer.rollouts.harness import Harness
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import ScriptedEngine
 
 
-def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine, tmp_path):
+@pytest.fixture
+def check_with(tmp_path):
+    """Return a function that checks the engines of a recorder that has not started."""
+
+    def check(engine, say=print, model="m"):
+        return check_engines(Recorder(tmp_path, engine=engine, model=model), say)
+
+    return check
+
+
+def test_an_engine_that_does_not_answer_or_has_no_window_is_an_error(scripted_engine, check_with):
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models: no engine answers"):
-        check_engines(f"{scripted_engine.url}, http://127.0.0.1:9", tmp_path, print)
+        check_with(f"{scripted_engine.url}, http://127.0.0.1:9")
     scripted_engine.max_model_len = 0
     with pytest.raises(EngineError, match="has a context window of 0 tokens"):
-        check_engines(scripted_engine.url, tmp_path, print)
+        check_with(scripted_engine.url)
+
+
+def test_a_model_that_cannot_be_recorded_is_refused_before_an_engine_is_started_for_it(
+    check_with, save_tokenizer, tokenizer_folder, tmp_path
+):
+    with pytest.raises(InputError, match="has no chat template"):
+        check_with("http://127.0.0.1:9", model=save_tokenizer(tmp_path / "model", None))
+    with pytest.raises(EngineError, match="no engine answers"):
+        check_with("http://127.0.0.1:9", model=tokenizer_folder)
+
+
+def test_a_path_that_does_not_exist_is_refused_with_the_models_that_the_engines_serve(scripted_engine, check_with):
+    served = f"the engine at {scripted_engine.url} serves {scripted_engine.root}"
+    with pytest.raises(InputError, match=rf"there is no folder \./none: .*; {served}$"):
+        check_with(f"http://127.0.0.1:9,{scripted_engine.url}", model="./none")
 
 
 def test_what_engines_serve_is_said_and_other_weights_than_the_runs_policy_are_a_warning(
-    scripted_engine, tmp_path, caplog
+    scripted_engine, tmp_path, caplog, check_with
 ):
     said = []
-    assert check_engines(scripted_engine.url, tmp_path, said.append) == "default"
+    assert check_with(scripted_engine.url, said.append) == "default"
     assert not caplog.messages
     scripted_engine.weight_version = "1a2b3c4d.3.0"
-    assert check_engines(scripted_engine.url, tmp_path, said.append) == "1a2b3c4d.3.0"
+    assert check_with(scripted_engine.url, said.append) == "1a2b3c4d.3.0"
     serves = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: "
     published = "the weights 1a2b3c4d.3.0 (step 3 of the training 1a2b3c4d)"
     assert said == [serves + "its base weights", serves + published]
     assert f"samples by {published}, not by the base weights: `rolltap engine reset" in caplog.text
     caplog.clear()
     write_policy(tmp_path, None, "1a2b3c4d.3.0")
-    check_engines(scripted_engine.url, tmp_path, said.append)
+    check_with(scripted_engine.url, said.append)
     assert not caplog.messages
 
 
-def test_engines_of_different_models_or_weights_are_named(scripted_engine, tokenizer, tmp_path, caplog):
+def test_engines_of_different_models_or_weights_are_named(scripted_engine, tokenizer, check_with, caplog):
     for model, version in (("org/other", "default"), (None, None)):
         caplog.clear()
         with ScriptedEngine(tokenizer) as other:
             other.root, other.weight_version = model or other.root, version
-            check_engines(f"{scripted_engine.url},{other.url}", tmp_path, print)
+            check_with(f"{scripted_engine.url},{other.url}")
             (warning,) = caplog.messages
             assert warning.startswith("the engines serve different weights (")
             assert f"{other.url}: {version or 'unknown'} of {other.root}" in warning
@@ -97,13 +123,20 @@ def test_what_the_runtime_does_not_have_is_named_with_its_task(fields, runtime, 
         fit_tasks([make_task(**fields)], runtime)
 
 
-def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_path):
+@pytest.mark.parametrize("command", [["make", "test"], ["sh", "judge.sh"], ["sh", "laid.sh"]])
+def test_a_judge_whose_make_computes_its_targets_is_refused_without_paths(tmp_path, command):
     (tmp_path / "Makefile").write_text("$(shell ls): all\n")
-    make = {"kind": "command", "command": ["make", "test"]}
+    for script in ("judge.sh", "tests/laid.sh"):
+        (tmp_path / script).parent.mkdir(exist_ok=True)
+        (tmp_path / script).write_text("# make sure\ncd . && CC=gcc /usr/bin/make test\n")
+    make = {"kind": "command", "command": command, "tests": tmp_path / "tests"}
     with pytest.raises(InputError, match=r"'t' .*runs make, and Makefile computes names .* Say paths"):
         fit_tasks([make_task(workspace=tmp_path, judge=make)], PROCESS)
+    (tmp_path / "other.sh").write_text("# make sure\necho make\n")
     said = make_task(workspace=tmp_path, judge={**make, "paths": ["*.c"]})
+    other = make_task(workspace=tmp_path, judge={**make, "command": ["sh", "other.sh"]})
     assert fit_tasks([said], PROCESS) == [said]
+    assert fit_tasks([other], PROCESS) == [other]
 
 
 HARNESS = Harness(name="h", program="h", headless=["-p", "--prompt={instruction}"])

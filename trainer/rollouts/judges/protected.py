@@ -51,6 +51,12 @@ _TARGETS = re.compile(r"^([^\s#:=][^#:=\n]*):(?!:?=)|^ *[-s]?include\s+(.*)$", r
 """Targets of a rule, and what is included."""
 _COMPUTED = re.compile(r"\$\([^(){}]*\)|\$\{[^(){}]*\}|\$[^({]")
 _MAKE = re.compile(r"(?<![\w.-])g?make(?![\w.-])")
+_STARTS_MAKE = re.compile(
+    r"(?:^|[;&|({!`\"'])[ \t]*(?:(?:if|while|then|do|else|exec|env|time|\w+=[\w./:-]*) +)*"
+    r"(?:[\w./-]*/)?g?make(?![\w.-])",
+    re.MULTILINE,
+)
+"""A command of a script, where a text could have the word too."""
 _ASSIGNED = re.compile(r"^ *(\w+)\s*[:?+]*=[ \t]*(.*)$", re.MULTILINE)
 _MAX_NESTED = 3
 _MAX_SCRIPT_BYTES = 1 << 20
@@ -124,10 +130,15 @@ def reachable_files(start: Path, task: Task, spec: OneJudge) -> list[str]:
     if spec.paths is not None:
         return []
     own = own_files(start, task, spec)
-    contents = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"" for path in own)
-    text = "\n".join(content.decode(errors="replace") for content in contents)
+    text = _contents(start, own)
     there = (path for path, entry in scan(start).entries.items() if entry.kind != "folder")
     return sorted(path for path in there if path not in own and _is_named(path, text))
+
+
+def _contents(folder: Path, paths: Iterable[str]) -> str:
+    """Return the begin of each file, one after the other."""
+    contents = (read_file(folder, path, _MAX_SCRIPT_BYTES) or b"" for path in paths)
+    return "\n".join(content.decode(errors="replace") for content in contents)
 
 
 def _units(text: str, there: Collection[str]) -> set[str]:
@@ -244,9 +255,7 @@ def _test_folders(start: Path, own: Collection[str], spec: OneJudge) -> dict[str
     found: dict[str, set[str]] = {}
     for folder, paths in folders.items():
         if folder and {*paths} <= {*own} and _UNIT_TESTS.search(_text(spec)):
-            contents = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"" for path in paths)
-            text = "\n".join(content.decode(errors="replace") for content in contents)
-            found[folder] = {*_IMPORT.findall(text)}
+            found[folder] = {*_IMPORT.findall(_contents(start, paths))}
     return found
 
 
@@ -286,21 +295,27 @@ def taken_by_make(start: Path, own: Collection[str]) -> list[str]:
 def computed_makefiles(start: Path, own: Iterable[str], spec: OneJudge) -> list[str]:
     """Return the Makefiles of a judge whose targets or includes may have any name, as make computes them.
 
-    There are none where the judge has `paths`, or its command does not name make.
+    There are none where the judge has `paths`, or where neither its command names make nor a script
+    of its own that the command names starts make.
     """
-    text = _text(spec)
-    if spec.paths is not None or not _MAKE.search(text):
+    computed = [path for path in own if not all(name.strip("*./") for name in _names_of_make(start, path))]
+    if spec.paths is not None or not computed:
         return []
-    folders = {path: path.rpartition("/")[0] for path in own}
-    used = (path for path, folder in folders.items() if not folder or _is_named(folder, text))
-    return sorted(path for path in used if not all(name.strip("*./") for name in _names_of_make(start, path)))
+    text = _text(spec)
+    scripts = ""
+    for folder in filter(None, (start, spec.tests)):
+        scripts += _contents(folder, [path for path in scan(folder).entries if _is_named(path, text)])
+    if not _MAKE.search(text) and not _STARTS_MAKE.search(scripts):
+        return []
+    text += scripts
+    return sorted(path for path in computed if "/" not in path or _is_named(path.rpartition("/")[0], text))
 
 
 def _names_of_make(start: Path, path: str) -> list[str]:
     """Return the targets and includes of a Makefile, with `*` for what make computes; nothing for other files."""
     if not matches(path.lower(), _MAKEFILES):
         return []
-    text = (read_file(start, path, _MAX_SCRIPT_BYTES) or b"").decode(errors="replace").replace("\\\n", " ")
+    text = _contents(start, [path]).replace("\\\n", " ")
     words = "\n".join("".join(line) for line in _TARGETS.findall(text))
     for name, value in [*_ASSIGNED.findall(text)] * _MAX_NESTED:
         for variable in (f"$({name})", f"${{{name}}}"):
