@@ -268,11 +268,11 @@ async def test_what_the_agent_does_and_what_it_recovers_from_is_no_fault(play, s
     assert ledger.trained == ledger.sampled - aborted
 
 
-async def test_a_session_whose_judge_is_missing_is_unjudged(play):
-    session, ledger = await play("ask('a'); sys.exit(3)", SAY, evaluate=["no-such-evaluator"])
+async def test_a_session_whose_judge_has_no_verdict_is_unjudged(play):
+    session, ledger = await play("ask('a'); sys.exit(3)", SAY, evaluate=["sh", "-c", "exit 7"])
     assert (session.status, session.exit_status, session.reward) == ("unjudged", 3, None)
     assert session.evidence["ended"] == "failed"  # for a later reward
-    assert "'no-such-evaluator' could not be started" in session.error
+    assert "the judge ended with status 7" in session.error
     assert ledger.left_out == {"unjudged": ledger.sampled}
 
 

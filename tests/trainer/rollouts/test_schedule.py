@@ -114,8 +114,9 @@ async def called(engine, monkeypatch):
 
 async def test_a_session_that_is_judged_leaves_its_place_to_others(recorder, tmp_path):
     judged = tmp_path / "judged"
-    task = TASK.model_copy(update={"evaluate": ["sh", "-c", f"until [ -e {judged} ]; do sleep 0.01; done"]})
-    script = f"{ONE_CALL}; [ -e {tmp_path}/first ] && touch {judged}; touch {tmp_path}/first"
+    waits = f"[ ! -e ran ] || until [ -e {judged} ]; do sleep 0.01; done"
+    task = TASK.model_copy(update={"evaluate": ["sh", "-c", waits]})
+    script = f"{ONE_CALL}; [ -e {tmp_path}/first ] && touch {judged}; touch {tmp_path}/first ran"
     stage = stage_of(recorder, tmp_path, script, concurrency=1)
     sessions = await run(
         [group_of(tmp_path, 0, 1, task=task)], stage
