@@ -1,14 +1,18 @@
 """The tables of the pages name what the code has, and nothing else."""
 
 import re
+from types import SimpleNamespace
 from typing import get_args
 
+import pytest
+
 import rolltap
-from rolltap.addons.store.records import CallRole
+from rolltap.addons.store.records import CallKind, CallRole
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
-from rolltap.trainer.traces.build import Strategy
-from rolltap.trainer.traces.ledger import LeftOut
+from rolltap.trainer.traces.build import GroupReward, Strategy, TraceBatch
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
+from rolltap.trainer.training.grpo.metrics import StepMetrics, batch_metrics
 from tests.conftest import ROOT
 from tests.readme.blocks import SITE
 
@@ -65,3 +69,33 @@ def test_the_public_names_in_the_section_from_python():
     assert cells.keys() <= {*rolltap.__all__}
     [methods] = re.findall(r"^\| `Run` .*", section("python.md", "From Python"), re.MULTILINE)
     assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mismatch": "mask", "loss_type": "dapo", "beta": 0.1, "teacher_share": 0.5},
+        {"mismatch": "truncate", "loss_type": "cispo", "beta": 0.0, "teacher_share": 0.0},
+    ],
+)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_metrics_of_a_step(arguments, on_policy):
+    page = (SITE / "pages" / "metrics.md").read_text()
+    names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)))
+    known = re.compile("|".join(re.sub(r"[A-Z]+", ".+", re.escape(name)) for name in names))
+
+    summed = ["tokens_in_rows", "tokens_forwarded", "tokens", "entropy", "ratio", "clipped_low", "clipped_high"]
+    summed += ["cut_low", "cut_high", "kl", "teacher_kl"]
+    summed += [f"{name}/{kind}" for name in ("count", "difference", "sampler_ratio") for kind in get_args(CallKind)]
+    largest = ["ratio", "-ratio", "difference", "seconds", "peak_bytes"]
+    step = StepMetrics(SimpleNamespace(**arguments), on_policy=on_policy)
+    metrics = step.values([(dict.fromkeys(summed, 1.0), dict.fromkeys(largest, 1.0))])
+
+    rewards = {
+        session: GroupReward(group_id=group, reward=1.0, task_id="t", harness="codex", suspicions=("git_history",))
+        for session, group in (("a", "t-1.0.0"), ("b", "fork~t-1.0.0"))
+    }
+    batch = TraceBatch(rewards=rewards, ledger=Ledger(sampled=1, trained=1))
+    batch.continued = {"codex": CachedPrompts(calls=1, prompt_tokens=2, known_tokens=2, cached_tokens=1)}
+    metrics |= batch_metrics(batch, batch, {"t"})
+    assert [name for name in metrics if not known.fullmatch(name)] == []
