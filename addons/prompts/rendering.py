@@ -9,8 +9,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import model_info, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from renderers.base import (
     MODEL_RENDERER_MAP,
     RENDERER_REGISTRY,
@@ -25,6 +23,7 @@ from rolltap.addons.dialects.model_call import Message, Reply, Tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families, find_family, read_turns, reads, sampled_call, written_turns
+from rolltap.addons.prompts.model import require_findable
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -55,36 +54,12 @@ _SYSTEM_LATER: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "
 """A probe that fails for templates which take a system message only at the beginning."""
 
 
-_CACHED_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
-"""Files of a model of which the Hub's cache has one when the model was loaded before."""
-_HUB_SECONDS = 10.0
 _LONG_PROMPT = 8
 """Characters per token of the context window. Texts have fewer: a longer prompt is counted before it is rendered."""
 _PIECE, _PIECE_SLACK = 65_536, 16
 """Characters that are counted together, and tokens that a cut between two pieces may add."""
 _PROMPT_END = 64
 """Tokens of a prompt in which its last turn begins: a generation prompt, with reasoning that it may open."""
-
-
-def require_findable(model: str) -> None:
-    """Raise `InputError` for a model that is no folder here, not in the Hub's cache and not on the Hub.
-
-    The Hub is asked once: transformers asks for each file several times, for minutes without a network.
-    """
-    if Path(model).exists():
-        return
-    try:
-        if not any(isinstance(try_to_load_from_cache(model, name), str) for name in _CACHED_FILES):
-            model_info(model, timeout=_HUB_SECONDS)
-        return
-    except HFValidationError:
-        reason = "and it is no name of a model on the Hugging Face Hub"
-    except RepositoryNotFoundError:
-        reason = "and the Hugging Face Hub has no such model, or it is private (hf auth login)"
-    except Exception as error:
-        first_line = str(error).partition("\n")[0]
-        reason = f"and the Hugging Face Hub does not answer ({first_line})"
-    raise InputError(f"there is no folder {model}, {reason}: give the folder of the served model")
 
 
 class Rendering:
@@ -105,7 +80,7 @@ class Rendering:
     """
 
     def __init__(self, model: str, renderer: str = "auto", tool_parser: str = "auto") -> None:
-        require_findable(model)
+        require_findable(model, ask_hub=True)
         try:
             self._tokenizer = CachingTokenizer(load_tokenizer(model))
         except Exception as error:
@@ -432,9 +407,3 @@ def _create(tokenizer: Any, name: str) -> Renderer:
         # keep earlier reasoning in later prompts: removing sampled tokens would break continuity
         config = config.model_copy(update={"thinking_retention": "all"})
     return create_renderer(tokenizer, config)
-
-
-def resolve_model(model: str) -> str:
-    """Return `model` as an absolute path when it is a local folder, else unchanged."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if path.is_dir() else model

@@ -171,11 +171,10 @@ def record_command(
     if preset is not None:
         set_provenance(session, harness)
     console = plain_console()
-    recorder, served = rolltap.Recorder(out, engine=engine, model=model, options=settings), list[str]()
-    check_engines(engine, out, served.append)
+    recorder = rolltap.Recorder(out, engine=engine, model=model, options=settings)
+    check_engines(recorder, console.print)
     with recorder, watched(Engines(engine).silent, console, bar=False):
-        listens = f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}"
-        console.print("; ".join([listens, *served]))
+        console.print(f"the recorder listens at {recorder.proxy(session_id).address}, for the model {model}")
         replaced = [name for name in recorder.environment(session_id) if name.lower().endswith("_proxy")]
         yours = [name for name in replaced if name in os.environ and name != "NODE_USE_ENV_PROXY"]
         if yours:

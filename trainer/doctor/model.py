@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.options import OPTIONS, typed
-from rolltap.trainer.engine.serve import require_folder
+from rolltap.addons.prompts.model import resolve_model
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,12 @@ class ModelDiagnosis:
 def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDiagnosis:
     """Return what a model gives with options of the recorder. Raises `InputError`, and `MissingPackageError`."""
     try:
-        from rolltap.addons.prompts.rendering import Rendering, resolve_model
+        from rolltap.addons.prompts.rendering import Rendering
     except ImportError as error:
         raise MissingPackageError(f"the recorder is not installed ({error}): {install_command('record')}") from error
     given, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in options.items()})
     if wrong:
         raise InputError("\n".join(wrong))
-    require_folder(model)
     names = ("rolltap_renderer", "rolltap_tool_parser")
     rendering = Rendering(resolve_model(model), *(given.get(name, OPTIONS[name].default) for name in names))
     return ModelDiagnosis(

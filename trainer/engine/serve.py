@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Self
 
 from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.prompts.model import require_findable, resolve_model
 from rolltap.trainer.engine import in_vllm
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner, rolltap_scores
@@ -30,26 +31,13 @@ _SHORTEST_KEY = 32
 """Characters. Processes of the same user can read the digest of the key, and could guess a shorter one."""
 
 
-def require_folder(model: str) -> None:
-    """Raise `InputError` for a model that is a path and no folder. Names of the Hub and URLs are left as they are."""
-    # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path or with a folder that is here
-    first, *others = model.split("/")
-    is_path = model.startswith(("/", "~", ".")) or (
-        "://" not in model and (len(others) > 1 or bool(others and Path(first).is_dir()))
-    )
-    if is_path and not Path(model).expanduser().exists():
-        raise InputError(f"there is no folder {model}: give the folder of a model, or its name on the Hugging Face Hub")
-
-
 def require_model(model: str) -> str:
     """Return a model as engines name it, a folder as an absolute path. Raises `InputError` for what is no model."""
-    require_folder(model)
+    require_findable(model)
     path = Path(model).expanduser()
-    if not path.is_dir():
-        return model
-    if not any((path / name).exists() for name in _MODEL_FILES):
+    if path.is_dir() and not any((path / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {model} has no {_MODEL_FILES[0]}: give the folder of a model")
-    return str(path.resolve())
+    return resolve_model(model)
 
 
 def is_cpu_build(vllm: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rolltap.addons.engine.policy import Policy
-from rolltap.addons.errors import EngineError
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import LOADED, Owner, claim, is_base, published_version, release
 from rolltap.trainer.names import Version, some
@@ -65,6 +65,15 @@ def engine_status(engine: EngineAdmin) -> EngineStatus:
         register = engine.register("GET")[1]
     served = models.root, models.max_model_len, version, sorted(models.adapters)
     return EngineStatus(engine.url, engine.healthy(), paused, *served, register.get("owner"), register.get("about"))
+
+
+def served_by(urls: str) -> str:
+    """Return the end of a message about a model: the models of the engines that answer."""
+    served = ""
+    for url in urls.split(","):
+        with suppress(EngineError, InputError):
+            served += f"; the engine at {url} serves {EngineAdmin(url).models().root}"
+    return served
 
 
 def reset_engine(engine: EngineAdmin, *, steal: bool = False) -> None:

@@ -58,7 +58,7 @@ def examine(node: str, setup: Setup, tasks: Sequence[Task], policy: str, build: 
             fitting = worker.fit(tasks, setup.private)
             worker.recorder.path.mkdir()
             fitting = run_blocking(worker.build(fitting)) if build else fitting
-            weights = f"{check_engines(setup.engine, worker.recorder.path, said.append)},{policy}"
+            weights = f"{check_engines(worker.recorder, said.append)},{policy}"
             stage = Stage.of(worker.config, worker.harness, worker.runtime, worker.recorder, work)
             keys = run_blocking(keys_of(fitting, stage, weights))
             names = [task.id for task in fitting]

@@ -15,6 +15,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
+from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.runtimes.build import image_of
 from rolltap.trainer.rollouts.runtimes.container import ContainerRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, ImageRuntime, Runtime
@@ -26,15 +27,19 @@ from rolltap.trainer.tasks.task import Build, CommandJudge, LLMJudge, PytestJudg
 logger = logging.getLogger(__name__)
 
 
-def check_engines(engine: str, run: Path, say: Callable[[str], None]) -> str:
-    """Tell `say` what every engine serves, and return the version of the weights.
+def check_engines(recorder: Recorder, say: Callable[[str], None]) -> str:
+    """Tell `say` what every engine of a recorder serves, and return the version of the weights.
 
-    `engine` is a URL, or several separated by commas. Weights that are not the policy of `run`, and different ones, are
-    warnings. A model of another name is one of the recorder, which compares the tokenizers. Raises `EngineError` when
-    an engine does not answer or has no window.
+    Weights that are not the policy of the run, and different ones, are warnings. A model of another name is one of the
+    recorder, which compares the tokenizers. Raises `EngineError` when an engine does not answer or has no window; and
+    `InputError` when none answers for a model that cannot be recorded.
     """
-    found = [engine_status(EngineAdmin(url.strip())) for url in engine.split(",")]
-    policy = PolicyFile(run).read()
+    try:
+        found = [engine_status(EngineAdmin(url.strip())) for url in recorder.engine.split(",")]
+    except EngineError:
+        recorder.require_rendering()  # before an engine is started for it
+        raise
+    policy = PolicyFile(recorder.path).read()
     for status in found:
         say(str(status))
         if status.max_model_len < 1:

@@ -14,11 +14,12 @@ from rolltap.addons.engine.key import KEY_FILE
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
+from rolltap.addons.prompts.model import require_findable, resolve_model
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.tables import RunWriter
-from rolltap.trainer.engine.serve import require_folder
+from rolltap.trainer.engine.status import served_by
 from rolltap.trainer.rollouts import mitmdump
 from rolltap.trainer.rollouts.facts import Facts, session_facts
 from rolltap.trainer.rollouts.mitmdump import Mitmdump, workplace
@@ -59,7 +60,10 @@ class Recorder:
     ) -> None:
         if processes < 1:
             raise InputError(f"processes={processes}: give at least 1")
-        require_folder(str(model))
+        try:
+            require_findable(str(model))
+        except InputError as error:
+            raise InputError(f"{error}{served_by(engine)}") from None
         self.path = Path(out)
         """The run folder."""
         self.rows: SessionRows
@@ -82,6 +86,14 @@ class Recorder:
 
     def _confdir(self) -> Path:
         return Path(self._options.get("confdir", ["~/.mitmproxy"])[-1]).expanduser()
+
+    def require_rendering(self) -> None:
+        """Raise `InputError` for a folder of a model whose conversations cannot be rendered."""
+        if Path(self.model).is_dir():
+            from rolltap.addons.prompts.rendering import Rendering
+
+            renderer = self._options.get("rolltap_renderer", ["auto"])[-1]
+            Rendering(resolve_model(self.model), renderer)
 
     @staticmethod
     def script() -> Path:

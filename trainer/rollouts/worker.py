@@ -89,7 +89,7 @@ class Worker:
 
     def weights(self, say: Callable[[str], None]) -> str:
         """Tell `say` what the engines serve, and return the version of their weights: see `check_engines`."""
-        return check_engines(self.recorder.engine, self.recorder.path, say)
+        return check_engines(self.recorder, say)
 
     async def keys(self, tasks: Sequence[Task], weights: str) -> list[dict[str, str]]:
         """Return the parts of each task's key: see `keys_of`. Only inside of the block."""

@@ -291,12 +291,23 @@ def test_record_says_where_it_listens_what_is_served_and_which_variables_it_repl
 ):
     monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
     scripted_engine.weight_version = "1a2b3c4d.3.0"
-    warning, line, replaced, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
-    assert re.fullmatch(rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}; the engine .*", line)
-    served = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights 1a2b3c4d.3.0 (step 3 of"
-    assert served in line
+    served, warning, line, replaced, *_ = run_rolltap("record", *options, "--", "true").stderr.splitlines()
+    what = f"the engine at {scripted_engine.url} serves {scripted_engine.root}: the weights 1a2b3c4d.3.0 (step 3 of"
+    assert served.startswith(what)
     assert "not by the base weights" in warning
+    assert re.fullmatch(rf"the recorder listens at 127\.0\.0\.1:\d+, for the model {options[-1]}", line)
     assert replaced.startswith("the program does not get your ALL_PROXY")
+
+
+@pytest.mark.parametrize("line", [("record",), ("rollout", "tasks.jsonl", "--harness", "x.toml")])
+def test_a_model_that_is_not_found_is_named_after_the_model_that_the_engine_serves(line, scripted_engine, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"id": "a", "instruction": "go", "evaluate": ["true"]}')
+    (tmp_path / "x.toml").write_text('name = "x"\nprogram = "true"\nheadless = []')
+    given = "--out", tmp_path / "run", "--engine", scripted_engine.url, "--model", "mine/no name"
+    command = ("--", "true") if line == ("record",) else ()
+    said = run_rolltap(*line, *given, *command, cwd=tmp_path).stderr
+    served, error = said.index(f"serves {scripted_engine.root}"), said.index("there is no folder mine/no name")
+    assert served < error
 
 
 def record_in(folder, *arguments):
