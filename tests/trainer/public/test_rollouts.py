@@ -11,6 +11,7 @@ from rolltap.errors import EngineError, InputError, RecorderError, RunError
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.mitmdump import rollout_lock
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from tests.deep import cases
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import ASK
 
@@ -86,7 +87,7 @@ async def recorders(monkeypatch):
     return started
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", cases([2, 1]))
 async def test_cancelling_it_while_the_recorder_starts_leaves_no_process(arguments, recorders, times):
     rolling = asyncio.create_task(rolltap.rollout_async([TASK], **arguments))
     recorder = await recorders.get()

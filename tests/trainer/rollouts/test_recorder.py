@@ -16,7 +16,7 @@ from rolltap.addons.store.tables import read_rows, run_files
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.traces.reader import load_sessions
 from tests.recorder_process import CHAT, HELLO
-from tests.scripted_engine import Answer, Say
+from tests.scripted_engine import Answer, Say, ScriptedEngine
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -111,20 +111,32 @@ def test_the_calls_of_a_program_end_before_its_result_is_judged(tmp_path, script
 class TestPolicyVersion:
     """The version in a session's row is that of the first token that was sampled in it."""
 
-    @pytest.fixture
-    def running(self, tmp_path, scripted_engine, tokenizer_folder):
-        with Recorder(tmp_path / "run", engine=scripted_engine.url, model=tokenizer_folder) as recorder:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, tokenizer):
+        with ScriptedEngine(tokenizer) as engine:
+            yield engine
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def running(cls, engine, tmp_path_factory, tokenizer_folder):
+        with Recorder(tmp_path_factory.mktemp("run"), engine=engine.url, model=tokenizer_folder) as recorder:
             yield recorder
+
+    @pytest.fixture(autouse=True)
+    def _unpublished(self, running):
+        yield
+        (running.path / "policy.json").unlink(missing_ok=True)
 
     def end(self, recorder, session_id, **fields):
         recorder.end(Session(session_id=session_id, status="completed", **fields))
         return load_sessions(recorder.path)[session_id].policy_version
 
-    def test_it_is_what_the_calls_say_whatever_was_expected(self, running, scripted_engine):
-        scripted_engine.replies.extend([Say("Hi.", weight_version="2"), Say("Ho.", weight_version="3")])
-        ask(running, "s")
-        ask(running, "s", "More")
-        assert self.end(running, "s", policy_version="1") == "2"
+    def test_it_is_what_the_calls_say_whatever_was_expected(self, running, engine):
+        engine.replies.extend([Say("Hi.", weight_version="2"), Say("Ho.", weight_version="3")])
+        ask(running, "asked twice")
+        ask(running, "asked twice", "More")
+        assert self.end(running, "asked twice", policy_version="1") == "2"
 
     def test_without_a_token_it_is_the_expected_or_the_published_one_or_an_error(self, running):
         assert self.end(running, "a") == "default"
@@ -138,12 +150,12 @@ class TestPolicyVersion:
             session = load_sessions(running.path)[name]
             assert (session.reward, session.policy_version) == (1.0, None)
 
-    def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, scripted_engine):
+    def test_it_is_that_of_a_call_which_runs_when_the_session_ends(self, running, engine):
         (running.path / "policy.json").write_text('{"version": "5", "model": "policy-5"}')
-        scripted_engine.replies.append(Say("one two three", hold_after=2))
+        engine.replies.append(Say("one two three", hold_after=2))
         asking = threading.Thread(target=ask, args=(running, "s"))
         asking.start()
-        scripted_engine.holding.wait()
+        engine.holding.wait()
         assert self.end(running, "s", policy_version="1") == "5"
         asking.join()
 
@@ -170,7 +182,7 @@ class TestSeveralProcesses:
         urls = {session_id: recorder.environment(session_id)["HTTPS_PROXY"] for session_id in self.SESSIONS}
         return {session_id: addresses.index(url.rpartition("@")[2]) for session_id, url in urls.items()}
 
-    def test_sessions_are_spread_by_id_recorded_together_and_end_where_they_ran(self, make):
+    def test_sessions_are_spread_by_id_and_recorded_together_until_a_process_dies(self, make):
         with make() as recorder:
             places = self.places(recorder)
             assert set(places.values()) == {0, 1}
@@ -193,18 +205,15 @@ class TestSeveralProcesses:
         assert load_sessions(recorder.path).keys() == set(self.SESSIONS[:4])
         assert len(json.loads((recorder.path / "run.json").read_text())["recorders"]) == 1
         assert sorted(path.name for path in recorder.path.glob("*.log")) == ["recorder-1.log", "recorder-2.log"]
-        with make() as again:  # a restart reaches the same processes
-            assert self.places(again) == places
-
-    def test_a_process_that_dies_is_an_error_that_names_it(self, make):
-        with suppress(RecorderError), make() as recorder:
-            kill(recorder._processes[1])
+        with suppress(RecorderError), make() as again:
+            assert self.places(again) == places  # a restart reaches the same processes
+            kill(again._processes[1])
             with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
-                recorder.check()
-            lost = next(session_id for session_id, place in self.places(recorder).items() if place == 1)
+                again.check()
+            lost = next(session_id for session_id, place in places.items() if place == 1 and session_id > "s3")
             with pytest.raises(RecorderError, match="recorder 2 of 2 died with status -9"):
-                recorder.end(Session(session_id=lost, status="completed"))
-        assert recorder._processes[0].ended
+                again.end(Session(session_id=lost, status="completed"))
+        assert again._processes[0].ended
 
     def test_a_process_that_does_not_start_is_named_and_none_stays(self, make):
         recorder = make(listen_prt="1")
