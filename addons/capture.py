@@ -167,10 +167,6 @@ class Capture:
         """Return what the user should know of the engines' models."""
         return () if self.endpoint is None else self.endpoint.warnings
 
-    def running_calls(self, session_id: str) -> int:
-        """Return the number of generations of a session that run."""
-        return 0 if self.endpoint is None else self.endpoint.running(session_id)
-
     def record(self, event: Event) -> None:
         """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""
         if self.endpoint is not None:

@@ -243,7 +243,7 @@ class Egress:
             self._record(event_of(flow, "refused", f"the request names another host: {other}"))
         if flow.response is None:
             _keep_to_http(request)
-            request.stream = request.stream or True
+            request.stream = True
             target, session_id = (request.host, request.port), flow.metadata.get(SESSION)
             self._let_through[flow.client_conn] = _Asked(target, session_id, decision == "served")
 
@@ -255,7 +255,7 @@ class Egress:
             self._record(event_of(flow, "refused", f"a change to {protocol}"))
             flow.kill()
         else:
-            flow.response.stream = flow.response.stream or True
+            flow.response.stream = True
 
     async def server_connect(self, data: ServerConnectionHookData) -> None:
         """Refuse a connection that is not allowed, before it is opened: nobody learns which ports of a host are open.

@@ -1,19 +1,17 @@
-"""Addons that bound what sessions use: the process's file descriptors, and the limits of each session."""
+"""Addon: divides the process's file descriptors between sessions."""
 
 import asyncio
 import logging
 import math
 import os
 import resource
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
 
-from mitmproxy import connection, ctx, http
-from mitmproxy.net.http import http1
+from mitmproxy import connection, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.capture import ends_session, refuse
@@ -33,8 +31,6 @@ _BURST = 124
 first one is looked at."""
 _RESERVE = 148
 """Descriptors that calls keep free, for connections and for the files of the run."""
-REMEMBERED = 100_000
-"""Number of sessions whose usage is known. A session that is forgotten begins again at nothing."""
 
 
 class _Phase(IntEnum):
@@ -70,20 +66,7 @@ class _State:
         self.deadline.cancel()
 
 
-class _Requests:
-    """Tells when a request is over: `_end` gets its connection."""
-
-    def _end(self, client: connection.Client) -> None:
-        raise NotImplementedError
-
-    def response(self, flow: http.HTTPFlow) -> None:
-        """End a request whose reply is complete, or that failed."""
-        self._end(flow.client_conn)
-
-    error = response
-
-
-class Descriptors(_Requests):
+class Descriptors:
     """Raises the soft limit of descriptors to the hard one, and divides them between sessions.
 
     When there is no room, connections without a running request are closed: those of the session that holds most, among
@@ -168,6 +151,14 @@ class Descriptors(_Requests):
         if state is not None and state.phase is _Phase.SENDING:
             state.phase = _Phase.WAITING
 
+    def response(self, flow: http.HTTPFlow) -> None:
+        """Note that a request is over: its reply is complete, or it failed."""
+        if (state := self._clients.pop(flow.client_conn, None)) is not None:
+            state.phase, state.admitted = min(state.phase, _Phase.IDLE), False
+            self._clients[flow.client_conn] = state
+
+    error = response
+
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
         if (state := self._clients.get(data.client)) is not None:
@@ -179,11 +170,6 @@ class Descriptors(_Requests):
             state.servers -= 1
 
     server_connect_error = server_disconnected
-
-    def _end(self, client: connection.Client) -> None:
-        if (state := self._clients.pop(client, None)) is not None:
-            state.phase, state.admitted = min(state.phase, _Phase.IDLE), False
-            self._clients[client] = state
 
     def _make_room(self, descriptors: int, asking: connection.Client | None = None) -> bool:
         """Close connections until so many descriptors are free, for a new connection or the request of one `asking`.
@@ -215,86 +201,3 @@ class Descriptors(_Requests):
         self.client_disconnected(client)
         self._close(client)
         self._record(Event(kind="refused", session_id=session, detail=detail))
-
-
-@dataclass(slots=True)
-class _Usage:
-    running: int = 0
-    transferred: int = 0
-    minute: int = 0
-    """Number of the minute in which the last request began, on the monotonic clock."""
-    requests: int = 0
-    """Number of requests that began in that minute."""
-
-    def count(self, data: bytes) -> bytes:
-        self.transferred += len(data)
-        return data
-
-
-@dataclass
-class Limits(_Requests):
-    """Answers 429 to a request over a limit of its session, and records it as `rejected`.
-
-    All requests of a session count, also to hosts that are refused. Bytes are those of bodies. They are counted while
-    they pass, and compared with the limit when a request begins. `generations` returns the number of those of a
-    session that run. One may run on for a while after its request was dropped: with more of them than the limit, no
-    request begins; with as many, one may, because it may be a retry that joins one. Must come after `Sessions`.
-    """
-
-    record: Callable[[Event], None]
-    generations: Callable[[str], int]
-    _usage: OrderedDict[str, _Usage] = field(default_factory=OrderedDict)
-    """Session id -> what it used, of the `REMEMBERED` sessions that asked last. Empty while no limit is set."""
-    _running: dict[connection.Client, _Usage] = field(default_factory=dict)
-    """Connection of a running request -> usage of its session. A connection has one request at a time."""
-
-    def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Refuse a request over a limit, count any other."""
-        options = ctx.options
-        calls, size = options.rolltap_max_concurrent_calls, options.rolltap_max_session_bytes
-        requests = options.rolltap_max_requests_per_minute
-        if flow.response is not None or flow.error is not None or not (calls or size or requests):
-            return
-        if ends_session(flow.request) and http1.expected_http_body_size(flow.request) == 0:
-            return
-        usage = self._used(flow.metadata[SESSION])
-        minute, second = divmod(int(time.monotonic()), 60)
-        if usage.minute != minute:
-            usage.minute, usage.requests = minute, 0
-        usage.requests += 1
-        if calls and (usage.running >= calls or self.generations(flow.metadata[SESSION]) > calls):
-            self._refuse(flow, f"{calls} requests of this session run already: the limit.", 1)
-        elif requests and usage.requests > requests:
-            self._refuse(flow, f"This session may send {requests} requests a minute.", 60 - second)
-        elif size and usage.transferred >= size:
-            self._refuse(flow, f"This session has used the {size:,} bytes that it may transfer.", None)
-        else:
-            self._running[flow.client_conn] = usage
-            usage.running += 1
-            flow.request.stream = usage.count
-
-    def responseheaders(self, flow: http.HTTPFlow) -> None:
-        """Count the bytes of a reply."""
-        usage = self._running.get(flow.client_conn)
-        if usage is not None and flow.response is not None:
-            flow.response.stream = usage.count
-
-    def client_disconnected(self, client: connection.Client) -> None:
-        """End the request of a connection that was closed."""
-        self._end(client)
-
-    def _used(self, session_id: str) -> _Usage:
-        usage = self._usage.setdefault(session_id, _Usage())
-        self._usage.move_to_end(session_id)
-        while len(self._usage) > REMEMBERED:
-            self._usage.popitem(last=False)
-        return usage
-
-    def _end(self, client: connection.Client) -> None:
-        usage = self._running.pop(client, None)
-        if usage is not None:
-            usage.running -= 1
-
-    def _refuse(self, flow: http.HTTPFlow, message: str, retry_after: int | None) -> None:
-        error = DialectError(message, status=429, code="rate_limit_exceeded")
-        self.record(refuse(flow, error, retry_after=retry_after))

@@ -106,10 +106,6 @@ def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default_factory=lambda: option.parse(option.default), metadata={"option": option})
 
 
-def _limit(text: str) -> Any:
-    return _option(0, f"{text} A request over it gets 429. 0 is no limit.")
-
-
 def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
@@ -278,9 +274,6 @@ class RecorderOptions:
         '(`grpo.routing = "recorded"`). The engine needs `rolltap serve --routing`. A token takes one byte for each '
         "chosen expert in each layer, two bytes with more than 256 experts.",
     )
-    max_concurrent_calls: int = _limit("Maximum number of requests of a session that run at the same time.")
-    max_session_bytes: int = _limit("Maximum bytes of the bodies that a session sends and receives.")
-    max_requests_per_minute: int = _limit("Maximum number of requests of a session in a minute.")
     max_calls: int = _option(0, "Budget of model calls of a session. Failed ones do not count. 0 is no budget.")
     max_sampled_tokens: int = _option(
         0, "Budget of tokens that are sampled for a session. The last reply is cut. 0 is no budget."

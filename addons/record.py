@@ -26,7 +26,7 @@ sys.meta_path.remove(_NoPandas)
 
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
-from rolltap.addons.limits import Descriptors, Limits
+from rolltap.addons.limits import Descriptors
 from rolltap.addons.log import Log
 from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import Sessions
@@ -43,7 +43,6 @@ addons = [
     Startup(),
     Listen(capture.warnings),
     sessions,
-    Limits(capture.record, capture.running_calls),
     Descriptors(capture.record),
     capture,
     egress,

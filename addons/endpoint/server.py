@@ -201,11 +201,6 @@ class Endpoint:
         for session in self.sessions.values():
             session.abort("the recorder was stopped")
 
-    def running(self, session_id: str) -> int:
-        """Return the number of generations of a session that run, listened to or not."""
-        session = self.sessions.get(session_id)
-        return 0 if session is None else sum(not generation.done for generation in session.generations)
-
     def forget_idle(self, seconds: float) -> None:
         """Drop the state of sessions that run nothing and have asked nothing for so many seconds."""
         now = asyncio.get_running_loop().time()

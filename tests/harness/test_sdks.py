@@ -14,6 +14,8 @@ HOSTS = {
     "anthropic_messages": "api.anthropic.com",
     "google_genai": "generativelanguage.googleapis.com",
 }
+
+
 def run_script(script, files, record, workspace, scripted_engine):
     played = record(sys.executable, SCRIPTS / f"{script}.py")
     written = [line for line in played.log.splitlines() if line.startswith("I wrote")]

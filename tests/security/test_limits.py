@@ -1,6 +1,5 @@
-"""An agent asks more than its session may, or all ask for more than the recorder has file descriptors for."""
+"""Agents ask for more than the recorder has file descriptors for."""
 
-import json
 import os
 import re
 import socket
@@ -11,54 +10,6 @@ from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say
 from tests.security.raw import address, call, credentials, listening, plain, read_head, tunnel
-
-
-def test_limits_of_a_session_hold_and_are_recorded(start, scripted_engine):
-    recorder = start("rolltap_max_concurrent_calls=1", "rolltap_max_requests_per_minute=50")
-    scripted_engine.replies.append(Say("one two three", hold_after=1))
-    scripted_engine.otherwise = lambda body: Say("Hi.")
-    with recorder.client() as client, recorder.client("s2") as other:
-        with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as response:
-            refused = client.post(CHAT, json={**HELLO, "n": 1})
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert refused.json()["error"]["message"].startswith("1 requests of this session run already")
-            assert other.post(CHAT, json=HELLO).status_code == 200
-            scripted_engine.release()
-            assert list(response.iter_lines())[-2] == "data: [DONE]"
-        statuses = [client.post(CHAT, json=HELLO).status_code for _ in range(110)]
-        assert statuses[:10] == [200] * 10
-        assert statuses.count(429) >= 10  # the minute may change once meanwhile
-    assert recorder.stop() == 0
-    events = [event["detail"] for event in recorder.rows("events") if event["kind"] == "rejected"]
-    assert "This session may send 50 requests a minute." in events[-1]
-    (described,) = json.loads((recorder.run / "run.json").read_text())["recorders"]
-    limits = {name: limit for name, limit in described["limits"].items() if limit}
-    assert limits == {"max_concurrent_calls": 1, "max_requests_per_minute": 50}
-
-
-def test_a_session_over_its_limits_can_be_ended(start, scripted_engine):
-    recorder = start(
-        "rolltap_max_session_bytes=1", "rolltap_max_requests_per_minute=1", "rolltap_max_concurrent_calls=1"
-    )
-    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
-    with recorder.client() as client, client.stream("POST", CHAT, json={**HELLO, "stream": True}):
-        assert client.post(CHAT, json=HELLO).status_code == 429
-        assert client.post(SESSION_END).status_code == 200
-    scripted_engine.release()
-
-
-def test_calls_that_were_hung_up_count_while_they_run(start, scripted_engine):
-    recorder = start("rolltap_max_concurrent_calls=1")
-    scripted_engine.otherwise = lambda body: Say("one two three", hold_after=1)
-    statuses = []
-    for i in range(8):
-        with plain(recorder) as connection:
-            connection.sendall(call(f"Question {i}", stream=True))
-            statuses.append(read_head(connection).split()[1])
-    assert statuses.count(b"200") == 2  # one more than the limit, since it could join the first
-    assert len(scripted_engine.requests) <= 2
-    scripted_engine.release()
-
 
 LIMIT = 320
 
