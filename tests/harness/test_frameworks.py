@@ -96,6 +96,7 @@ def test_a_tool_of_a_framework_reaches_a_local_server(
     assert "localhost" not in [event["host"] for event in played.of("refused")]
 
 
+@pytest.mark.deep  # short, programs with a preset are
 def test_gptme_is_continued(lead_turns, record_agent):
     gptme = INSTALLED.with_name("gptme") / "bin" / "gptme"
     if not gptme.exists():

@@ -147,7 +147,7 @@ def test_sessions_without_a_reward_are_counted_with_what_to_try_and_all_of_them_
     assert [each for each in words if each not in ended.stderr] == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))  # test_next has each
 def test_stopping_it_leaves_no_process_and_a_readable_run(options, tmp_path, tasks, preset, number):
     marker = str(tmp_path)
     os.mkfifo(tmp_path / "started")
