@@ -281,6 +281,9 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             if last and not stopped_early:
                 session.error += f", and ends with: {last}"
             elif last:  # the program's own words say why
+                if last.startswith("Node.js v"):  # the last line of a crash: Node may be too old
+                    needs = [f" ({quirk})" for quirk in stage.harness.quirks if "Node" in quirk]
+                    last += "".join(needs)
                 session.error = f"{last}; {session.error}"
             if stopped_early and stage.runtime.isolated:
                 session.error += f". {_SHOWN}"

@@ -169,12 +169,13 @@ def recorder_with(engine, tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture
 def play(tmp_path, engine, recorder_with, request):
-    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None):
+    async def play(script, *replies, patience=0, timeout=60.0, evaluate=("true",), recorder=None, quirks=()):
         """Run one session of a harness. Return its row, and its ledger."""
         recorder = recorder or recorder_with(patience)
         engine.replies.extend(replies)
         task = rolltap.Task(id="t", instruction="go", evaluate=list(evaluate))
-        harness = rolltap.Harness(name="x", program=sys.executable, headless=["-c", ASKER + script])
+        headless = ["-c", ASKER + script]
+        harness = rolltap.Harness(name="x", program=sys.executable, headless=headless, quirks=list(quirks))
         stage = stage_of(recorder, tmp_path, harness, timeout=timeout)
         group = Group(task, "g", [re.sub(r"\W+", "-", request.node.name)])
         (session,) = await run_groups([group], stage, policy_version=None, advance=lambda *_: None)
@@ -207,6 +208,12 @@ async def test_a_harness_that_makes_no_call_has_no_reward_and_if_it_failed_its_l
     assert session.error.endswith(f"the harness ended with status 3); its output is in {session.session_id}.log")
     session, _ = await play("print('bye')")
     assert session.error.endswith(", and ends with: bye")
+
+
+async def test_a_crash_of_node_names_the_version_that_was_found_and_the_one_that_the_harness_needs(play):
+    quirks = "Speaks the OpenAI Responses API.", "Needs Node 22.19 or newer."
+    session, _ = await play("print('SyntaxError\\n\\nNode.js v20.20.2'); sys.exit(1)", quirks=quirks)
+    assert session.error.startswith("Node.js v20.20.2 (Needs Node 22.19 or newer.); no model call came")
 
 
 WRONG = "httpx.post('https://api.openai.com/v1/chat/completions', content=b'{')"
