@@ -38,7 +38,7 @@ def doctor_command(
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Try a program once without an engine, or examine a model, and say what to set.
+    """Try a program without an engine, or examine a model, and say what to set.
 
     Needs no GPU and no network.
 

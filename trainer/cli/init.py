@@ -31,10 +31,10 @@ _MODEL = "../../../runs/quickstart/model"
 @click.option("--model", metavar="FOLDER", help="Folder of the model to train.")
 @click.option("--yes", is_flag=True, help="Ask nothing: without --program an agent of 40 lines is written, too.")
 def init_command(folder: Path, program: str | None, model: str | None, yes: bool) -> None:
-    """Write a preset, a task with its judge and a recipe into FOLDER, which must be new or empty.
+    """Write a preset, a task with its judge and a recipe into FOLDER.
 
-    They run as they are: replace the task and its judge by your own. Asks for what is not given. Relative paths are
-    those of this folder.
+    FOLDER must be new or empty. The files run as they are: replace the task and its judge by your
+    own. Asks for what is not given. Relative paths are those of this folder.
     """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: choose a new folder")

@@ -144,7 +144,9 @@ def record_command(
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Run one COMMAND under the recorder and exit with its status, or with 3 if that is 0 and no model call came.
+    """Run one COMMAND under the recorder, and exit with its status.
+
+    The status is 3 if that of COMMAND is 0 and no model call came.
 
     The command keeps its own configuration. Its name in the dataset is that of the first file or module of this folder
     among its arguments, else the program's. With --harness, COMMAND is only the arguments of the harness's program, and
@@ -276,11 +278,11 @@ def run_program(command: Sequence[str], env: Mapping[str, str], stdout: int | No
 @click.option("--change", is_flag=True, help="Replace the reward that the session has.")
 @json_option
 def reward_command(run: Path, session: str, value: float, parts: tuple[str, ...], as_json: bool, **how: Any) -> None:
-    """Give SESSION of RUN the reward VALUE, a finite number.
+    """Give SESSION of RUN a reward.
 
-    For sessions that `rolltap rollout` did not start: of `rolltap record`, or of programs of your own. A reward that
-    was given before stays in the run, the newest counts. A session without a completed call has none. Unique prefixes
-    of ids are accepted.
+    VALUE is a finite number. For sessions that `rolltap rollout` did not start: of `rolltap
+    record`, or of programs of your own. A reward that was given before stays in the run, the newest
+    counts. A session without a completed call has none. Unique prefixes of ids are accepted.
     """
     opened = rolltap.open_run(run)
     rewarded = opened.reward(session, value, parts=dict(map(_part, parts)), **how)

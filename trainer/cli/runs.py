@@ -252,10 +252,11 @@ def traces_command(
 @click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at a time.")
 @json_option
 def score_command(run: Path, engine: str, name: str, as_json: bool, **how: Any) -> None:
-    """Store the log-probabilities of another model, or of other weights, at every sampled token of a RUN.
+    """Store the log-probabilities of another model in a RUN.
 
-    They are for `teacher` of a recipe, or for a trainer of your own. The engine's tokenizer must be that of the run.
-    Calls that have scores are skipped, so a command that was stopped goes on where it was.
+    They are those of every sampled token. They are for `teacher` of a recipe, or for a trainer of
+    your own. The engine's tokenizer must be that of the run. Calls that have scores are skipped, so
+    a command that was stopped goes on where it was.
 
     Exit status 3: calls are left without scores, because they are too long for the engine or damaged.
     """

@@ -49,11 +49,12 @@ from rolltap.types import Budget, RolloutConfig
 def service_command(
     run: Path, tasks: Path, preset: str, engine: str, model: str, settings: dict[str, list[str]], **given: Any
 ) -> None:
-    """Serve rollouts by HTTP: tasks in, judged sessions out, recorded in RUN.
+    """Serve rollouts by HTTP.
 
-    Clients (`rolltap.Client`) send groups of sessions of the TASKS, and of tasks of their own unless the runtime
-    is `process`. Whoever has the token runs code here. The same command goes on after a kill: RUN has the accepted
-    groups. See /docs for the interface and /health for what is wrong.
+    Clients (`rolltap.Client`) send groups of sessions of the TASKS, and of tasks of their own
+    unless the runtime is `process`. The sessions are judged, and recorded in RUN. Whoever has the
+    token runs code here. The same command goes on after a kill: RUN has the accepted groups. See
+    /docs for the interface and /health for what is wrong.
     """
     budget = {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     how = {name: given.pop(name) for name in ("host", "port", "token_file", "queue", "evaluation_share", "allow_host")}

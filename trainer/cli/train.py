@@ -100,10 +100,12 @@ def serve_command(
 @click.option("--steal", is_flag=True, help="Reset an engine of a training that was killed; one that runs then fails.")
 @json_option
 def engine_command(action: str, url: str, steal: bool, as_json: bool) -> None:
-    """Say what the engine at URL serves: model, weights, adapters, and the training that owns it.
+    """Say what an engine serves, or reset it.
 
-    A reset first unloads the adapters of trainings. An engine that is paused, or has other weights, loads those of its
-    own model. Exit status 1: the engine does not answer, refuses, is not healthy, or belongs to a training.
+    The status has the model, the weights, the adapters, and the training that owns the engine at
+    URL. A reset first unloads the adapters of trainings. An engine that is paused, or has other
+    weights, loads those of its own model. Exit status 1: the engine does not answer, refuses, is
+    not healthy, or belongs to a training.
     """
     if action == "reset":
         reset_engine(EngineAdmin(url), steal=steal)

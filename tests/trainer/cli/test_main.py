@@ -159,5 +159,12 @@ def test_h_behind_a_commands_separator_is_the_commands_own(there):
         assert context.params["command"] == ("pi", "-h")
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_line_of_the_help_is_the_first_sentence_of_its_own_help(name):
+    text = " ".join(load(name).help.split())
+    _, line = COMMANDS[name]
+    assert re.split(r"(?<=\.) ", text)[0] == line
+
+
 def test_the_help_begins_with_what_a_user_begins_with():
     assert rolltap.list_commands(click.Context(rolltap))[:2] == ["serve", "record"]
