@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -11,13 +12,10 @@ from pathlib import Path
 from statistics import NormalDist, mean
 
 import click
+from plot import plot_rewards
 from rich.console import Console
 
 import rolltap
-from rolltap.trainer.cli.main import run as run_command
-from rolltap.trainer.cli.train import train_command
-from rolltap.trainer.training.recipe import FINISHED
-from rolltap.trainer.training.report import METRICS, read_metrics
 
 HERE = Path(__file__).resolve().parent
 RUNS = HERE.parents[1] / "runs" / "quickstart"
@@ -30,8 +28,7 @@ console = Console(stderr=True)
 @click.command()
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling and of the trainer.")
-@click.pass_context
-def quickstart(context: click.Context, vllm: str, seed: int) -> None:
+def quickstart(vllm: str, seed: int) -> None:
     """Train the tiny model on its task. Resumes a run that was stopped; otherwise starts a new one."""
     model = RUNS / "model"
     subprocess.run([sys.executable, HERE / "make_model.py", model], check=True)
@@ -45,9 +42,12 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
         stack.enter_context(engine)
         os.environ["ROLLTAP_ENGINE_KEY_FILE"] = str(engine.key_file)
         console.print(f"vLLM serves the tiny model at {engine.url}; recording into {run}", soft_wrap=True)
-        context.invoke(train_command, recipe=HERE / "recipe.toml", out=run, engine=engine.url, seed=seed)
-        sessions = rolltap.open_run(run).sessions()
-        tokens = sum(step["tokens_trained"] for step in read_metrics(run / METRICS))
+        trained = rolltap.train(HERE / "recipe.toml", engine=engine.url, out=run, seed=seed)
+        Console(soft_wrap=True).print(trained.summary(), markup=False, highlight=False)
+        plot = run / "reward.png"
+        console.print(f"plot: {plot}   trained model: {run / 'model'}", soft_wrap=True)
+        sessions = trained.sessions()
+        tokens = sum(step["tokens_trained"] for step in rolltap.read_training(run).metrics)
         after = rolltap.rollout(
             TASKS,
             harness="mini-swe-agent",
@@ -57,7 +57,7 @@ def quickstart(context: click.Context, vllm: str, seed: int) -> None:
             sessions=EVALUATED,
             concurrency=8,
         )
-    after.plot_rewards(run / "reward.png", f"quickstart, seed {seed}")
+    plot_rewards(after.sessions(), plot, f"quickstart, seed {seed}")
     first = min(sessions, key=lambda session: session.started_at).policy_version
     base = [session for session in sessions if session.policy_version == first]
     last = [session for session in after.sessions() if session.session_id in after.new_session_ids]
@@ -83,7 +83,7 @@ def interval(sessions: Sequence[rolltap.Session]) -> str:
 def next_run(seed: int) -> Path:
     """Return the folder of the first run of this seed that is not finished. It may not exist yet."""
     number = 1
-    while (RUNS / f"seed-{seed}-run-{number}" / FINISHED).exists():
+    while (RUNS / f"seed-{seed}-run-{number}" / "model").exists():
         number += 1
     return RUNS / f"seed-{seed}-run-{number}"
 
@@ -96,4 +96,10 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    run_command(quickstart)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)  # as Ctrl-C: vLLM is stopped
+    try:
+        quickstart()
+    except (rolltap.RolltapError, OSError) as error:
+        sys.exit(f"error: {error}")
