@@ -266,7 +266,7 @@ async def test_tests_that_are_rewritten_while_they_run_earn_nothing(tmp_path, at
         (0.0, ["tests/__init__.py", "tests/test_aa.py", "tests/test_zz.py"]),
     ]
     if attack == "rewrites a test":
-        assert judged.evidence["forged_report"] == "the judge's own files were changed while it ran"
+        assert judged.evidence["forged_report"] == "the judge's own files or limits were changed while it ran"
 
 
 @pytest.mark.parametrize("spec", cases([JUDGE, NO_LISTS, SHORT], 0, 2))

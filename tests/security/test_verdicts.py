@@ -147,6 +147,26 @@ async def test_a_reward_file_that_the_agent_writes_too_earns_nothing(tmp_path, h
     assert (await left.judge(spec)).reward == 1.0, left.log
 
 
+DIFFERS = """import os, resource, subprocess, sys
+def run(out, *words): subprocess.run(words, stdout=open(out, "w"))
+OWN
+run("out.txt", sys.executable, "calc.py")
+run("wrong.txt", "diff", "out.txt", "right.txt")
+os.write(int(os.environ["ROLLTAP_REWARD_FD"]), b"0" if os.path.getsize("wrong.txt") else b"1")
+"""
+LOWERS = "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (0, 0))\nprint(5)\n"
+
+
+@pytest.mark.parametrize("own", ["", "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"])
+async def test_a_script_whose_limits_the_agents_program_lowers_gives_no_reward(tmp_path, own):
+    start = {"calc.py": "print(5)\n", "right.txt": "4\n", "check.py": DIFFERS.replace("OWN", own)}
+    left = Left(tmp_path, start, did={"calc.py": LOWERS})
+    judged = await left.judge(command(PYTHON, "check.py", result="number", paths=["calc.py"]))
+    assert (judged.reward, judged.evidence["rewritten"][-1:]) == (0.0, ["limits of the judge: RLIMIT_FSIZE"]), left.log
+    left.do({"calc.py": "print(4)\n"})
+    assert (await left.judge(command(PYTHON, "check.py", result="number", paths=["calc.py"]))).reward == 1.0, left.log
+
+
 IMPORTS = "python3 -c 'import calc'"
 RUN = "#!/bin/sh\ncd ${0%/*}/.. && exec python3 check.py\n"
 USES_HELPER = "try: import helper\nexcept ImportError: pass\n"

@@ -112,10 +112,9 @@ class Worker:
             for session in interrupted_sessions(self.recorder.path):
                 end_session(self.recorder, session, None)
             stage = Stage.of(self.config, self.harness, self.runtime, self.recorder, work)
-            judged = set()
-            for session in load_sessions(self.recorder.path).values():
-                if session.reward is not None and session.runtime == self.runtime.name:
-                    judged.add(session.task_digest)
+            sessions = load_sessions(self.recorder.path).values()
+            name = self.runtime.name
+            judged = {one.task_digest for one in sessions if one.reward is not None and one.runtime == name}
             self.stage = replace(stage, judged=judged)
             self._cleanup = stack.pop_all()
         return self

@@ -238,7 +238,7 @@ async def _fresh_checkout(job: JudgeJob, spec: OneJudge, folder: Path, tests: se
 
 def _own_there(job: JudgeJob, spec: OneJudge, workspace: Path, laid: set[str]) -> list[str]:
     """Return the judge's own files in a prepared workspace, the task's `laid` tests and the listed ones first."""
-    there = {path for path, entry in scan(workspace).entries.items() if entry.kind != "folder"}
+    there = {*scan(workspace).files}
     own = own_files(job.start.folder, job.task, spec) | laid
     return sorted(own & there, key=lambda path: (path not in laid, matches(path, TEST_FILES), path))
 
@@ -271,10 +271,9 @@ def _lay_tests(job: JudgeJob, spec: OneJudge, workspace: Path) -> set[str]:
 
 def _lay(tests: Path, workspace: Path) -> set[str]:
     """Copy a file, or what is in a folder, into a workspace, and return the files' paths. Follows no links there."""
+    files = {path: tests / path for path in scan(tests).files}
     if tests.is_file():
         files = {tests.name: tests}
-    else:
-        files = {path: tests / path for path, entry in scan(tests).entries.items() if entry.kind != "folder"}
     for path, source in files.items():
         if source.is_symlink():
             parent, _, name = path.rpartition("/")

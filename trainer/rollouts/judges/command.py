@@ -29,7 +29,6 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
 _FIRST_WORD = re.compile(r"\s*([\w.+-]+)(?=[\s;|&]|$)")
-_NOT_STARTED = re.compile(r"could not be started|ended with status 12[67]\b")
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
@@ -39,14 +38,17 @@ async def judge_by_command(spec: CommandJudge, checkout: Checkout) -> tuple[Rewa
     if not spec.by_status and not spec.reward_files:
         command, env = _with_launcher(command, checkout), {**env, "ROLLTAP_REWARD_FILE": checkout.pipe}
     status = await checkout.run(command, env, spec.timeout)
-    ended, evidence = f"the judge ended with status {status}", {"exit_status": status}
+    ended = f"the judge ended with status {status}"
+    evidence: dict[str, Any] = {"exit_status": status}
     if not spec.reward_files:
         by_status = read_status(spec, status, checkout.job.log, asked=checkout.job.task.instruction)
         if spec.by_status:
             return by_status, evidence
     if not (written := checkout.verdict(ended, _MAX_REWARD_BYTES)):
         raise UnjudgedError(f"{ended} and wrote no reward to {' or '.join(spec.reward_files) or 'ROLLTAP_REWARD_FILE'}")
-    return parse_text(written.decode(errors="replace")), evidence
+    reward, _, limits = written.decode(errors="replace").partition("\0")
+    evidence["limits"] = limits.split()
+    return parse_text(reward), evidence
 
 
 def _with_launcher(command: Sequence[str], checkout: Checkout) -> list[str]:
@@ -68,25 +70,11 @@ def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") 
         raise UnjudgedError(
             f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
         )
-    if status == 1 and (module := _missing_module(read_end(log), asked)):
-        raise UnjudgedError(f"the judge ended with status 1 and without the module {module}: install it for the judge")
+    if status == 1 and (module := _NO_MODULE.search(read_end(log))) and not re.search(rf"\b{module[1]}\b", asked):
+        raise UnjudgedError(
+            f"the judge ended with status 1 and without the module {module[1]}: install it for the judge"
+        )
     return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
-
-
-def _missing_module(text: str, asked: str) -> str:
-    """Return the module that the end of a text misses and that the task, `asked`, does not name."""
-    module = _NO_MODULE.search(text)
-    if module is None or re.search(rf"\b{module[1]}\b", asked):
-        return ""
-    return module[1]
-
-
-def is_lacking(unjudged: str, asked: str) -> bool:
-    """Return True if a judge has no verdict because a program or a module is not there.
-
-    The task, `asked`, may have the agent make a module.
-    """
-    return bool(_NOT_STARTED.search(unjudged) or _missing_module(unjudged, asked))
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:

@@ -63,6 +63,11 @@ class Tree:
     path_bytes: int = field(default=0, compare=False)
     rights: int = field(default=0, compare=False)
 
+    @property
+    def files(self) -> list[str]:
+        """Paths of files and links."""
+        return [path for path, entry in self.entries.items() if entry.kind != "folder"]
+
 
 def parents(path: str) -> Iterator[str]:
     """Yield the folders above a relative path, the nearest first."""

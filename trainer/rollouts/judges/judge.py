@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +23,7 @@ from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, after_run, open_checkout
-from rolltap.trainer.rollouts.judges.command import (
-    is_lacking,
-    judge_by_command,
-    judge_by_function,
-    quote_last_line,
-)
+from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function, quote_last_line
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
@@ -73,6 +69,9 @@ _baselines: dict[str, _Baseline] = {}
 _MAX_BASELINES = 10_000
 
 
+_LACKING = re.compile(r"could not be started|ended with status 12[67]\b|without the module|No module named '?pytest")
+
+
 async def fault_on_start(job: JudgeJob) -> str:
     """Try the programs that judge a task on its untouched start. Return why one cannot run, or "".
 
@@ -80,13 +79,13 @@ async def fault_on_start(job: JudgeJob) -> str:
     be unjudged. Raises as `judge`.
     """
     for spec in judges_of(job.task.effective_judge):
-        if not isinstance(spec, CommandJudge | PytestJudge):
+        if isinstance(spec, LLMJudge | PythonJudge):
             continue
         unjudged = (await _judge_baseline(spec, job)).judged.unjudged
         if unjudged is None:
             continue
         why = f"its judge, {shlex.join(spec.command)}, has no verdict on the untouched start: {unjudged}"
-        if is_lacking(unjudged, job.task.instruction):
+        if _LACKING.search(unjudged):
             return f"{why}. Install it for the judge, or name another program in its command"
         logger.warning("task %s: %s. A session that leaves it so is unjudged", job.task.id, why)
     return ""
@@ -137,13 +136,13 @@ async def _judge(spec: Judge, job: JudgeJob) -> Judged:
 
 
 async def _check_files(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
-    """Return the worst reward when the judge's own files were changed while it ran, unless the start's are too."""
+    """Return the worst reward when the judge's own files or limits changed while it ran, unless the start's do too."""
     if judged.reward == worst_reward(spec) or "rewritten" not in judged.evidence or not job.changes:
         return judged
     baseline = (await _judge_baseline(spec, job)).judged
     if {*judged.evidence["rewritten"]} <= {*baseline.evidence.get("rewritten", [])}:
         return judged
-    return judged.forged("the judge's own files were changed while it ran", worst_reward(spec))
+    return judged.forged("the judge's own files or limits were changed while it ran", worst_reward(spec))
 
 
 async def _run_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline | None = None) -> Judged:
@@ -215,7 +214,9 @@ async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         except UnjudgedError as error:
             error.evidence = {**evidence, **error.evidence}
             raise
-        if rewritten := await in_folder_thread(checkout.rewritten):
+        rewritten = await in_folder_thread(checkout.rewritten)
+        rewritten += [f"limits of the judge: {name}" for name in more.pop("limits", ())]
+        if rewritten:
             evidence["rewritten"] = [printable(path)[:300] for path in rewritten[:50]]
     return _judged(reward, {**evidence, **more})
 

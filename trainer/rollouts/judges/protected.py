@@ -116,7 +116,7 @@ def _is_listed(path: str, spec: OneJudge) -> bool:
 def own_files(start: Path, task: Task, spec: OneJudge) -> set[str]:
     """Return the paths of the judge's own files in a start, relative and with `/`."""
     text = _text(spec)
-    there = [path for path, entry in scan(start).entries.items() if entry.kind != "folder"]
+    there = scan(start).files
     units = _units(text, there)
     return {
         path
@@ -131,8 +131,7 @@ def reachable_files(start: Path, task: Task, spec: OneJudge) -> list[str]:
         return []
     own = own_files(start, task, spec)
     text = _contents(start, own)
-    there = (path for path, entry in scan(start).entries.items() if entry.kind != "folder")
-    return sorted(path for path in there if path not in own and _is_named(path, text))
+    return sorted(path for path in scan(start).files if path not in own and _is_named(path, text))
 
 
 def _contents(folder: Path, paths: Iterable[str]) -> str:
@@ -304,7 +303,7 @@ def computed_makefiles(start: Path, own: Iterable[str], spec: OneJudge) -> list[
     text = _text(spec)
     scripts = ""
     for folder in filter(None, (start, spec.tests)):
-        scripts += _contents(folder, [path for path in scan(folder).entries if _is_named(path, text)])
+        scripts += _contents(folder, [path for path in scan(folder).files if _is_named(path, text)])
     if not _MAKE.search(text) and not _STARTS_MAKE.search(scripts):
         return []
     text += scripts

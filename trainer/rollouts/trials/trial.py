@@ -18,7 +18,7 @@ from rolltap.trainer.rollouts.check import fit_tasks, kept_check
 from rolltap.trainer.rollouts.judges.changes import AgentResult, find_changes
 from rolltap.trainer.rollouts.judges.check import check_judges
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
-from rolltap.trainer.rollouts.judges.command import quote_last_line, read_end
+from rolltap.trainer.rollouts.judges.command import last_line, quote_last_line
 from rolltap.trainer.rollouts.judges.folders import write_file
 from rolltap.trainer.rollouts.judges.judge import judge
 from rolltap.trainer.rollouts.judges.protected import judges_of, own_files, reachable_files
@@ -160,7 +160,8 @@ class _Trial:
         try:
             judged = await self.judge("solution", {})
             why = judged.unjudged or f"it earns {judged.reward:g}, and the best is {best:g}"
-            why += f"; its script says: {read_end(log, 300)}" if log.exists() else ""
+            if last := last_line(log):
+                why += f"; its script says: {last}"
             found = replace(found, solution=judged.reward)
             if judged.reward is not None and judged.reward >= best:
                 return found

@@ -6,6 +6,9 @@
 The pipe is opened before anything of the task is imported. Processes that a script starts do not have the descriptor
 (close-on-exec, and closed after a fork). They cannot open it in /proc or reach this memory (PR_SET_DUMPABLE in
 prctl(2)). A script finds it in ROLLTAP_REWARD_FD; a function returns its reward, and is only imported without FOLDER.
+
+Behind the script's reward, and a zero byte, come the names of the limits that this process had not at its begin: where
+no filter forbids it, programs of the same user can set them (prlimit(2)).
 """
 
 import contextlib
@@ -14,6 +17,7 @@ import importlib
 import json
 import os
 import pathlib
+import resource
 import runpy
 import sys
 import traceback
@@ -31,6 +35,12 @@ def take(pipe: str) -> int:
     with contextlib.suppress(OSError):  # in a box it is mounted, and who else opens it is counted
         os.unlink(pipe)
     return descriptor
+
+
+def limits() -> Any:
+    """Return the limits of this process by their names."""
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    return {name: resource.getrlimit(getattr(resource, name)) for name in names}
 
 
 def start(program: str, *arguments: str) -> None:
@@ -68,4 +78,12 @@ if __name__ == "__main__":
     if given[1] == "--function":
         sys.exit(call(taken, *given[2:]))
     os.environ["ROLLTAP_REWARD_FD"] = str(taken)
-    start(*given[1:])
+    own = os.dup(taken)  # the script may close its descriptor
+    os.register_at_fork(after_in_child=lambda: os.close(own))
+    before = limits()
+    try:
+        start(*given[1:])
+    finally:
+        changed = [name for name, _ in limits().items() - before.items()]
+        if changed:
+            os.write(own, b"\0" + " ".join(changed).encode())
