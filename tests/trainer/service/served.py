@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.scripted_engine import Say
 from tests.trainer.cli.program import ROLLTAP
 
 HARNESS = """
@@ -116,6 +117,12 @@ class Served:
         """Return the events of a group, to its end."""
         events = self.events(until=lambda kind, data: (kind, data.get("id")) == ("ended", name))
         return [event for event in events if event[2].get("id") == name]
+
+
+def hold(engine):
+    """Let the next call wait for `engine.release()`."""
+    engine.loop.call_soon_threadsafe(engine._released.clear)
+    engine.replies.append(Say("good.", hold_after=1))
 
 
 @contextmanager

@@ -8,12 +8,7 @@ import pytest
 import rolltap
 from rolltap.trainer.service.app import BODY_BYTES
 from tests.scripted_engine import Answer, Say
-
-
-def hold(scripted):
-    """Let the next call wait for `scripted.release()`."""
-    scripted.loop.call_soon_threadsafe(scripted._released.clear)
-    scripted.replies.append(Say("good.", hold_after=1))
+from tests.trainer.service.served import hold
 
 
 def test_a_group_comes_back_with_rewards_and_where_its_calls_are(service):

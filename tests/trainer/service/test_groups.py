@@ -20,7 +20,7 @@ from rolltap.trainer.service.requests import GroupRequest
 from rolltap.trainer.tasks.task import Task
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.rollouts.soak import processes
-from tests.trainer.service.served import GOOD, program, serving
+from tests.trainer.service.served import GOOD, hold, program, serving
 
 
 @pytest.fixture
@@ -31,51 +31,40 @@ def engine(tokenizer):
 
 
 @pytest.fixture
-def service(engine, tokenizer_folder, tmp_path):
+def own_service(engine, tokenizer_folder, tmp_path):
     with serving(tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path)) as service:
         yield service
 
 
-def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(service, engine, tmp_path):
+def test_a_service_that_was_killed_goes_on_and_ends_each_group_once(own_service, engine, tmp_path):
     engine.replies.append(Say("good.", hold_after=1))
-    service.submit(id="held", sessions=2)
-    cursor = service.events(until=lambda kind, data: kind == "session")[-1][0]
+    own_service.submit(id="held", sessions=2)
+    cursor = own_service.events(until=lambda kind, data: kind == "session")[-1][0]
     engine.holding.wait()
-    service.kill()
-    service.start()
+    own_service.kill()
+    own_service.start()
     engine.release()
-    events = service.events(cursor, until=lambda kind, data: kind == "ended")
+    events = own_service.events(cursor, until=lambda kind, data: kind == "ended")
     assert [kind for _, kind, _ in events] == ["session", "session", "ended"]
     assert Counter(data.get("status") for _, _, data in events) == {"cancelled": 1, "completed": 1, None: 1}
-    assert service.submit(id="held", sessions=2).status_code == 200
-    every = service.events()
+    assert own_service.submit(id="held", sessions=2).status_code == 200
+    every = own_service.events()
     assert Counter(kind for _, kind, _ in every) == {"accepted": 1, "session": 3, "ended": 1}
     assert list(every[-1][2]["rewards"].values()) == [1.0, 1.0]
-    assert service.stop() == 130
-    assert "group held: ended, 3 sessions\n" in service.said
-    assert service.said.count(": completed, reward 1\n") + service.said.count(": cancelled, no reward\n") == 2
+    assert own_service.stop() == 130
+    assert "group held: ended, 3 sessions\n" in own_service.said
+    assert own_service.said.count(": completed, reward 1\n") + own_service.said.count(": cancelled, no reward\n") == 2
     assert processes(str(tmp_path)) == {}
-    assert rolltap.open_run(service.run).verify(progress=False).sound
+    assert rolltap.open_run(own_service.run).verify(progress=False).sound
 
 
 @pytest.mark.deep
-def test_a_group_that_was_accepted_before_the_folder_was_a_run_is_found_again(service):
-    service.submit(id="early", sessions=1)
-    service.kill()
-    assert not (service.run / "run.json").exists()
-    service.start()
-    assert list(service.events_of("early")[-1][2]["rewards"].values()) == [1.0]
-
-
-def test_the_recorder_is_started_again_and_the_group_goes_on(service, engine):
-    engine.replies.append(Say("good.", hold_after=1))
-    service.submit(id="held", sessions=1)
-    engine.holding.wait()
-    (recorder,) = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
-    os.kill(recorder, signal.SIGKILL)
-    events = service.events_of("held")
-    assert (events[-1][1], list(events[-1][2]["rewards"].values())) == ("ended", [1.0])
-    engine.release()
+def test_a_group_that_was_accepted_before_the_folder_was_a_run_is_found_again(own_service):
+    own_service.submit(id="early", sessions=1)
+    own_service.kill()
+    assert not (own_service.run / "run.json").exists()
+    own_service.start()
+    assert list(own_service.events_of("early")[-1][2]["rewards"].values()) == [1.0]
 
 
 def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenizer, tokenizer_folder, tmp_path):
@@ -95,11 +84,63 @@ def test_its_health_names_an_engine_that_is_gone_and_groups_wait_for_it(tokenize
             assert service.events_of("after")[-1][2]["state"] == "ended"
 
 
+def test_the_recorder_is_started_again_and_the_group_goes_on(service, scripted):
+    hold(scripted)
+    service.submit(id="left", sessions=1)
+    scripted.holding.wait()
+    (recorder,) = [pid for pid, name in processes(str(service.run)).items() if "mitmdump" in name]
+    os.kill(recorder, signal.SIGKILL)
+    events = service.events_of("left")
+    assert (events[-1][1], list(events[-1][2]["rewards"].values())) == ("ended", [1.0])
+    scripted.release()
+
+
 def test_a_second_service_of_the_folder_is_refused(service):
     first = service.process
     with pytest.raises(RuntimeError, match="another service runs in"):
         service.start()
     service.process = first
+
+
+def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, scripted):
+    pad = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 99)
+    service.stop()
+    with (service.run / "service.jsonl").open("a") as journal:
+        journal.write(pad * 4_000)  # no other file gets so large
+    service.start()
+    hold(scripted)
+    service.submit(id="held", sessions=1)
+    scripted.holding.wait()
+    full = (service.run / "service.jsonl").stat().st_size
+    _, unlimited = resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
+    scripted.release()
+    while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
+        pass
+    resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    kinds = [kind for _, kind, _ in service.events_of("held")]
+    assert kinds == ["accepted", "session", "ended"]
+
+
+def test_a_client_that_never_reads_costs_bounded_memory(service):
+    head = (service.run / "service.jsonl").read_text()
+    service.stop()
+    line = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 900)
+    (service.run / "service.jsonl").write_text(head + line * 40_000)
+    service.start()
+
+    def resident() -> int:
+        status = subprocess.check_output(["ps", "-o", "rss=", "-p", str(service.process.pid)])
+        return int(status) // 1024
+
+    before = resident()
+    with ExitStack() as stack:
+        for _ in range(16):
+            stream = stack.enter_context(service.client.stream("GET", "/events"))
+            assert stream.headers["content-type"].startswith("text/event-stream")
+        service.submit(id="beside", sessions=1)
+        assert service.client.get("/service").status_code == 200
+        assert resident() - before < 100  # MiB; what they have not read are 16 x 38
+    assert service.client.get("/service").status_code == 200
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: tests/run.sh installs it")
@@ -127,47 +168,6 @@ def test_a_task_of_a_client_runs_in_a_box_and_reaches_no_file_of_the_machine(eng
         service.start()
         service.submit(id="c", sessions=1, task=own)
         assert service.events_of("c")[-1][2]["rewards"] == {"c-0": 1.0}
-
-
-def test_a_client_that_never_reads_costs_bounded_memory(service):
-    head = (service.run / "service.jsonl").read_text()
-    service.stop()
-    line = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 900)
-    (service.run / "service.jsonl").write_text(head + line * 40_000)
-    service.start()
-
-    def resident() -> int:
-        status = subprocess.check_output(["ps", "-o", "rss=", "-p", str(service.process.pid)])
-        return int(status) // 1024
-
-    before = resident()
-    with ExitStack() as stack:
-        for _ in range(16):
-            stream = stack.enter_context(service.client.stream("GET", "/events"))
-            assert stream.headers["content-type"].startswith("text/event-stream")
-        service.submit(id="beside", sessions=1)
-        assert service.client.get("/service").status_code == 200
-        assert resident() - before < 100  # MiB; what they have not read are 16 x 38
-    assert service.client.get("/service").status_code == 200
-
-
-def test_a_disk_that_was_full_for_an_event_costs_nothing_but_time(service, engine):
-    pad = '{"kind": "policy", "at": "2026-01-01T00:00:00+00:00", "version": "%s", "adapter": null}\n' % ("v" * 99)
-    service.stop()
-    with (service.run / "service.jsonl").open("a") as journal:
-        journal.write(pad * 4_000)  # no other file gets so large
-    service.start()
-    engine.replies.append(Say("good.", hold_after=1))
-    service.submit(id="held", sessions=1)
-    engine.holding.wait()
-    full = (service.run / "service.jsonl").stat().st_size
-    _, unlimited = resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
-    engine.release()
-    while "File too large" not in "".join(service.client.get("/health").json()["problems"]):
-        pass
-    resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
-    kinds = [kind for _, kind, _ in service.events_of("held")]
-    assert kinds == ["accepted", "session", "ended"]
 
 
 async def test_nothing_is_told_of_a_group_after_its_end(tmp_path):
