@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hypothesis import settings
 
 DEEP = bool(os.environ.get("ROLLTAP_DEEP"))
-SHORT_EXAMPLES = 80
+SHORT_EXAMPLES = 40
 """Examples of a property in the short suite, always the same ones."""
 
 
