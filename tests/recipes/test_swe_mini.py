@@ -175,7 +175,7 @@ def test_every_attempt_gets_the_reward_that_it_earns(harness, runtime, play, swe
     _, sessions = play([*tasks, broken], harness, runtime)
     assert {name: (session.status, session.reward) for name, session in sessions.items()} == {
         **{attempt: ("completed", reward) for attempt, reward in EARNED.items()},
-        "without-pytest": ("unjudged", None),
+        "without-pytest": ("infrastructure", None),  # it did not run
     }
     parts = {name: sessions[name].parts for name in EARNED}
     passes = {"right": (6, 26), "wrong": (4, 26), "deletes-tests": (0, 26), "breaks-others": (6, 24)}
