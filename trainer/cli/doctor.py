@@ -4,6 +4,7 @@ import sys
 
 import click
 
+import rolltap
 from rolltap.rollouts import examine, examine_model
 from rolltap.trainer.cli.options import command, harness_option, json_option, next_line, print_result, set_option
 
@@ -64,6 +65,13 @@ def doctor_command(
     diagnosis = examine(command, harness=preset, timeout=timeout, options=settings, tool=tool)
     print_result(diagnosis, as_json)
     if not diagnosis.problems and not as_json:
-        program = ["--harness", preset] if preset is not None else ["--", *command]
-        click.echo(next_line("record", "--model", "MODEL", "--out", "runs/first", *program), err=True)
+        given = ["--model", "MODEL", "--out", "runs/first"]
+        for name, values in settings.items():
+            given += [f"--set={name}={value}" for value in values]
+        words = list(command)
+        if preset is not None:
+            harness = rolltap.Harness.load(preset)
+            words = harness.command_for("INSTRUCTION")[1 + len(harness.arguments) :]
+            given += ["--harness", preset]
+        click.echo(next_line("record", *given, "--", *words), err=True)
     sys.exit(1 if diagnosis.problems else 0 if diagnosis.ready else 3)

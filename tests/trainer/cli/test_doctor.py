@@ -44,6 +44,18 @@ def test_doctor_says_what_a_program_lacks(command, status, words):
     assert "Traceback" not in ended.stderr
 
 
+def test_the_next_command_of_a_preset_starts_its_program_as_the_doctor_did(tmp_path):
+    (tmp_path / "own.toml").write_text(
+        f'name = "own"\nprogram = "{sys.executable}"\narguments = ["{AGENT}"]\n'
+        'headless = ["toolless", "-p", "{instruction}"]\n'
+    )
+    given = ["--harness", "own.toml", "--set", "rolltap_allow=pypi.org"]
+    ended = run_rolltap("doctor", *given, cwd=tmp_path)
+    line = ended.stderr.splitlines()[-1]
+    options = "--model MODEL --out runs/first --set=rolltap_allow=pypi.org --harness own.toml"
+    assert line == f"next: rolltap record {options} -- toolless -p INSTRUCTION"
+
+
 def test_doctor_tells_what_a_model_gives(tokenizer_folder):
     ended = run_rolltap("doctor", "--model", tokenizer_folder, "--json")
     told = json.loads(ended.stdout)
