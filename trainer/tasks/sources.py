@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
 from rolltap.trainer.tasks.swe import swe_task
-from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, SeveralJudges, Task
+from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PythonJudge, SeveralJudges, Task
 from rolltap.trainer.toml import describe
 
 logger = logging.getLogger(__name__)
@@ -203,6 +203,8 @@ def _resolve(task: Task, folder: Path, where: str) -> Task:
         update: dict[str, Any] = {"tests": judge.tests and absolute(judge.tests, "'judge.tests'")}
         if isinstance(judge, CommandJudge):
             update["mounts"] = {place: absolute(source, "'judge.mounts'") for place, source in judge.mounts.items()}
+        if isinstance(judge, PythonJudge):
+            update["folder"] = absolute(judge.folder or Path(), "'judge.folder'")
         return judge.model_copy(update=update)
 
     workspace = task.workspace and (folder / task.workspace).resolve()

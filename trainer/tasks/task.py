@@ -166,10 +166,13 @@ class PythonJudge(_ValueJudge):
     Attributes:
         function: `package.module:function`. It gets the folder of the judged workspace, and returns a number or a dict
             as `CommandJudge`'s JSON.
+        folder: Folder in which the module is looked for first, relative to the task file; by
+            default the folder of the task file. Then it is found as rolltap's Python finds modules.
     """
 
     kind: Literal["python"] = "python"
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    folder: Path | None = Field(default=None, exclude=True)
 
 
 class LLMJudge(_Judge):

@@ -4,6 +4,7 @@ import pytest
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.tasks.sources import load_tasks
+from rolltap.trainer.tasks.task import Task
 
 GOOD = {"id": "t", "instruction": "Do it.", "evaluate": ["true"]}
 
@@ -22,6 +23,20 @@ def test_a_workspace_is_relative_to_the_task_file_and_empty_lines_are_skipped(tm
     assert task.build.folder == tmp_path / "start"
     with pytest.raises(InputError, match=r"line 1: 'build\.folder' .*/nowhere does not exist"):
         load_tasks(write(tmp_path, {**GOOD, "build": {"folder": "nowhere"}}))
+
+
+def test_the_module_of_a_function_is_looked_for_beside_the_task_file(tmp_path):
+    (tmp_path / "judges").mkdir()
+    function = {"kind": "python", "function": "my_judges:right"}
+    several = {"kind": "several", "judges": [{"name": "a", "judge": function}]}
+    judges = [function, {**function, "folder": "judges"}, several]
+    written = [{"id": f"t{n}", "instruction": "x", "judge": judge} for n, judge in enumerate(judges)]
+    tasks = load_tasks(write(tmp_path, *written))
+    assert [task.judge.folder for task in tasks[:2]] == [tmp_path, tmp_path / "judges"]
+    assert tasks[2].judge.judges[0].judge.folder == tmp_path
+    from_python = Task(id="t0", instruction="x", judge=function)
+    assert from_python.judge.folder is None
+    assert from_python.digest() == tasks[0].digest()
 
 
 @pytest.mark.parametrize(

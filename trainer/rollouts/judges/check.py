@@ -44,7 +44,7 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
                 require_other_model(spec, engine_urls)
             case PythonJudge():
                 key = "function"
-                if why := _import_fault(spec.function):
+                if why := _import_fault(spec.function, modules(spec)):
                     raise UnjudgedError(f"{spec.function} cannot be imported: {why}")
             case PytestJudge(log_parser=str(parser)):
                 key = "log_parser"
@@ -54,10 +54,10 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _import_fault(function: str) -> str | None:
-    """Return why a function cannot be imported, None if it can."""
+def _import_fault(function: str, path: str) -> str | None:
+    """Return why a function cannot be imported with a PYTHONPATH, None if it can."""
     command = [sys.executable, "-P", str(LAUNCH), "", "--function", function]
-    env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": modules()}
+    env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": path}
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -100,11 +100,11 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
     """Return the reward and the evidence. Raises `UnjudgedError`.
 
     The function runs in a supervised process outside of the box, with the user's rights and modules: it must not run
-    the agent's code. It is found as this process finds modules. Its environment has no keys of the user's.
+    the agent's code. Its environment has no keys of the user's.
     """
     pipe, folder = str(checkout.channel.path), str(checkout.workspace)
     command = [sys.executable, "-P", str(LAUNCH), pipe, "--function", spec.function, folder]
-    env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules()}
+    env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules(spec)}
     log = checkout.job.log
     ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)
     if ended.status is None:
@@ -117,9 +117,10 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
     return parse_text(checkout.channel.content.decode(errors="replace")), {}
 
 
-def modules() -> str:
-    """Return the folders in which this process finds modules, as PYTHONPATH."""
-    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+def modules(spec: PythonJudge) -> str:
+    """Return the folders in which a function is looked for, as PYTHONPATH."""
+    own = [] if spec.folder is None else [spec.folder]
+    return os.pathsep.join(os.path.abspath(entry) for entry in [*own, *sys.path])
 
 
 def require_evaluator(command: str) -> None:

@@ -272,7 +272,7 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
 async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
     """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     task = job.task
-    facts = (spec.model_dump_json(), job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
+    facts = (spec, job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     if key in _baselines:
         return _baselines[key]

@@ -36,3 +36,11 @@ def test_a_judge_that_can_judge_is_none(tmp_path, monkeypatch, spec):
     write(tmp_path / "modules", {"my_checks.py": "def right(folder): raise OSError\n"})
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     check(spec)
+
+
+def test_a_function_of_each_task_file_is_checked_where_it_is_looked_for(tmp_path):
+    write(tmp_path, {"one/marks.py": "def right(folder): return 1\n", "two/marks.py": ""})
+    spec = {"kind": "python", "function": "marks:right"}
+    check({**spec, "folder": tmp_path / "one"})
+    with pytest.raises(InputError, match="has no attribute 'right'"):
+        check({**spec, "folder": tmp_path / "two"})

@@ -179,6 +179,31 @@ async def test_a_function_of_the_users_judges_in_a_process_of_its_own(tmp_path, 
         assert (judged.parts, judged.evidence["reason"]) == ({"files": 3.0}, "half")
 
 
+MARKS = "def judge(folder): return {}\n"
+
+
+async def test_a_function_is_found_in_its_folder_first_and_never_in_a_workspace(tmp_path, monkeypatch):
+    write(tmp_path, {"tasks/marks.py": MARKS.format(1), "modules/marks.py": MARKS.format(2)})
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    left = Left(tmp_path / "left", {}, did={"marks.py": MARKS.format(3), "plain.py": MARKS.format(3)})
+    spec = {"kind": "python", "function": "marks:judge", "range": [0, 3]}
+    assert (await left.judge(spec)).reward == 2.0
+    assert (await left.judge({**spec, "folder": tmp_path / "tasks"})).reward == 1.0
+    judged = await left.judge({**spec, "function": "plain:judge", "folder": tmp_path / "tasks"})
+    assert "No module named 'plain'" in judged.unjudged
+
+
+async def test_the_start_is_judged_by_the_function_of_the_same_folder(tmp_path):
+    breaks = "def judge(folder): return float((folder / 'done').read_text() or 'nan')\n"
+    write(tmp_path, {"one/marks.py": breaks, "two/marks.py": ""})
+    left = Left(tmp_path / "left", {"done": "0"}, did={"done": ""})
+    spec = {"kind": "python", "function": "marks:judge", "range": [0, 3]}
+    first = await left.judge({**spec, "folder": tmp_path / "one"})
+    assert (first.reward, first.evidence["untouched_start"]) == (0.0, 0.0)
+    second = await left.judge({**spec, "folder": tmp_path / "two"})
+    assert "on the untouched start" in second.unjudged
+
+
 BENCH = "import os, metric\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), str(metric.speed()).encode())\n"
 
 
