@@ -119,7 +119,7 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
 
 def modules(spec: PythonJudge) -> str:
     """Return the folders in which a function is looked for, as PYTHONPATH."""
-    own = [] if spec.folder is None else [spec.folder]
+    own = [] if spec.folder is None else [str(spec.folder)]
     return os.pathsep.join(os.path.abspath(entry) for entry in [*own, *sys.path])
 
 
