@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rolltap.addons.store.records import Call, Event
+from rolltap.addons.store.rows import printable
 from rolltap.trainer.doctor.scripted_model import is_ending
 from rolltap.trainer.names import counted
 from rolltap.trainer.rollouts.facts import DISTRUST, failed_tls, on_loopback
@@ -52,6 +53,11 @@ class Observed:
     def tls_failures(self) -> list[Event]:
         """The events of connections whose TLS failed."""
         return [event for event in self.events if failed_tls(event.kind, event.detail)]
+
+    @property
+    def asked_nothing(self) -> bool:
+        """True when no model call came, and no request that may have been meant as one."""
+        return not (self.calls or self.tls_failures or self.of("uncaptured", "rejected", "fault", "unauthorised"))
 
     @property
     def answered(self) -> bool:
@@ -105,6 +111,10 @@ _PROXY = (
     "Node 22.21, 24.5 or newer. Or it asks a model on loopback, which programs reach directly: give any other host, "
     "such as http://model.rolltap/v1. The recorder answers model calls to every host. `rolltap env` prints what is set."
 )
+_CANNOT_CONNECT = (
+    "If it could not connect, it does not use the proxy: it sets NO_PROXY, or its HTTP client ignores HTTPS_PROXY, as "
+    "aiohttp without trust_env=True and Node before 22.21 do."
+)
 _UNCAPTURED = (
     "Correct the path or the base URL in the program's settings. For an API behind a gateway give --set "
     "rolltap_prefix=/my/gateway, what its paths begin with. Or choose another API in the program: OpenAI's Chat "
@@ -123,21 +133,31 @@ _OWN_FORMAT = re.compile(r"\[\[ ## \w+ ## \]\]|Action Input:")
 
 
 def _no_call(seen: Observed) -> Iterator[Finding]:
-    """No model call was answered. Says why unless another rule does: the program asked no model, or not the proxy."""
+    """No model call was answered. Says why unless another rule does: the program failed, or passed by the proxy."""
     if seen.answered:
         return
-    if seen.calls or seen.tls_failures or seen.of("uncaptured", "rejected", "fault", "unauthorised"):
+    if not seen.asked_nothing:
         yield Finding("problem", "No model call was answered.", "See the other problems.")
         return
-    lacks = "Does the output below say that it lacks a key, an argument or a login? A placeholder key is enough."
-    advice = f"{lacks if seen.output.strip() else 'It printed nothing.'} {_PROXY}"
-    texts = {**seen.places, "its output": seen.output}
+    lacks = "It printed nothing."
+    last = seen.output.strip().rpartition("\n")[2].rstrip(".")
+    if last:
+        lacks = "Does the output below say that it lacks a key, an argument or a login? A placeholder key is enough."
     why = "The program asked no model, or it did not use the proxy."
+    hints = _PROXY
+    if seen.exit_status:
+        why = ""
+        hints = _CANNOT_CONNECT
     if others := sorted({_request(event) for event in seen.of("refused") if event.method}):
         why = f"Only other requests came through the proxy: {', '.join(others)}."
-    if asked_past := on_loopback(texts):
-        why += f" {asked_past}."
-    yield Finding("problem", f"No model call came. {why}", advice)
+        hints = _PROXY
+    if asked_past := on_loopback({**seen.places, "its output": seen.output}):
+        why = f"{why} {asked_past}.".strip()
+        hints = _PROXY
+    text = f"No model call came. {why}".strip()
+    if seen.exit_status:
+        text = f"{_ended(seen)}{f': {printable(last)}' * bool(last)}. {text}"
+    yield Finding("problem", text, f"{lacks} {hints}")
 
 
 def _refused(seen: Observed) -> Iterator[Finding]:
@@ -238,11 +258,11 @@ def _end(seen: Observed) -> Iterator[Finding]:
             "Does it wait for a person? Give it the arguments with which it works on one instruction and exits. "
             "--timeout gives it more time.",
         )
-    elif seen.exit_status:
+    elif seen.exit_status and not seen.asked_nothing:
         own = _OWN_FORMAT.search("".join(call.messages for call in seen.calls if not offered(call)))
         wants = f" It wants replies in a text format of its own ({own[0]}): the scripted model has none." if own else ""
         level: Literal["problem", "note"] = "note" if seen.continued or not seen.calls or own else "problem"
-        yield Finding(level, f"The program ended with status {seen.exit_status}.{wants}", _see_output(seen))
+        yield Finding(level, f"{_ended(seen)}.{wants}", _see_output(seen))
     if seen.version and seen.tested_version and seen.version != seen.tested_version:
         yield Finding(
             "note",
@@ -276,6 +296,10 @@ def _tools_called(call: Call) -> list[str]:
 def offered(call: Call) -> list[str]:
     """Return the names of the tools that a call offers."""
     return [str((tool.get("function") or tool).get("name")) for tool in call.parsed_tools or []]
+
+
+def _ended(seen: Observed) -> str:
+    return f"The program ended with status {seen.exit_status}"
 
 
 def _see_output(seen: Observed) -> str:

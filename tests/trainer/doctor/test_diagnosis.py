@@ -67,7 +67,7 @@ def test_problems_come_with_advice_other_requests_and_the_end_of_the_output():
     lines = [f"line {n}." for n in range(40)]
     text = printed(Diagnosis(Observed(program="p", events=events, exit_status=2, output="\n".join(lines))))
     assert text.splitlines()[0] == "p: 1 problem."
-    assert "problem: No model call came." in text
+    assert "problem: The program ended with status 2: line 39. No model call came." in text
     assert "trust_env=True" in text
     assert "refused: t.example." in text
     assert [f" {line}" in text for line in lines] == [False] * (40 - LAST_LINES) + [True] * LAST_LINES

@@ -48,11 +48,11 @@ def test_a_program_that_ignores_the_proxy_is_told_so():
     diagnosis = tried("direct")
     assert (diagnosis.seen.calls, diagnosis.seen.exit_status) == ([], 1)
     (problem,) = problems(diagnosis)
-    assert "did not use the proxy. A model on loopback is asked past the recorder, and there is" in problem
+    assert "No model call came. A model on loopback is asked past the recorder, and there is" in problem
     assert f"there is '{LOOPBACK}' in {AGENT}" in problem
 
 
-NO_CALL = "No model call came. The program asked no model, or it did not use the proxy."
+NO_CALL = "The program ended with status 1: "
 ASKS = "import httpx, os\nos.environ.update({})\nhttpx.post('http://model.rolltap/v1/{}', json={{'model': 'm'}})"
 
 

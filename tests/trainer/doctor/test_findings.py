@@ -31,6 +31,9 @@ def run(**fields):
 SEEN = {
     "silent": run(),
     "said something": run(output="no key\n"),
+    "died": run(output="Traceback:\nModuleNotFoundError: no httpx\n", exit_status=1),
+    "died in silence": run(exit_status=5),
+    "died on loopback": run(output="ConnectError: http://localhost:1/v1", exit_status=1),
     "uncaptured only": run(events=[Event(kind="uncaptured", **OTHER)] * 3),
     "mistyped": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: did you mean /v1/responses?")]),
     "a gateway": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: set rolltap_prefix=/x to answer it")]),
@@ -70,6 +73,9 @@ SEEN = {
 SAID = {
     "silent": ("problem", "did not use the proxy", "http://model.rolltap/v1"),
     "said something": ("problem", "did not use the proxy", "Does the output below say"),
+    "died": ("problem", "The program ended with status 1: ModuleNotFoundError: no httpx. No model", "placeholder key"),
+    "died in silence": ("problem", "The program ended with status 5. No model call came.", "It printed nothing."),
+    "died on loopback": ("problem", "'http://localhost:1/v1' in its output", "http://model.rolltap/v1"),
     "uncaptured only": ("problem", "3 times not captured: POST api.x.com/v2/responses", "rolltap_prefix"),
     "mistyped": ("problem", "did you mean /v1/responses?", "Correct the path"),
     "a gateway": ("problem", "set rolltap_prefix=/x", "--set rolltap_prefix="),
@@ -130,6 +136,13 @@ def test_a_program_that_got_the_result_of_a_tool_has_no_finding():
 def test_a_cause_that_is_known_is_not_guessed_at():
     for name in ("uncaptured only", "distrusts", "other credentials", "rejected", "other requests"):
         assert not any("did not use the proxy" in finding.text for finding in findings(SEEN[name]))
+
+
+@pytest.mark.parametrize("name", ["died", "died in silence"])
+def test_a_program_that_failed_by_itself_is_told_so_first_with_little_on_proxies(name):
+    (finding,) = findings(SEEN[name])
+    assert finding.text.startswith("The program ended with status")
+    assert "Java" not in finding.advice
 
 
 def test_problems_come_first():
