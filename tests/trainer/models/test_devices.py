@@ -145,9 +145,12 @@ def settings(folder, *launcher, **variables) -> list[str]:
     return [line.removeprefix("settings: ") for line in ended.stdout.splitlines()]
 
 
-def test_the_memory_of_every_process_grows_in_place(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert settings(tmp_path, *torchrun) == ["expandable_segments:True"] * 2
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(("launcher", "processes"), cases([([], 1), (TORCHRUN, 2)]))
+def test_the_memory_of_every_process_grows_in_place(tmp_path, launcher, processes):
+    assert settings(tmp_path, *launcher) == ["expandable_segments:True"] * processes
 
 
 @pytest.mark.parametrize("variable", cases(VARIABLES))
