@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rolltap.trainer.rollouts.judges.changes import AgentResult
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
-from rolltap.trainer.rollouts.judges.judge import judge, prepare_ahead
+from rolltap.trainer.rollouts.judges.judge import fault_on_start, judge, prepare_ahead
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.tasks.content import Start
 from rolltap.trainer.tasks.task import Task
@@ -30,9 +30,9 @@ class Left:
         """Write files as the agent; None deletes one."""
         write(self.workspace, files)
 
-    async def judge(self, spec, instruction="Mend it.", **given):
+    def job(self, spec, instruction="Mend it.", **given):
         self.task = Task.model_validate({"id": "t", "instruction": instruction, "judge": spec})
-        job = JudgeJob(
+        return JudgeJob(
             task=self.task,
             start=self.start,
             runtime=self.runtime,
@@ -41,6 +41,12 @@ class Left:
             logs=self.logs,
             **given,
         )
+
+    async def fault_on_start(self, spec):
+        return await fault_on_start(replace(self.job(spec), result=None))
+
+    async def judge(self, spec, instruction="Mend it.", **given):
+        job = self.job(spec, instruction, **given)
         ahead = prepare_ahead(job)  # where a runtime isolates, as in a rollout
         try:
             return await judge(replace(job, ahead=ahead))

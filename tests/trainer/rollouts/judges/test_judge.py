@@ -6,6 +6,8 @@ import pytest
 from rolltap.trainer.rollouts.judges import changes
 from rolltap.trainer.rollouts.judges import judge as module
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
+from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
+from tests.boxes import sandboxed
 from tests.deep import cases
 from tests.trainer.rollouts.judges.sessions import Left, shell, write
 
@@ -202,6 +204,27 @@ async def test_the_start_is_judged_by_the_function_of_the_same_folder(tmp_path):
     assert (first.reward, first.evidence["untouched_start"]) == (0.0, 0.0)
     second = await left.judge({**spec, "folder": tmp_path / "two"})
     assert "on the untouched start" in second.unjudged
+
+
+@sandboxed
+@pytest.mark.parametrize("shown", ["nothing", "a link", "all"])
+async def test_a_judges_program_in_a_folder_that_a_box_does_not_show_names_the_folder(tmp_path, shown):
+    environment = tmp_path / "venv"
+    program = environment / "bin" / "checks"
+    base = tmp_path / "base" / "checks"
+    write(tmp_path, {"base/checks": "#!/bin/sh\nexit 0\n", "venv/bin/other": ""})
+    base.chmod(0o755)
+    program.symlink_to(base)
+    shows = {"nothing": [], "a link": [environment], "all": [environment, base.parent]}
+    left = Left(tmp_path / "left", {}, SandboxRuntime(tools=shows[shown]))
+    why = await left.fault_on_start({"kind": "command", "command": [str(program)]})
+    folders = {"nothing": environment, "a link": base.parent}
+    if shown == "all":
+        assert why == ""
+    else:
+        assert why.endswith(
+            f". A box does not show this machine's {folders[shown]}: name it with --tools DIR (tools in a recipe)"
+        )
 
 
 BENCH = "import os, metric\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), str(metric.speed()).encode())\n"
