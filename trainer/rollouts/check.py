@@ -13,6 +13,7 @@ from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, install_command
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
+from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.judges.protected import OneJudge, ambiguous, computed_makefiles, judges_of
 from rolltap.trainer.rollouts.recorder import Recorder
@@ -68,16 +69,19 @@ def warn_of_unchecked(tasks: Sequence[Task], digests: Mapping[str, str]) -> None
 
     `digests` are those of the tasks by their ids.
     """
-    unchecked = weak = 0
+    unchecked: list[str] = []
+    weak: list[str] = []
     for task in tasks:
         try:
             kept = kept_check(task, digests[task.id]).read_text(encoding="utf-8")
-            weak += not json.loads(kept)["passed"]
+            if not json.loads(kept)["passed"]:
+                weak.append(task.id)
         except (InputError, OSError, ValueError, LookupError, TypeError):  # a rollout needs no solution
-            unchecked += 1
-    if unchecked or weak:
-        counts = f"{unchecked} were not tried with cheats, {weak} have findings"
-        logger.warning("of %d tasks %s: run `rolltap tasks check TASKS`", len(tasks), counts)
+            unchecked.append(task.id)
+    found = {"not tried with cheats": unchecked, "with findings": weak}
+    told = [f"tasks {how}: {some(ids)}" for how, ids in found.items() if ids]
+    if told:
+        logger.warning("%s: run `rolltap tasks check TASKS`", "; ".join(told))
 
 
 def fit_tasks(tasks: Sequence[Task], runtime: Runtime, harness: Harness | None = None) -> list[Task]:

@@ -63,7 +63,7 @@ def test_rollout_records_every_session_and_prints_the_summary_as_json(options, t
     ended = run_rolltap("rollout", tasks, "--harness", harness, "-n", 3, "--recorders", 2, *options, "--json")
     assert ended.returncode == 0
     summary = json.loads(ended.stdout)
-    assert "of 1 tasks 1 were not tried with cheats" in ended.stderr
+    assert "tasks not tried with cheats: t: run" in ended.stderr
     assert f"the engine at {options[3]} serves {options[5]}: its base weights\n" in ended.stderr
     assert summary["sessions"] == {"failed": 3}
     assert summary["calls"] == {"completed": 3}
@@ -284,6 +284,12 @@ def test_record_says_why_no_model_call_was_recorded(options, command, words, end
     assert [each for each in words if each not in said] == []
     assert said.rstrip("\n").endswith(end)
     assert ("did the program use the proxy" in said) == (not end)
+
+
+def test_record_says_first_that_a_program_without_a_call_failed_by_itself(options):
+    ended = run_rolltap("record", *options, "--", "sh", "-c", "echo config missing; exit 5")
+    assert ended.returncode == 5
+    assert f"\nthe program ended with status 5: see its output; {NO_CALL[0]}" in ended.stderr
 
 
 def test_record_says_where_it_listens_what_is_served_and_which_variables_it_replaces(

@@ -224,16 +224,18 @@ def test_a_rollout_warns_of_tasks_that_were_not_tried_or_have_findings(tmp_path,
     right = make_task(tmp_path, gold_patch=PATCH)
     wrong = right.model_copy(update={"id": "u", "gold_patch": "no patch"})
     check(right, wrong)
-    other = right.model_copy(update={"gold_patch": "", **solution_of(tmp_path, "a diff")})
-    gone = right.model_copy(update={"gold_patch": "", "solution": tmp_path / "gone"})
+    other = right.model_copy(update={"id": "other", "gold_patch": "", **solution_of(tmp_path, "a diff")})
+    gone = right.model_copy(update={"id": "gone", "gold_patch": "", "solution": tmp_path / "gone"})
     digests = {task.id: task.digest() for task in (right, wrong)}
+    digests |= {"other": right.digest(), "gone": right.digest()}
     assert json.loads(kept_check(right, digests[right.id]).read_text())["passed"]
     with caplog.at_level(logging.WARNING):
         warn_of_unchecked([right], digests)
         assert not caplog.records
         # another solution of a task that was tried is not tried, and a rollout needs none
         warn_of_unchecked([right, wrong, other, gone], digests)
-    (record,) = caplog.records
-    assert record.message == (
-        "of 4 tasks 2 were not tried with cheats, 1 have findings: run `rolltap tasks check TASKS`"
-    )
+        warn_of_unchecked([right, wrong], digests)
+    assert [record.message for record in caplog.records] == [
+        "tasks not tried with cheats: other, gone; tasks with findings: u: run `rolltap tasks check TASKS`",
+        "tasks with findings: u: run `rolltap tasks check TASKS`",
+    ]
