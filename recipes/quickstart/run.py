@@ -31,6 +31,8 @@ console = Console(stderr=True)
 def quickstart(vllm: str, seed: int) -> None:
     """Train the tiny model on its task. Resumes a run that was stopped; otherwise starts a new one."""
     model = RUNS / "model"
+    if not model.exists():
+        console.print("teaching the tiny model, which takes some minutes of CPU once")
     subprocess.run([sys.executable, HERE / "make_model.py", model], check=True)
     run = next_run(seed)
     log = RUNS / "vllm.log"

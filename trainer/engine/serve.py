@@ -199,7 +199,8 @@ class EngineServer:
         found = shutil.which(vllm)
         if found is None:
             advice = "install vLLM in an environment of its own, and give its program (--vllm, vllm=)"
-            raise InputError(f"{vllm!r} is not on the PATH: {advice}")
+            where = "is no program that can be started" if "/" in vllm else "is not on the PATH"
+            raise InputError(f"{vllm!r} {where}: {advice}")
         model = require_model(str(model))
         cpu, has = is_cpu_build(found), Parts.of(model)
         self.key_file: Path

@@ -50,8 +50,12 @@ class EngineStatus(NamedTuple):
             return None if policy.model in self.adapters else lacks
         if self.version in (None, policy.version) or (is_base(self.version) and is_base(policy.version)):
             return None
-        wanted = f"the base weights: `rolltap engine reset {self.url}` brings them back"
-        wanted = wanted if is_base(policy.version) else f"the run's policy {policy.version}"
+        if not is_base(policy.version):
+            wanted = f"the run's policy {policy.version}"
+        elif self.owner:
+            wanted = f"the base weights: wait for the end of {self.about or 'the training'}, which owns the engine"
+        else:
+            wanted = f"the base weights: `rolltap engine reset {self.url}` brings them back"
         return f"the engine at {self.url} samples by {self.weights()}, not by {wanted}"
 
 

@@ -77,6 +77,11 @@ def test_another_policy_than_the_runs_is_told(engine, admin, version, policy, wo
     assert words is None or words in found
 
 
+def test_while_a_training_owns_the_engine_its_end_is_named_and_no_reset_that_would_be_refused(engine, admin):
+    trained(engine, admin, ended=False)
+    assert f"wait for the end of {ABOUT}, which owns the engine" in engine_status(admin).mismatch(UNPUBLISHED)
+
+
 class TestReset:
     def test_it_has_its_base_weights_and_no_adapter_of_a_training(self, engine, admin):
         trained(engine, admin)
