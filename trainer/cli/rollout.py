@@ -204,6 +204,8 @@ def record_command(
         f"See: {shlex.join(['rolltap', 'inspect', str(out), session_id])}"
     )
     if why := session.error or facts.fault:
+        if session.exit_status and not facts.calls:
+            why = f"the program ended with status {session.exit_status}: see its output; {why}"
         console.print(why, style="bold red")
     asked_past = ""
     if not facts.calls:
