@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import rolltap
+from rolltap.errors import InputError
 from rolltap.rollouts import Record
 from rolltap.trainer.cli.options import (
     RUN,
@@ -108,7 +109,9 @@ def fork_command(
     """
     record, budget = Record.of(run, session), {name: given.pop(f"max_{name}") for name in Budget.model_fields}
     recorder, task = {**settings, **record.fork(call)}, record.task(tasks, given["repositories"])
-    harness = preset or (record.session.harness if record.session is not None else "")
-    forks = rolltap.rollout([task], harness=harness, recorder=recorder, budget=budget, **given)
+    preset = preset or (record.session.harness if record.session is not None else "")
+    if not preset.endswith(".toml") and preset not in rolltap.Harness.names():
+        raise InputError(f"the session's preset {preset!r} is not one of rolltap's: give its file with --harness")
+    forks = rolltap.rollout([task], harness=preset, recorder=recorder, budget=budget, **given)
     print_result(forks.summary(), as_json)
     report_rollout(forks)

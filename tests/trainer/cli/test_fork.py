@@ -165,3 +165,12 @@ def test_a_call_or_a_task_that_is_not_there_is_refused(recorded, changes, why, m
     assert isinstance(result.exception, RolltapError)
     assert why in str(result.exception)
     assert not (folder / "new").exists()
+
+
+def test_a_session_of_a_preset_of_ones_own_needs_the_file_of_the_preset(recorded, monkeypatch):
+    folder, session, options = recorded
+    monkeypatch.chdir(folder)
+    line = ["fork", "run", session, "--at", "1", "--out", "new", *map(str, options)]
+    result = CliRunner().invoke(command, line)
+    assert "'own' is not one of rolltap's: give its file with --harness" in str(result.exception)
+    assert not (folder / "new").exists()
