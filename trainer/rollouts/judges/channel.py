@@ -47,10 +47,10 @@ class Channel:
             # a writer's end of its own: without it, the end of a writer is the end of the file
             self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             stack.callback(os.close, self._pipe)
-            os.chmod(self.path, 0o200)
             self._events = await self._new_instance()
             stack.callback(self._close_instance)
             self._watch()
+            os.chmod(self.path, 0o200)  # after the watch, which asks for the right to read
             loop = asyncio.get_running_loop()
             for descriptor in (self._pipe, self._events):
                 loop.add_reader(descriptor, self.read)
@@ -95,7 +95,10 @@ class Channel:
 
 def _failed(advice: str) -> OSError:
     number = ctypes.get_errno()
-    return OSError(number, f"the verdict's pipe cannot be watched ({os.strerror(number)}): {advice}")
+    why = f"the verdict's pipe cannot be watched ({os.strerror(number)})"
+    if number in (errno.EMFILE, errno.ENOSPC):
+        why += f": {advice}"
+    return OSError(number, why)
 
 
 def _read(descriptor: int) -> bytes:
