@@ -249,7 +249,8 @@ def _find_call(recorded: RecordedSession, given: str) -> int:
     ids = [call.call_id for call in recorded.calls]
     if given not in ids and given.isdecimal() and 1 <= int(given) <= len(ids):
         return int(given) - 1
-    return ids.index(find_id(given, ids, "call", f"session {recorded.session_id}"))
+    where = f"session {recorded.session_id} (calls 1 to {len(ids)})"
+    return ids.index(find_id(given, ids, "call", where))
 
 
 def show_call(run: Path, calls: Sequence[Call], number: int, left_out: str | None) -> CallView:
@@ -388,7 +389,7 @@ def _label(node: CallNode, length: int) -> Text:
 
 
 def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True) -> Iterator[RenderableType]:
-    """Yield the parts of a call: facts, divergence, messages, tokens. Without a decoder tokens are shown as ids.
+    """Yield the parts of a call: facts, divergence, messages, reply, tokens. Without a decoder tokens are shown as ids.
 
     Without colours each token is a line.
     """
@@ -397,8 +398,11 @@ def render_call(view: CallView, decode: Decoder | None, *, coloured: bool = True
         yield _difference(view.difference, decode)
     yield Rule("messages" if view.full else "new messages")
     yield from map(message_text, view.messages)
-    yield Rule("tokens")
     call = view.call
+    if reply := call.parsed_reply:
+        yield Rule("reply")
+        yield message_text(reply)
+    yield Rule("tokens")
     first = 0 if view.full else max(call.prefix_length, len(call.prompt_ids) - CONTEXT_TOKENS)
     yield (
         context(call, decode, first).append(completion(call, decode)) if coloured else token_lines(call, decode, first)

@@ -185,6 +185,17 @@ class TestCall:
         first = json.loads(printed(small_run, "first", "a1", "--json"))
         assert (first["previous"], first["next"]) == (None, "a2")
 
+    def test_the_reply_is_shown_as_text_before_its_tokens(self, tmp_path):
+        reply = json.dumps(json.loads(says("I count.", "wc -l")) | {"reasoning_content": "Lines."})
+        lost = call(2, "a2", [1], [2], status="lost", reply=None)
+        write_run(tmp_path, call(1, "a1", [1], [2], reply=reply), lost)
+        text = printed(tmp_path, "first", "a1")
+        parts = ["─ reply ─", "assistant: Lines.", "I count.", "wc -l", "─ tokens ─"]
+        places = [text.find(part) for part in parts]
+        assert -1 not in places
+        assert places == sorted(places)
+        assert "─ reply ─" not in printed(tmp_path, "first", "a2")
+
     def test_without_the_tokenizer_ids_are_shown(self, tmp_path):
         write_run(tmp_path, call(1, "a1", [1], [43, 44]), model=str(tmp_path / "gone"))
         assert load_decoder(tmp_path) is None
@@ -266,12 +277,12 @@ class TestIds:
     def test_a_call_has_the_number_that_the_tree_shows(self, small_run):
         assert view_call(small_run, "first", "3").call.call_id == "b3"
         for outside in ("0", "6"):
-            with pytest.raises(InputError, match=f"has no call '{outside}'"):
+            with pytest.raises(InputError, match=rf"first \(calls 1 to 5\) has no call '{outside}', only a"):
                 view_call(small_run, "first", outside)
 
     def test_both_ids_may_be_abbreviated(self, small_run):
         assert view_call(small_run, "fi", "a2").call.call_id == "a2"
-        with pytest.raises(InputError, match="session first has no call 'z1'"):
+        with pytest.raises(InputError, match="session first .* has no call 'z1'"):
             view_call(small_run, "first", "z1")
 
 
