@@ -18,6 +18,9 @@ SCHEMA_VERSION = 5
 """Incremented when a reader of the earlier version would misread a row."""
 DIGEST = "digest"
 """Name of the digest column."""
+WEBSOCKET = "a WebSocket, which is not served"
+"""`Event.detail` of a refused request to open one. Programs ask again over HTTP."""
+
 SENTINEL_LOGPROB = -9999.0
 """The value to which vLLM clamps log-probabilities. It stands for "unknown", not for "very unlikely"."""
 
@@ -233,7 +236,7 @@ class Session:
         policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
             were expected to.
         harness_version: Version that the program itself reports; empty when it does not.
-        program_digest: SHA-256 of the harness's program.
+        program_digest: SHA-256 of the harness's program, and of the files that its preset names.
         preset_digest: SHA-256 of the harness's description.
         task_digest: SHA-256 of the task: its fields, and the files that it names.
         runtime: Where the session ran: `process`, `sandbox`, `container` or `apptainer`; empty for a program that

@@ -1,13 +1,14 @@
 """Provenance of a session: which program ran, in which version, described by which preset, in which image.
 
 The harness's version is what the program itself reports. It is asked once for each image of a rollout, in a box without
-network. The digest of the program is that of the file that PATH names, through symbolic links: of a script that loads a
-package, it tells the script and not the package, which the version tells.
+network. The digest of the program is that of the file that PATH names, through symbolic links, and of the files that
+the preset names: of a script that loads a package, it tells the script and not the package, which the version tells.
 """
 
 import asyncio
 import hashlib
 import logging
+import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
@@ -116,12 +117,16 @@ def find_version(output: str) -> str:
 def _program_digest(harness: Harness, image: str | None) -> str:
     """Return the SHA-256 of a program's file, and of the files that its preset names; empty without any.
 
-    In an image its digest stands for the program.
+    Of a folder its Python files count. In an image its digest stands for the program, and for absolute paths.
     """
-    program = shutil.which(harness.program)
-    found = [] if program is None or image is not None else [Path(program)]
-    files = dict.fromkeys([*found, *harness.files])
-    digests = [_digest(path) for path in files if path.is_file()]
+    files: list[Path] = []
+    if image is None:
+        program = os.path.abspath(shutil.which(harness.program) or "/")
+        words = [program, *harness.arguments, *harness.headless]
+        files += [Path(word) for word in words if os.path.isabs(word) and os.path.isfile(word)]
+    for path in harness.files:
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    digests = [_digest(path) for path in dict.fromkeys(files)]
     if len(digests) < 2:
         return "".join(digests)
     return hashlib.sha256("".join(digests).encode()).hexdigest()

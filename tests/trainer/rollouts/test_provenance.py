@@ -71,15 +71,21 @@ def test_the_digest_of_a_preset_is_that_of_how_it_is_started():
     assert plain.digest() != plain.model_copy(update={"arguments": ["-I"]}).digest()
 
 
-async def test_a_change_of_a_file_that_the_preset_names_is_another_program(tmp_path):
-    (tmp_path / "agent.py").write_text("")
-    (tmp_path / "x.toml").write_text('name = "x"\nprogram = "python3"\narguments = ["./agent.py"]\nheadless = []\n')
+@pytest.mark.parametrize("named", ["./agent/__main__.py", "./agent", "{folder}/agent/__main__.py"])
+async def test_a_change_of_a_file_that_the_preset_names_is_another_program(tmp_path, named):
+    agent = tmp_path / "agent" / "__main__.py"
+    agent.parent.mkdir()
+    agent.write_text("")
+    word = named.format(folder=tmp_path)
+    (tmp_path / "x.toml").write_text(f'name = "x"\nprogram = "python3"\narguments = ["{word}"]\nheadless = []\n')
     harness = Harness.load(str(tmp_path / "x.toml"))
 
     async def digest():
         return (await Provenances(harness, ProcessRuntime(), tmp_path).of(None)).program_digest
 
     before = await digest()
+    (agent.parent / "__pycache__").mkdir()
+    (agent.parent / "__pycache__" / "agent.pyc").write_text("written by a session")
     assert await digest() == before
-    (tmp_path / "agent.py").write_text("pass")
+    agent.write_text("pass")
     assert await digest() != before
