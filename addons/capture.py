@@ -17,7 +17,7 @@ from rolltap.addons.endpoint.server import Endpoint, Expected
 from rolltap.addons.options import OPTIONS
 from rolltap.addons.recorder import open_run
 from rolltap.addons.sessions import SESSION
-from rolltap.addons.store.records import Event, EventKind
+from rolltap.addons.store.records import WEBSOCKET, Event, EventKind
 from rolltap.addons.store.rows import printable
 
 
@@ -121,7 +121,7 @@ class Capture:
         if headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-            self.record(event_of(flow, "refused", "a WebSocket, which is not served"))
+            self.record(event_of(flow, "refused", WEBSOCKET))
             return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)
         if route is None:

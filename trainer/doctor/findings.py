@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rolltap.addons.store.records import Call, Event
+from rolltap.addons.store.records import WEBSOCKET, Call, Event
 from rolltap.addons.store.rows import printable
 from rolltap.trainer.doctor.scripted_model import is_ending
 from rolltap.trainer.names import counted
@@ -185,6 +185,7 @@ def _refused(seen: Observed) -> Iterator[Finding]:
             "note", f"In {counted(len(events), 'call')} images became texts which say that they are not shown."
         )
     events = [event for event in seen.of("refused") if event.host and event not in seen.tls_failures]
+    events = [event for event in events if event.detail != WEBSOCKET]
     if events:
         yield Finding(
             "note",

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rolltap.addons.store.records import Call, Event
+from rolltap.addons.store.records import WEBSOCKET, Call, Event
 from rolltap.trainer.doctor.findings import Observed, findings
 
 HOST = {"host": "api.openai.com", "path": "/v1/chat/completions"}
@@ -131,6 +131,10 @@ def test_a_program_that_is_continued_has_no_finding():
 def test_a_program_that_got_the_result_of_a_tool_has_no_finding():
     calls = [call(tools=TOOLS, reply=CALLS_BASH), call("bridged", parent_id="c", messages=ANSWERED)]
     assert findings(run(calls=calls)) == []
+
+
+def test_a_websocket_is_no_host_to_allow():
+    assert findings(run(calls=GOOD, events=[Event(kind="refused", **HOST, detail=WEBSOCKET)])) == []
 
 
 def test_a_cause_that_is_known_is_not_guessed_at():
