@@ -282,7 +282,7 @@ class TestIds:
 
     def test_both_ids_may_be_abbreviated(self, small_run):
         assert view_call(small_run, "fi", "a2").call.call_id == "a2"
-        with pytest.raises(InputError, match="session first .* has no call 'z1'"):
+        with pytest.raises(InputError, match=r"session first .* has no call 'z1'"):
             view_call(small_run, "first", "z1")
 
 
