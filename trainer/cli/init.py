@@ -39,11 +39,12 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty: choose a new folder")
     if program is None and not yes:
-        program = click.prompt("Command line of your agent (the default is an example, which is written too)", _AGENT)
+        question = "Command line of your agent (the default is an example, which is written too)"
+        program = _ask(question, _AGENT, "--program")
     if model is None:
         model = "models/Qwen3-4B"
         if not yes:
-            model = click.prompt("Folder of the model", model)
+            model = _ask("Folder of the model", model, "--model")
     preset = None
     if program is not None and program != _AGENT:
         preset = _preset(program, folder)
@@ -71,6 +72,19 @@ def init_command(folder: Path, program: str | None, model: str | None, yes: bool
         ["train", str(folder / "recipe.toml"), "--out", f"{out}-trained"],
     ):
         console.print(f"  rolltap {shlex.join(line)}", soft_wrap=True)
+    if not Path(model).is_dir():
+        get = shlex.join(["hf", "download", "Qwen/Qwen3-4B", "--local-dir", model])
+        quickstart = "Without a GPU, recipes/quickstart/run.sh makes the model runs/quickstart/model."
+        console.print(f"{model} is not there yet: {get} gets a model. {quickstart}", soft_wrap=True)
+
+
+def _ask(question: str, default: str, option: str) -> str:
+    """Return the answer of a person. Raises `InputError` at the end of the input."""
+    try:
+        return input(f"{question} [{default}]: ") or default
+    except EOFError:
+        click.echo()
+        raise InputError(f"the input ended before an answer: give {option}, or --yes for the default") from None
 
 
 def _preset(program: str, folder: Path) -> str:

@@ -50,6 +50,24 @@ def test_a_program_of_ones_own_is_asked_for_and_found_from_the_preset(init, tmp_
 
 
 @pytest.mark.parametrize(
+    ("arguments", "typed", "option"),
+    [([], "", "--program"), ([], "\n", "--model"), (["--program", "true"], "", "--model")],
+)
+def test_an_end_of_the_input_is_no_signal_and_names_the_option_that_answers(init, tmp_path, arguments, typed, option):
+    ended = init(*arguments, input=typed)
+    assert str(ended.exception) == f"the input ended before an answer: give {option}, or --yes for the default"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_there_yet_is_named_with_the_way_to_get_it(init, tmp_path):
+    missing = "m is not there yet: hf download Qwen/Qwen3-4B --local-dir m gets a model"
+    assert missing in init("--yes", "--model", "m").output
+    (tmp_path / "there").mkdir()
+    other = CliRunner().invoke(init_command, ["other", "--yes", "--model", "there"])
+    assert "is not there yet" not in other.output
+
+
+@pytest.mark.parametrize(
     ("program", "message"),
     [
         ("", "--program '' is no command line"),
