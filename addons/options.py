@@ -110,7 +110,8 @@ def _folder(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _urls(text: str) -> tuple[str, ...]:
+def engine_urls(text: str) -> tuple[str, ...]:
+    """Return the URLs of engines in a text with commas between them. Raises `ValueError`."""
     urls = tuple(url.strip() for url in text.split(",") if text)
     for url in urls:
         parts = urlsplit(url)
@@ -188,7 +189,7 @@ class RecorderOptions:
         "Base URL of the vLLM server, for instance `http://127.0.0.1:8000`. Separate several servers of the same model "
         "with commas.",
         required=True,
-        parse=_urls,
+        parse=engine_urls,
     )
     model: str = _option(
         "",

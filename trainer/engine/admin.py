@@ -19,8 +19,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolltap.addons.engine.key import authorization, key_refused, read_key
-from rolltap.addons.errors import EngineError
-from rolltap.addons.options import NEUTRAL_SAMPLING
+from rolltap.addons.errors import EngineError, InputError
+from rolltap.addons.options import NEUTRAL_SAMPLING, engine_urls
 from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH as OWNER
 from rolltap.trainer.engine.in_vllm.rolltap_scores import HEADER
 
@@ -86,10 +86,14 @@ class EngineAdmin:
     """Client of one vLLM server (0.32 or newer). Every method except `healthy` may raise `EngineError`.
 
     `key_file` holds the engine's key; by default it is the one that `ROLLTAP_ENGINE_KEY_FILE` names, if any. Raises
-    `InputError` when the file cannot be read.
+    `InputError` when the file cannot be read, and for a text that is no URL of an engine.
     """
 
     def __init__(self, url: str, key_file: str | Path | None = None) -> None:
+        try:
+            engine_urls(url)
+        except ValueError as error:
+            raise InputError(f"the engine's URL {error}") from None
         self.url = url.rstrip("/")
         self._key = read_key(key_file)
         # No keep-alive: vLLM closes connections after some errors without announcing it. No environment: the engine is

@@ -151,6 +151,8 @@ def test_a_recipe_is_read_with_what_it_names_before_the_trainer_is_imported(
         (f"record {GIVEN} -- ./agent.py", "there is no file './agent.py': correct its path"),
         ("fleet status --ray foo", "--ray foo: give HOST:PORT, as `ray start` prints it, or auto"),
         ("engine status", "http://127.0.0.1:8000"),
+        ("engine status foo", "the engine's URL is 'foo': give a URL such as http://127.0.0.1:8000"),
+        ("engine reset foo", "the engine's URL is 'foo': give a URL such as"),
         ("doctor --model ./modl", "there is no folder ./modl: give the folder of a model, or its name"),
         ("doctor --model folder", "folder is no model: it has no tokenizer, such as tokenizer.json"),
         ("inspect folder", "folder is not a run folder: it has no run.json"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.errors import EngineError
+from rolltap.addons.errors import EngineError, InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.engine.admin import EngineAdmin, Load, Models
 from rolltap.trainer.training.online import typed_recipe
@@ -146,10 +146,23 @@ def test_an_error_names_the_request_the_answer_and_what_to_do(answering, admin, 
     assert re.search(f"{re.escape(admin.url + path)}\\b", str(raised.value))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://[", "localhost:8000"])
-def test_an_address_without_a_server_is_an_error_that_says_what_to_do(url):
+def test_an_address_without_a_server_is_an_error_that_says_what_to_do():
     with pytest.raises(EngineError, match=r"no engine answers .*start it with `rolltap serve`, or give its URL"):
-        EngineAdmin(url).models()
+        EngineAdmin("http://127.0.0.1:9").models()
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("foo", "is 'foo': give a URL such as http://127.0.0.1:8000"),
+        ("localhost:8000", "is 'localhost:8000': give a URL such as"),
+        ("http://localhost:8000/v1", "is 'http://localhost:8000/v1': leave out /v1"),
+        ("http://[", "Invalid IPv6 URL"),
+    ],
+)
+def test_a_text_that_is_no_url_of_an_engine_is_refused_before_it_is_asked(url, why):
+    with pytest.raises(InputError, match=f"the engine's URL {re.escape(why)}"):
+        EngineAdmin(url)
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -312,8 +312,8 @@ class TestTwoEngines:
 
 
 def test_an_engine_without_the_routes_is_an_error_that_names_the_switch(engine, tmp_path):
-    # /v1/pause is a 404 of vLLM, as /pause is without its development mode
+    # /none/pause is a 404 of vLLM, as /pause is without its development mode
     with pytest.raises(EngineError, match=r"/pause\?mode=wait: 404 .*start it with .*VLLM_SERVER_DEV_MODE=1"):
-        EngineAdmin(f"{engine.url}/v1").pause()
+        EngineAdmin(f"{engine.url}/none").pause()
     with pytest.raises(EngineError, match=r"load_lora_adapter: 404 .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
-        EngineAdmin(f"{engine.url}/v1").load_adapter("policy-1", tmp_path)
+        EngineAdmin(f"{engine.url}/none").load_adapter("policy-1", tmp_path)
