@@ -79,13 +79,16 @@ def judge_command(run: Path, as_json: bool, **given: Any) -> None:
         if each["reward"] != each["before"]:
             rewards = ("none" if reward is None else f"{reward:g}" for reward in (each["before"], each["reward"]))
             table.add_row(each["session"], each["task"], *rewards, each["status"])
-    console.print(table)
+    changed = "no reward"
+    if table.rows:
+        console.print(table)
+        changed = counted(len(table.rows), "reward")
     failed = [each for each in found if each["result"] in ("refused", "unjudged")]
     for each in failed:
         console.print("{session}: {result}: {why}".format_map(each))
     counts = Counter(each["result"] for each in found)
     told = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
-    console.print(f"{counted(len(found), 'session')}: {told}; {counted(len(table.rows), 'reward')} changed")
+    console.print(f"{counted(len(found), 'session')}: {told}; {changed} changed")
     if as_json:
         click.echo(json.dumps(found))
     sys.exit(1 if failed else 0)
@@ -95,12 +98,15 @@ def _print(checks: list[TaskCheck]) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     table = IdTable("task", "start", "solution", "cheats tried", "findings")
     for check in checks:
+        if not check.task:
+            continue
         rewards = ("none" if reward is None else f"{reward:g}" for reward in (check.start, check.solution))
         table.add_row(check.task, *rewards, str(len(check.tried)), str(len(check.weaknesses) + len(check.wrong)))
     console.print(table)
     for check in checks:
         for reason in check.wrong:
-            console.print(f"\n{check.task}: {reason}", style="bold red")
+            told = f"{check.task}: {reason}" if check.task else reason
+            console.print(f"\n{told}", style="bold red")
         if check.reachable:
             shown = ", ".join(check.reachable[:_FILES_SHOWN])
             console.print(f"\n{check.task}: without 'paths' the agent can change what the judge's files name: {shown}")

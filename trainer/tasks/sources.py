@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.names import counted
 from rolltap.trainer.tasks.harbor import is_harbor, load_harbor
 from rolltap.trainer.tasks.swe import swe_task
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PythonJudge, SeveralJudges, Task
@@ -62,7 +63,7 @@ def load_tasks(
     if refused is not None:
         refused += map(str, faults)
     if not tasks:
-        if refused is None and len(faults) == 1:
+        if len(faults) == 1:
             raise faults[0]
         raise InputError(f"{path} has no tasks: {describe_refused(faults, len(faults)) if faults else 'it is empty'}")
     if faults and refused is None:
@@ -75,11 +76,11 @@ def describe_refused(errors: Sequence[Exception], total: int) -> str:
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for message in map(str, errors):
         alike[_OWN.sub("", message)].append(message)
-    counted = sorted(alike.values(), key=len, reverse=True)
-    reasons = [f"{len(messages)} x {messages[0]}" for messages in counted[:_REASONS]]
-    if len(counted) > _REASONS:
-        reasons.append(f"{sum(map(len, counted[_REASONS:]))} x other reasons")
-    return f"{len(errors)} of {total} tasks are refused: {'; '.join(reasons)}"
+    ordered = sorted(alike.values(), key=len, reverse=True)
+    reasons = [f"{len(messages)} x {messages[0]}" for messages in ordered[:_REASONS]]
+    if len(ordered) > _REASONS:
+        reasons.append(f"{sum(map(len, ordered[_REASONS:]))} x other reasons")
+    return f"{len(errors)} refused of {counted(total, 'task')}: {'; '.join(reasons)}"
 
 
 def _readers(path: Path, repositories: Path | None) -> Iterator[Callable[[], Task]]:

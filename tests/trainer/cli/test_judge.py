@@ -128,7 +128,7 @@ def test_another_judge_gives_the_rewards_of_a_new_rollout_and_the_earlier_ones_s
     rewards = opened.traces().batch().rewards
     assert {name: given.reward for name, given in rewards.items()} == {name: told[name][1] for name in before}
     status, said = judge(run, "--tasks", new, *chosen)
-    assert (status, said.splitlines()[-1]) == (0, "3 sessions: 3 left; 0 rewards changed")
+    assert (status, said) == (0, "3 sessions: 3 left; no reward changed\n")
 
 
 def test_a_judging_that_is_killed_goes_on_where_it_was(tmp_path, run):
@@ -167,7 +167,7 @@ def test_sessions_that_cannot_be_judged_again_say_why_and_stay_as_they_are(tmp_p
         f"{first}: refused: the agent's changes were not kept: there is no {run}/logs/{first}.changes.json.gz" in told
     )
     assert f"{second}: refused: {run}/logs/{second}.changes.json.gz is damaged" in told
-    assert "3 sessions: 1 left, 2 refused; 0 rewards changed" in told
+    assert "3 sessions: 1 left, 2 refused; no reward changed" in told
     (found,) = judge_again(run, tasks, only=[third], progress=False)
     assert (found["result"], found["why"]) == ("left", "its reward was given by rolltap reward")
     assert {name: session.revision for name, session in load_sessions(run).items()} == {

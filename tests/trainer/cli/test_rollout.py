@@ -108,7 +108,7 @@ def test_rollout_builds_the_images_of_harbor_tasks_and_a_build_that_fails_costs_
         assert "line 2: RUN" in refused.stderr
         assert "use --build with --runtime container" in refused.stderr
         built = run_rolltap(*arguments, "--build", "--container-engine", "podman", "--tools", "/usr")
-        assert "1 of 2 tasks are refused: 1 x task 'bad'" in built.stderr
+        assert "1 refused of 2 tasks: 1 x task 'bad'" in built.stderr
         sessions = list(load_sessions(tmp_path / "run").values())
         ends = [(session.task_id, session.status, session.reward) for session in sessions]
         assert ends == [("good", "completed", 0.5)] * 2, built.stderr

@@ -57,6 +57,21 @@ def test_strong_tasks_have_the_exit_status_0_and_json_has_all(check):
     }
 
 
+def test_a_line_that_is_no_task_is_told_by_its_line_and_has_no_row(check, tmp_path):
+    check(weak=["true"])
+    file = tmp_path / "tasks.jsonl"
+    line = file.read_text()
+    file.write_text(f"{line}\n{line}")
+    ended = CliRunner().invoke(rolltap, ["tasks", "check", str(file)])
+    assert ended.exit_code == 1
+    rows = [line.split("│")[1].strip() for line in ended.stdout.splitlines() if "│" in line]
+    assert rows == ["weak"]
+    assert f"\n{file}, line 2: the id 'weak' is used twice\n" in ended.stdout
+    file.write_text("no task")
+    ended = CliRunner().invoke(rolltap, ["tasks", "check", str(file)])
+    assert str(ended.exception).startswith(f"{file}, line 1: Invalid JSON")
+
+
 def test_a_task_that_cannot_be_tried_is_a_finding_and_the_others_are_tried(check):
     ended = check(missing=["no-such-program"], strong=["test", "-e", "answer.txt"])
     assert ended.exit_code == 1

@@ -164,8 +164,8 @@ def test_of_many_tasks_those_that_do_not_fit_are_left_out_and_counted(caplog):
     bad = [make_task(id=f"b{number}", image="a/b") for number in range(2)]
     assert fit_tasks([bad[0], make_task(), bad[1]], SANDBOX) == [make_task()]
     (line,) = caplog.messages
-    assert line.startswith("2 of 3 tasks are refused: 2 x task 'b0' (a.jsonl, line 3) needs the image a/b")
-    with pytest.raises(InputError, match=r"2 of 2 tasks are refused: 2 x task 'b0'"):
+    assert line.startswith("2 refused of 3 tasks: 2 x task 'b0' (a.jsonl, line 3) needs the image a/b")
+    with pytest.raises(InputError, match=r"2 refused of 2 tasks: 2 x task 'b0'"):
         fit_tasks(bad, SANDBOX)
 
 
@@ -249,6 +249,6 @@ async def test_a_build_that_fails_costs_its_tasks_and_no_other(to_build, tmp_pat
     runtime = Builder()
     bad, good = fit_tasks([to_build("bad", "RUN fails"), to_build("good", "FROM x")], runtime)
     assert await build_images([bad, good], runtime, tmp_path, at_once=1) == [good]
-    assert "1 of 2 tasks are refused: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built" in caplog.text
+    assert "1 refused of 2 tasks: 1 x task 'bad' (a.jsonl, line 3): its image cannot be built" in caplog.text
     with pytest.raises(InputError, match=r"task 'bad' .*: its image cannot be built: exit 1"):
         await build_images([bad], runtime, tmp_path, at_once=1)

@@ -74,7 +74,7 @@ def test_a_folder_of_tasks_is_read_by_name_without_those_that_are_refused(tmp_pa
     (tmp_path / "README.md").touch()
     (tmp_path / "other").mkdir()
     assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
-    assert "1 of 3 tasks are refused: 1 x" in caplog.text
+    assert "1 refused of 3 tasks: 1 x" in caplog.text
     refused = []
     (tmp_path / "c" / "task.toml").unlink()
     (tmp_path / "b" / "tests" / "test.sh").unlink()

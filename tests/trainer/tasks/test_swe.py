@@ -201,7 +201,7 @@ def test_refused_rows_cost_only_themselves_and_are_counted_or_listed(tmp_path, r
     rows = [*others[:2], {**row, "repo": "name"}, row, others[2], {"instance_id": 1}]
     assert [task.id for task in load(tmp_path, *rows)] == ["owner__name-1"]
     (line,) = caplog.messages
-    assert re.search(r"rows\.jsonl: 5 of 6 tasks are refused: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
+    assert re.search(r"rows\.jsonl: 5 refused of 6 tasks: 3 x .*line 1 \(o-0\).*; 1 x .*'repo' is 'name'", line)
     refused = []
     load(tmp_path, *rows, refused=refused)
     assert [re.search(r", line (\d)", line)[1] for line in refused] == ["1", "2", "3", "5", "6"]
@@ -209,7 +209,7 @@ def test_refused_rows_cost_only_themselves_and_are_counted_or_listed(tmp_path, r
 
 def test_only_refused_rows_are_an_error(tmp_path, row):
     for options in ({}, {"refused": []}):
-        with pytest.raises(InputError, match=r"has no tasks: 2 of 2 .* refused: 2 x .*line 1.*'FAIL_TO_PASS' is"):
+        with pytest.raises(InputError, match=r"has no tasks: 2 refused of 2 tasks: 2 x .*line 1.*'FAIL_TO_PASS' is"):
             load(tmp_path, *[{**row, "FAIL_TO_PASS": "[]"}] * 2, **options)
     with pytest.raises(InputError, match=r"line 1 \(owner__name-1\): the row has no image \(keys .*owner__name"):
         load(tmp_path, row, local=False)
