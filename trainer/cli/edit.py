@@ -28,6 +28,7 @@ from rolltap.trainer.cli.options import (
     print_result,
 )
 from rolltap.trainer.console import plain_console
+from rolltap.trainer.names import counted
 
 _RULE = "Name of a rule that the session matched, as `rolltap inspect` shows it."
 
@@ -76,7 +77,7 @@ def filter_command(run: Path, out: Path, as_json: bool, **criteria: Any) -> None
     run_of_them = rolltap.open_run(run).filter(out, **criteria)
     if as_json:
         return click.echo(json.dumps(counts_of(run_of_them)))
-    click.echo(f"{len(run_of_them.sessions())} sessions in {out}")
+    click.echo(f"{counted(len(run_of_them.sessions()), 'session')} in {out}")
 
 
 _FIELDS: dict[str, SplitBy] = {name.removesuffix("_id"): name for name in get_args(SplitBy)}
@@ -167,7 +168,7 @@ def merge_command(runs: tuple[Path, ...], out: Path, as_json: bool) -> None:
             f"not copied from {loss.file}: {loss.rows} rows whose digest does not match, "
             f"{loss.unreadable_ranges} unreadable byte ranges"
         )
-    click.echo(f"{len(run.sessions())} sessions in {out}")
+    click.echo(f"{counted(len(run.sessions()), 'session')} in {out}")
 
 
 @command(
@@ -191,4 +192,4 @@ def split_command(run: Path, out: Path, by: str | None, parts: int | None, as_js
     if as_json:
         return click.echo(json.dumps({"parts": {name: counts_of(part) for name, part in written.items()}}))
     for name, part in written.items():
-        click.echo(f"{len(part.sessions())} sessions in {out / name}")
+        click.echo(f"{counted(len(part.sessions()), 'session')} in {out / name}")

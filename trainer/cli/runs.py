@@ -27,6 +27,7 @@ from rolltap.errors import InputError
 from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
 from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, counts_of, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
+from rolltap.trainer.names import counted
 
 
 @command(
@@ -239,7 +240,7 @@ def traces_command(
         ledger_file.write(json.dumps(asdict(totals.ledger), indent=2) + "\n")
     console = plain_console()
     where = "" if out is None else f" in {out}"
-    console.print(f"{totals.traces:,} traces of {totals.sessions:,} sessions{where}")
+    console.print(f"{counted(totals.traces, 'trace')} of {counted(totals.sessions, 'session')}{where}")
     console.print(totals.ledger)
 
 

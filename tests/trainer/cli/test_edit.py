@@ -8,6 +8,7 @@ from click.testing import CliRunner
 import rolltap
 from rolltap.errors import InputError
 from rolltap.trainer.cli.main import rolltap as program
+from rolltap.trainer.names import counted
 from tests.factories import make_session
 from tests.trainer.runs.recorded_runs import make_run
 
@@ -35,6 +36,7 @@ def test_sessions_are_filtered_by_suspicion_runtime_and_task(run, tmp_path, opti
     result = CliRunner().invoke(program, ["filter", str(run), "--out", str(tmp_path / "out"), *options])
     assert result.exit_code == 0, result.output
     assert [session.session_id for session in rolltap.open_run(tmp_path / "out").sessions()] == kept
+    assert f"{counted(len(kept), 'session')} in " in result.stdout
 
 
 def test_the_name_of_no_rule_is_refused_with_the_names_that_there_are(run, tmp_path):

@@ -231,11 +231,11 @@ def compare_sessions(first: Sequence[Session], second: Sequence[Session]) -> Com
     Raises `InputError` when no task has rewards in both, when there are too few sessions for an interval, and for a run
     with sessions of several policies, such as that of a training.
     """
-    for sessions in (first, second):
+    for name, sessions in (("first", first), ("second", second)):
         if len(versions := {session.policy_version or "" for session in sessions}) > 1:
             raise InputError(
-                f"a run has sessions of {len(versions)} policy versions ({some(sorted(versions))}): take those of one "
-                "with `rolltap filter --policy-version`"
+                f"the {name} run has sessions of {len(versions)} policy versions "
+                f"({some(sorted(versions))}): take sessions of one with `rolltap filter --policy-version`"
             )
     one, two = rewards_of(first), rewards_of(second)
     both = sorted(one.keys() & two.keys())

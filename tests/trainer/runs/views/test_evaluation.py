@@ -162,8 +162,12 @@ def test_a_run_of_several_policies_is_not_compared():
     first = sessions_of({"a": [0.0, 1.0]})
     for session, version in zip(first, ("default", "1a2b3c4d.1.0"), strict=True):
         session.policy_version = version
-    with pytest.raises(InputError, match=r"2 policy versions .*rolltap filter --policy-version"):
-        compare_sessions(first, sessions_of({"a": [0.0]}))
+    one = sessions_of({"a": [0.0]})
+    words = r"sessions of 2 policy versions \(1a2b3c4d\.1\.0, default\).*filter --policy-version"
+    with pytest.raises(InputError, match=f"^the first run has {words}"):
+        compare_sessions(first, one)
+    with pytest.raises(InputError, match=f"^the second run has {words}"):
+        compare_sessions(one, first)
 
 
 def test_a_session_without_a_reward_does_not_count():
