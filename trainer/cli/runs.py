@@ -25,7 +25,7 @@ import click
 import rolltap
 from rolltap.errors import InputError
 from rolltap.runs import TRAINED_ROLES, CallRole, ExportFormat, Sort, Strategy
-from rolltap.trainer.cli.options import FOLDER, OUT, RUN, command, counts_of, engine_option, json_option, print_result
+from rolltap.trainer.cli.options import OUT, RUN, command, counts_of, engine_option, json_option, print_result
 from rolltap.trainer.console import plain_console
 from rolltap.trainer.names import counted
 
@@ -35,7 +35,7 @@ from rolltap.trainer.names import counted
     "rolltap check runs/first",
     "rolltap check runs/first --engine http://127.0.0.1:8000 --sample 20",
 )
-@click.argument("run", type=FOLDER)
+@click.argument("run", type=RUN)
 @engine_option(help="URL of the vLLM server.")
 @click.option(
     "--sample", default=100, show_default=True, type=click.IntRange(1), help="Maximum number of calls to score."
@@ -88,7 +88,7 @@ def compare_command(first: Path, second: Path, as_json: bool) -> None:
     "rolltap export runs/first --to parquet --out first-parquet",
     "rolltap export runs/first --to hub --repo me/first",
 )
-@click.argument("run", type=FOLDER)
+@click.argument("run", type=RUN)
 @click.option(
     "--to",
     "target",
@@ -132,7 +132,7 @@ def export_command(
     "rolltap inspect runs/first record-1a2b 3",
     "rolltap inspect runs/first --task count --sort reward",
 )
-@click.argument("run", type=FOLDER)
+@click.argument("run", type=RUN)
 @click.argument("session", required=False)
 @click.argument("call", required=False)
 @click.option("--task", metavar="ID", help="Only the sessions of this task.")
@@ -197,7 +197,7 @@ def _roles(value: str | tuple[CallRole, ...]) -> tuple[CallRole, ...]:
     "rolltap traces runs/first --out first-traces",
     "rolltap traces runs/first --json --roles agent,subagent > traces.jsonl",
 )
-@click.argument("run", type=FOLDER)
+@click.argument("run", type=RUN)
 @click.option(
     "--strategy",
     type=click.Choice(get_args(Strategy)),
@@ -245,7 +245,7 @@ def traces_command(
 
 
 @command("score", "rolltap score runs/first --engine http://127.0.0.1:8001 --as teacher")
-@click.argument("run", type=FOLDER)
+@click.argument("run", type=RUN)
 @engine_option(help="URL of the vLLM server of the other model, or several with commas, which share the work.")
 @click.option("--as", "name", required=True, metavar="NAME", help="Name of the scores in the run.")
 @click.option("--adapter", metavar="NAME", help="An adapter that the engine serves; by default its base model.")

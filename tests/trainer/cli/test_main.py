@@ -19,7 +19,6 @@ from tests.trainer.cli.program import run_rolltap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "/nowhere"], "/nowhere is not a run folder"),
         (["record", "--out", "x", "--model", "m", "--", "no-such-harness"], "'no-such-harness' is not on the PATH"),
         (["record", "--out", "x", "--model", "m", "--harness", "clod"], "no harness is named 'clod': choose"),
         (["env", "--proxy", "127.0.0.1:8080"], "the proxy '127.0.0.1:8080' is not written as http://HOST:PORT"),
@@ -36,6 +35,25 @@ def test_a_users_mistake_is_a_message_and_status_1(arguments, message, tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert message in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--engine", "http://127.0.0.1:9"],
+        ["export", "--to", "messages", "--out", "out"],
+        ["inspect"],
+        ["score", "--engine", "http://127.0.0.1:9", "--as", "teacher"],
+        ["traces"],
+        ["verify"],
+        ["view"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_run_folder_that_is_not_there_has_one_message_in_all_commands(arguments):
+    ended = CliRunner().invoke(rolltap, [*arguments, "/nowhere"])
+    assert ended.exit_code == 2
+    assert "Directory '/nowhere' does not exist." in ended.output
 
 
 def test_a_table_that_is_no_file_is_a_warning_which_names_it_and_damage(tmp_path):
