@@ -19,7 +19,16 @@ from rolltap.trainer.rollouts.judges.protected import OneJudge, Stamp, own_files
 from rolltap.trainer.rollouts.judges.verdict import UnjudgedError
 from rolltap.trainer.rollouts.runtimes import inside
 from rolltap.trainer.rollouts.runtimes.environment import clean_environment
-from rolltap.trainer.rollouts.runtimes.runtime import Box, BoxSpec, Mount, Runtime, remove_folder
+from rolltap.trainer.rollouts.runtimes.runtime import (
+    SYSTEM,
+    Box,
+    BoxSpec,
+    HidingRuntime,
+    Mount,
+    Runtime,
+    nearest,
+    remove_folder,
+)
 from rolltap.trainer.tasks.content import TEST_FILES, Start, matches
 from rolltap.trainer.tasks.git import git
 from rolltap.trainer.tasks.task import CommandJudge, PytestJudge, PythonJudge, Task
@@ -104,7 +113,7 @@ class Checkout:
             if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
                 raise  # a fault of this machine, or of its box
             reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
-            raise UnjudgedError(reason) from error
+            raise UnjudgedError(reason + self._not_shown(Path(command[0]))) from error
         output = f"its output is in {self.job.log.name}"
         if ended.stopped == "timeout":
             raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}")
@@ -113,6 +122,27 @@ class Checkout:
         if ended.status < 0:
             raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}")
         return ended.status
+
+    def _not_shown(self, program: Path) -> str:
+        """Return which folder of a program the box does not show, as a sentence, or an empty text.
+
+        A client of a service may have named the program: no path of this machine is looked at
+        unless the box shows it.
+        """
+        runtime = self.job.runtime
+        of_box = any(program.is_relative_to(top) for top in (*SYSTEM, Path(self.box.workdir)))
+        if not isinstance(runtime, HidingRuntime) or not program.is_absolute() or of_box:
+            return ""
+        layers = runtime.layers()
+        if nearest(program, layers)[1]:
+            program = program.resolve()
+        if nearest(program, layers)[1]:
+            return ""
+        folder = program.parent
+        if folder.name == "bin":
+            folder = folder.parent
+        shown = "name it with --tools DIR (tools in a recipe)"
+        return f". A box does not show this machine's {folder}: {shown}"
 
 
 class Ahead:

@@ -17,7 +17,6 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rolltap.trainer.concurrency import in_folder_thread
@@ -31,7 +30,6 @@ from rolltap.trainer.rollouts.judges.model import judge_by_model
 from rolltap.trainer.rollouts.judges.protected import OneJudge, judges_of, runs_pytest
 from rolltap.trainer.rollouts.judges.tests import Skips, judge_by_report
 from rolltap.trainer.rollouts.judges.verdict import Judged, Reward, UnjudgedError, best_reward, worst_reward
-from rolltap.trainer.rollouts.runtimes.runtime import SYSTEM, HidingRuntime, nearest
 from rolltap.trainer.tasks.task import CommandJudge, Judge, LLMJudge, PytestJudge, PythonJudge, SeveralJudges
 
 logger = logging.getLogger(__name__)
@@ -88,24 +86,9 @@ async def fault_on_start(job: JudgeJob) -> str:
             continue
         why = f"its judge, {shlex.join(spec.command)}, has no verdict on the untouched start: {unjudged}"
         if _LACKING.search(unjudged):
-            return f"{why}. {_advice(Path(spec.command[0]), job)}"
+            return f"{why}. Install it for the judge, or name another program in its command"
         logger.warning("task %s: %s. A session that leaves it so is unjudged", job.task.id, why)
     return ""
-
-
-def _advice(program: Path, job: JudgeJob) -> str:
-    """Return what to do about a judge whose program, or a module of it, is missing."""
-    of_box = any(program.is_relative_to(top) for top in (*SYSTEM, Path(job.task.workdir)))
-    if isinstance(job.runtime, HidingRuntime) and program.is_absolute() and not of_box:
-        layers = job.runtime.layers()
-        if nearest(program, layers)[1]:  # so a box sees where it leads to, too
-            program = program.resolve()
-        if not nearest(program, layers)[1]:
-            folder = program.parent
-            if folder.name == "bin":
-                folder = folder.parent
-            return f"A box does not show this machine's {folder}: name it with --tools DIR (tools in a recipe)"
-    return "Install it for the judge, or name another program in its command"
 
 
 async def judge(job: JudgeJob) -> Judged:

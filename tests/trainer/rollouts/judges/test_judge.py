@@ -217,14 +217,16 @@ async def test_a_judges_program_in_a_folder_that_a_box_does_not_show_names_the_f
     program.symlink_to(base)
     shows = {"nothing": [], "a link": [environment], "all": [environment, base.parent]}
     left = Left(tmp_path / "left", {}, SandboxRuntime(tools=shows[shown]))
-    why = await left.fault_on_start({"kind": "command", "command": [str(program)]})
     folders = {"nothing": environment, "a link": base.parent}
+    spec = {"kind": "command", "command": [str(program)]}
+    why = await left.fault_on_start(spec)
+    judged = await left.judge(spec)
     if shown == "all":
-        assert why == ""
+        assert (why, judged.reward) == ("", 1.0)
     else:
-        assert why.endswith(
-            f". A box does not show this machine's {folders[shown]}: name it with --tools DIR (tools in a recipe)"
-        )
+        advice = f". A box does not show this machine's {folders[shown]}: name it with --tools DIR (tools in a recipe)"
+        assert advice in why
+        assert advice in judged.unjudged
 
 
 BENCH = "import os, metric\nos.write(int(os.environ['ROLLTAP_REWARD_FD']), str(metric.speed()).encode())\n"
