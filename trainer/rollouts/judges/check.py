@@ -56,7 +56,7 @@ def _check(where: str, spec: Judge, engine_urls: Sequence[str]) -> None:
 @lru_cache(maxsize=1024)
 def _import_fault(function: str, path: str) -> str | None:
     """Return why a function cannot be imported with a PYTHONPATH, None if it can."""
-    command = [sys.executable, "-P", str(LAUNCH), "", "--function", function]
+    command = [sys.executable, "-BP", str(LAUNCH), "", "--function", function]
     env = {**clean_environment(Path(os.devnull)), "PYTHONPATH": path}
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=_IMPORT_SECONDS, check=False)

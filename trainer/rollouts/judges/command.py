@@ -103,7 +103,7 @@ async def judge_by_function(spec: PythonJudge, checkout: Checkout) -> tuple[Rewa
     the agent's code. Its environment has no keys of the user's.
     """
     pipe, folder = str(checkout.channel.path), str(checkout.workspace)
-    command = [sys.executable, "-P", str(LAUNCH), pipe, "--function", spec.function, folder]
+    command = [sys.executable, "-BP", str(LAUNCH), pipe, "--function", spec.function, folder]
     env = {**clean_environment(checkout.out), **checkout.job.task.env, "PYTHONPATH": modules(spec)}
     log = checkout.job.log
     ended = await run_supervised(command, cwd=checkout.out, env=env, timeout=spec.timeout, log=log)

@@ -42,5 +42,6 @@ def test_a_function_of_each_task_file_is_checked_where_it_is_looked_for(tmp_path
     write(tmp_path, {"one/marks.py": "def right(folder): return 1\n", "two/marks.py": ""})
     spec = {"kind": "python", "function": "marks:right"}
     check({**spec, "folder": tmp_path / "one"})
+    assert [file.name for file in (tmp_path / "one").iterdir()] == ["marks.py"]
     with pytest.raises(InputError, match="has no attribute 'right'"):
         check({**spec, "folder": tmp_path / "two"})

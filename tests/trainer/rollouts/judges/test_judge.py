@@ -193,6 +193,8 @@ async def test_a_function_is_found_in_its_folder_first_and_never_in_a_workspace(
     assert (await left.judge({**spec, "folder": tmp_path / "tasks"})).reward == 1.0
     judged = await left.judge({**spec, "function": "plain:judge", "folder": tmp_path / "tasks"})
     assert "No module named 'plain'" in judged.unjudged
+    # a task whose start is this folder keeps its digest
+    assert [file.name for file in (tmp_path / "tasks").iterdir()] == ["marks.py"]
 
 
 async def test_the_start_is_judged_by_the_function_of_the_same_folder(tmp_path):
