@@ -216,9 +216,7 @@ class OnlineTraces(Source):
         own = f".{self._attempt.number}"
         new = [session.session_id for session in sessions if place_of(session.session_id).endswith(own)]
         before = f" ({len(sessions) - len(new)} recorded before)" if len(new) < len(sessions) else ""
-        self._console.print(
-            f"step {version.step + 1}/{self.trainer.args.max_steps}  {len(sessions)} sessions{before}"
-        )
+        self._console.print(f"step {version.step + 1}/{self.trainer.args.max_steps}  {len(sessions)} sessions{before}")
         return batch
 
     def _roll_out(self, groups: Sequence[Group], version: Version, evaluation: Evaluation | None) -> list[Session]:
