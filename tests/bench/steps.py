@@ -143,7 +143,7 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
         if isinstance(forward.scorer, SegmentScorer) != (variant.forward == "segments"):
             raise RuntimeError("the model does not run as segments: see the warning above")
         if variant.forward == "trl":
-            forward.scorer = TRLScorer(trainer._autocast, trainer.args.device)
+            forward.scorer = TRLScorer(trainer.accelerator.autocast, trainer.args.device)
         with patch("trl.trainer.utils._use_triton", return_value=True):
             trainer.train()
         watch.forwarded = forward.scorer.forwarded

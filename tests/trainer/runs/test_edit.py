@@ -354,8 +354,8 @@ def test_the_commands_split_filter_and_merge(tmp_path):
     run = make_run(tmp_path / "run", make_session("s"), make_session("t", harness="x", reward=0.0))
     parts, best, merged = tmp_path / "parts", tmp_path / "best", tmp_path / "merged"
     split = output("split", run, "--by", "harness", "--out", parts)
-    assert split == f"1 sessions in {parts / 'h'}\n1 sessions in {parts / 'x'}\n"
-    assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 sessions in {best}\n"
+    assert split == f"1 session in {parts / 'h'}\n1 session in {parts / 'x'}\n"
+    assert output("filter", run, "--min-reward", 0.5, "--role", "agent", "--out", best) == f"1 session in {best}\n"
     assert output("merge", best, parts / "x", "--out", merged) == f"2 sessions in {merged}\n"
     assert ids_of(merged) == ["s", "t"]
 

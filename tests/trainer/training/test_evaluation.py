@@ -25,7 +25,7 @@ from rolltap.trainer.training import evaluation
 from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.evaluation import Evaluations
 from rolltap.trainer.training.recipe import Recipe
-from rolltap.trainer.training.report import METRICS, Reports, append_metrics, read_metrics
+from rolltap.trainer.training.report import METRICS, append_metrics, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests.trainer.training.test_online import HELD_OUT, Loop
 from tests.trainer.training.trainings import ENGINES, RECIPE, Training
@@ -153,12 +153,11 @@ class TestLast:
 
 
 def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_path, monkeypatch):
-    training, drawn = Training(tmp_path), []
+    training = Training(tmp_path)
     lines = [json.dumps({"id": name, "instruction": name, "evaluate": ["true"]}) for name in "xa"]
     (tmp_path / "held_out.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.replace("steps = 2", "steps = 3")
     training.recipe(recipe + "[evaluation]\ntasks = 'held_out.jsonl'\nsessions = 1\nevery = 2\n")
-    monkeypatch.setattr(Reports, "draw", lambda reports: drawn.append(len(read_metrics(tmp_path / "run" / METRICS))))
     ended = training.here(monkeypatch)
     assert ended.exit_code == 0, ended.output
     assert "warning: 1 task of evaluation.tasks, which the training has too: a\n" in ended.output
@@ -171,7 +170,6 @@ def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_pa
         (3, 3, False),
     ]
     assert f"warning: none of the 2 sessions of the evaluation of {name}.2.0 has a reward" in ended.output
-    assert drawn[-1] == 4
     steps = [(row.step, row.trained) for row in summarize(tmp_path / "run").trained]
     assert steps == [(line["step"], line["tokens_trained"]) for line in lines[:3]]
     sessions = load_sessions(tmp_path / "run" / EVALUATION).values()

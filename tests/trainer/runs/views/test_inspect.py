@@ -277,7 +277,7 @@ class TestIds:
     def test_a_call_has_the_number_that_the_tree_shows(self, small_run):
         assert view_call(small_run, "first", "3").call.call_id == "b3"
         for outside in ("0", "6"):
-            with pytest.raises(InputError, match=rf"first \(calls 1 to 5\) has no call '{outside}', only a"):
+            with pytest.raises(InputError, match=rf"first \(calls 1 to 5\) has no call '{outside}', only "):
                 view_call(small_run, "first", outside)
 
     def test_both_ids_may_be_abbreviated(self, small_run):
