@@ -103,7 +103,9 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
         run = running.result(timeout=900)
     assert_whole(run)
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
-    assert 1 <= len(lost) < 2 * SLOTS  # its processes do not die at once: some sessions begin in places of others
+    # the sessions of the killed node may have ended by then, and its processes do not die at once: some sessions begin
+    # in the places of others
+    assert len(lost) < 2 * SLOTS
     assert all("is gone" in row.error for row in lost)
     assert capsys.readouterr().out == ""  # where --json prints
     assert processes_below(temporary) == {}

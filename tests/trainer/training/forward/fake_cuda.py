@@ -9,6 +9,7 @@ The library is that of `build`. torch must be imported after it is loaded. The p
 import ctypes
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -61,4 +62,5 @@ def _error(case: Callable[[], None]) -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1])))
+    print(json.dumps(run(sys.argv[1])), flush=True)
+    os._exit(0)  # torch's thread for the device may be running, and would abort the end of the process
