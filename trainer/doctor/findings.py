@@ -156,7 +156,10 @@ def _no_call(seen: Observed) -> Iterator[Finding]:
         hints = _PROXY
     text = f"No model call came. {why}".strip()
     if seen.exit_status:
-        text = f"{_ended(seen)}{f': {printable(last)}' * bool(last)}. {text}"
+        ended = _ended(seen)
+        if last:
+            ended += f": {printable(last)}"
+        text = f"{ended}. {text}"
     yield Finding("problem", text, f"{lacks} {hints}")
 
 

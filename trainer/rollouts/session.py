@@ -1,6 +1,6 @@
 """The way of one session, from a copy of the task's start to its row.
 
-    try             the task's judge on its start, once: without a verdict no session runs
+    try             the task's judge on its start, once: if its program is not there, no session runs
     start           a copy of the task's start: the workspace
     box             of the runtime; the recorder is all that it reaches
     (ready)         waits for a slot
@@ -118,7 +118,7 @@ class Stage:
 
 
 async def require_judge(stage: Stage, job: JudgeJob) -> None:
-    """Try the judge of a task on its start, once. Raises `InputError` if it has no verdict there.
+    """Try the judge of a task on its start, once. Raises `InputError` if a program or module of it is not there.
 
     Raises as `judge`, too.
     """

@@ -33,17 +33,24 @@ class Gate:
     """Replies that wait from a number of requests on, until the block ends or the gate is opened."""
 
     def __init__(self, engine, first):
-        self._asked, self._lock = 0, threading.Lock()
-        self.reached, self._engine = threading.Event(), engine
-        self._first, self._open = first, False
+        self._asked = 0
+        self._changed = threading.Condition()
+        self._engine = engine
+        self._first = first
+        self._open = False
         engine.otherwise = self.reply
 
     def reply(self, request):
-        with self._lock:
+        with self._changed:
             self._asked += 1
-            if self._asked > self._first:
-                self.reached.set()
-        return Say("good.", hold_after=None if self._open or self._asked <= self._first else 1)
+            self._changed.notify_all()
+            is_held = self._asked > self._first and not self._open
+        return Say("good.", hold_after=1 if is_held else None)
+
+    def wait_for(self, number):
+        """Wait until the engine was asked so many times."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._asked >= number, 600)
 
     def __enter__(self):
         return self
@@ -96,16 +103,16 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
     first, *_ = [cluster.add() for _ in range(number)]
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=SLOTS * number) as gate:
         running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path)
-        assert gate.reached.wait(600)
+        all_held = 2 * SLOTS * number
+        gate.wait_for(all_held)
         cluster.kill(first)
         cluster.add()
+        gate.wait_for(all_held + 1)  # a session of the killed node is run again
         gate.open()
         run = running.result(timeout=900)
     assert_whole(run)
     lost = [row for row in run.sessions() if row.status == "infrastructure"]
-    # the sessions of the killed node may have ended by then, and its processes do not die at once: some sessions begin
-    # in the places of others
-    assert len(lost) < 2 * SLOTS
+    assert 1 <= len(lost) < 2 * SLOTS  # its processes do not die at once: some sessions begin in places of others
     assert all("is gone" in row.error for row in lost)
     assert capsys.readouterr().out == ""  # where --json prints
     assert processes_below(temporary) == {}
@@ -122,7 +129,7 @@ def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
     command = [ROLLTAP, "rollout", tasks, "--harness", program(tmp_path), "--engine", engine.url, "--json"]
     command += ["--model", tokenizer_folder, "--out", tmp_path / "run", "--ray", cluster.address, "-n", "4"]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    assert gate.reached.wait(600)
+    gate.wait_for(4)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     (node,) = (each for each in status(cluster) if each["node"] != "driver")
@@ -148,7 +155,7 @@ def test_a_service_that_is_killed_goes_on_with_the_sessions_that_run(
         arguments = tmp_path / "run", engine.url, tokenizer_folder, program(tmp_path), "--ray", cluster.address
         with serving(*arguments) as service:
             assert service.submit(id="a", sessions=6).status_code == 201
-            assert gate.reached.wait(600)
+            gate.wait_for(1)
             told = ""
             for _ in range(1000):  # a node's counts come with its next report
                 if 'phase="running"} 6.0' in (told := service.client.get("/metrics").text):
@@ -184,7 +191,7 @@ def test_a_recorder_that_dies_costs_its_node_and_the_others_run_its_sessions(
     cluster.add()
     with ThreadPoolExecutor(1) as pool, Gate(engine, first=4) as gate:
         running = pool.submit(roll_out, cluster, engine, tokenizer_folder, tmp_path, TASKS[:2])
-        assert gate.reached.wait(600)
+        gate.wait_for(5)
         os.kill(recorders(temporary)[0], signal.SIGKILL)
         gate.open()
         run = running.result(timeout=900)

@@ -239,12 +239,30 @@ async def test_a_judge_that_runs_and_has_no_verdict_on_the_start_is_told_once_an
     )
 
 
+@pytest.mark.parametrize(
+    "judge",
+    [
+        ["./solve.sh"],
+        ["sh", "-c", "./solve.sh"],
+        ["sh", "-c", "echo the server could not be started >&2; exit 3"],
+        ["sh", "-c", "echo it ended with status 127 >&2; exit 3"],
+        ["sh", "-c", "frobnicate"],
+    ],
+    ids=shlex.join,
+)
+async def test_a_judge_of_what_the_agent_is_to_make_lacks_nothing(recorder, tmp_path, judge):
+    task = Task(id="t", instruction="Write solve.sh. Install frobnicate.", evaluate=judge)
+    make = "printf '#!/bin/sh\n' > solve.sh && chmod +x solve.sh"
+    rows = await run_tasks(stage_of(recorder, tmp_path, f"{ONE_CALL}; {make}"), f"made-{len(shlex.join(judge))}", task)
+    assert {row.status for row in rows.values()} <= {"completed", "unjudged"}
+
+
 async def test_a_function_and_a_model_are_not_tried_and_programs_among_several_judges_are(
     recorder, tmp_path, monkeypatch
 ):
     model = {"kind": "llm", "rubric": "r", "url": "http://127.0.0.1:1", "model": "m"}
     function = {"kind": "python", "function": "no_such_module:judge"}
-    program = {"kind": "command", "command": counting(tmp_path, "exit 127")}
+    program = {"kind": "command", "command": counting(tmp_path, "no-such-judge")}
     judges = [{"name": judge["kind"], "judge": judge} for judge in (model, function, program)]
     task = Task(id="t", instruction="go", judge={"kind": "several", "judges": judges})
     rows = await run_tasks(stage_of(recorder, tmp_path, ONE_CALL), "several", task)

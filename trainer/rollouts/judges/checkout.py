@@ -113,7 +113,8 @@ class Checkout:
             if error.errno not in (errno.ENOENT, errno.EACCES) or error.filename != command[0]:
                 raise  # a fault of this machine, or of its box
             reason = f"the judge {command[0]!r} could not be started: {error.strerror or error}"
-            raise UnjudgedError(reason + self._not_shown(Path(command[0]))) from error
+            lacks = "" if self._is_in_workspace(command[0]) else command[0]
+            raise UnjudgedError(reason + self._not_shown(Path(command[0])), lacks=lacks) from error
         output = f"its output is in {self.job.log.name}"
         if ended.stopped == "timeout":
             raise UnjudgedError(f"the judge took more than {timeout:g} s; {output}")
@@ -122,6 +123,11 @@ class Checkout:
         if ended.status < 0:
             raise UnjudgedError(f"the judge was ended by signal {-ended.status}; {output}")
         return ended.status
+
+    def _is_in_workspace(self, program: str) -> bool:
+        """Return True for the path of a program that the agent may make."""
+        place = Path(self.box.workdir)
+        return "/" in program and (place / program).is_relative_to(place)
 
     def _not_shown(self, program: Path) -> str:
         """Return which folder of a program the box does not show, as a sentence, or an empty text.

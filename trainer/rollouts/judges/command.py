@@ -29,6 +29,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _PYTHON_OPTION = re.compile(r"-[bBdEIOPqsSuv]+")
 _MAX_REWARD_BYTES = 64 << 10
 _FIRST_WORD = re.compile(r"\s*([\w.+-]+)(?=[\s;|&]|$)")
+_NOT_FOUND = re.compile(r"(?:^|\s)([\w.+-]+): (?:command )?not found\s*$")
 _NO_MODULE = re.compile(r"No module named ['\"]?([\w.]+)[^\n]*\s*$")
 
 
@@ -70,11 +71,29 @@ def read_status(spec: CommandJudge, status: int, log: Path, *, asked: str = "") 
         raise UnjudgedError(
             f"the judge ended with status {status}, and only 0 and 1 are a verdict{what}; its output is in {log.name}"
         )
-    if status == 1 and (module := _NO_MODULE.search(read_end(log))) and not re.search(rf"\b{module[1]}\b", asked):
-        raise UnjudgedError(
-            f"the judge ended with status 1 and without the module {module[1]}: install it for the judge"
-        )
+    if status == 1 and (module := missing_module(read_end(log), asked)):
+        raise UnjudgedError(f"the judge ended with status 1 and without the module {module}: install it for the judge")
     return Reward(best_reward(spec) if status == 0 else worst_reward(spec), {})
+
+
+def missing_module(output: str, asked: str) -> str:
+    """Return the Python module that the last line of an output misses, unless the task, `asked`, names it."""
+    return _missing(_NO_MODULE, output, asked)
+
+
+def missing_program(output: str, asked: str) -> str:
+    """Return the program that a shell did not find on its PATH, by the last line of its output.
+
+    A program with a slash in its name, or one that the task names, may be for the agent to make.
+    """
+    return _missing(_NOT_FOUND, output, asked)
+
+
+def _missing(pattern: re.Pattern[str], output: str, asked: str) -> str:
+    found = pattern.search(output)
+    if found is None or re.search(rf"\b{re.escape(found[1])}\b", asked):
+        return ""
+    return found[1]
 
 
 def read_end(log: Path, limit: int = _MAX_REWARD_BYTES) -> str:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import logging
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,14 @@ from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, after_run, open_checkout
-from rolltap.trainer.rollouts.judges.command import judge_by_command, judge_by_function, quote_last_line
+from rolltap.trainer.rollouts.judges.command import (
+    judge_by_command,
+    judge_by_function,
+    missing_module,
+    missing_program,
+    quote_last_line,
+    read_end,
+)
 from rolltap.trainer.rollouts.judges.folders import TooMuchError
 from rolltap.trainer.rollouts.judges.log import judge_by_log
 from rolltap.trainer.rollouts.judges.model import judge_by_model
@@ -58,18 +64,19 @@ def _combine(spec: SeveralJudges, judged: Sequence[Judged]) -> Judged:
 
 @dataclasses.dataclass(slots=True)
 class _Baseline:
-    """The judgement of an untouched start, and the tests that it skipped or that failed in it as expected."""
+    """The judgement of an untouched start, and the tests that it skipped or that failed in it as expected.
+
+    Without a verdict, `lacks` is the program or module that the judge needs and does not find.
+    """
 
     judged: Judged
     skips: Skips = frozenset()
+    lacks: str = ""
 
 
 _baselines: dict[str, _Baseline] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_BASELINES = 10_000
-
-
-_LACKING = re.compile(r"could not be started|ended with status 12[67]\b|without the module|No module named '?pytest")
 
 
 async def fault_on_start(job: JudgeJob) -> str:
@@ -81,11 +88,12 @@ async def fault_on_start(job: JudgeJob) -> str:
     for spec in judges_of(job.task.effective_judge):
         if isinstance(spec, LLMJudge | PythonJudge):
             continue
-        unjudged = (await _judge_baseline(spec, job)).judged.unjudged
-        if unjudged is None:
+        baseline = await _judge_baseline(spec, job)
+        if baseline.judged.unjudged is None:
             continue
-        why = f"its judge, {shlex.join(spec.command)}, has no verdict on the untouched start: {unjudged}"
-        if _LACKING.search(unjudged):
+        found = f"has no verdict on the untouched start: {baseline.judged.unjudged}"
+        why = f"its judge, {shlex.join(spec.command)}, {found}"
+        if baseline.lacks:
             return f"{why}. Install it for the judge, or name another program in its command"
         logger.warning("task %s: %s. A session that leaves it so is unjudged", job.task.id, why)
     return ""
@@ -283,6 +291,9 @@ async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline
     except UnjudgedError as error:
         why = quote_last_line(str(error), start.log)
         baseline.judged = Judged(unjudged=why, evidence=error.evidence)
+        output = read_end(start.log) if start.log.exists() else ""
+        asked = task.instruction
+        baseline.lacks = error.lacks or missing_module(output, asked) or missing_program(output, asked)
     if baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
         _baselines[key] = baseline
     return baseline

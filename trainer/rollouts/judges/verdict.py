@@ -64,13 +64,14 @@ class UnjudgedError(Exception):
 
     `broke` is False when that cannot be the agent's doing: a key that is not set, a patch that does not fit, a provider
     that does not answer. Else the agent's changes may have caused it, with a time limit, a signal, a report that is
-    missing, words that are no reward: a judge that has a verdict on the untouched start was broken by them. `evidence`
-    goes with the judgement.
+    missing, words that are no reward: a judge that has a verdict on the untouched start was broken by them. `lacks`
+    names a program that is not there. `evidence` goes with the judgement.
     """
 
-    def __init__(self, reason: str, *, broke: bool = True, **evidence: Any) -> None:
+    def __init__(self, reason: str, *, broke: bool = True, lacks: str = "", **evidence: Any) -> None:
         super().__init__(reason)
         self.broke = broke
+        self.lacks = lacks
         self.evidence = evidence
 
 
