@@ -1,0 +1,1 @@
+"""One training step: traces to gradients, by one packed pass through the stock model."""
