@@ -178,7 +178,9 @@ class SegmentReader:
                 said = (schema.metadata or {}).get(_ROWS, b"")
                 self._rows = int(said) if said.isdigit() else None
             else:
-                self.damage[0] = "it does not have the columns of its table"
+                self.damage[0] = (
+                    "it does not have the columns of its table: another version of rolltap wrote it, or it is damaged"
+                )
 
     def close(self) -> None:
         """Close the file."""

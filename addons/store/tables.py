@@ -39,7 +39,15 @@ TABLES = {
     "trained": TRAINED_SCHEMA,
     "scores": SCORE_SCHEMA,
 }
-_TOKEN_COLUMNS = ("prompt_tail_ids", "completion_ids", "logprobs", "weights", "top_ids", "top_logprobs")
+_TOKEN_COLUMNS = (
+    "prompt_tail_ids",
+    "completion_ids",
+    "logprobs",
+    "differences",
+    "weights",
+    "top_ids",
+    "top_logprobs",
+)
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment of at least this size is closed and compacted when a session ends."""

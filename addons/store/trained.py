@@ -22,7 +22,7 @@ TRAINED_SCHEMA = pa.schema(
         ("trained", pa.int32()),
         ("left_out", pa.list_(pa.struct([*_SPAN, ("reason", pa.string())]))),
         ("spans", pa.list_(pa.struct(_SPAN))),
-        ("logprobs", pa.list_(pa.float16())),
+        ("differences", pa.list_(pa.float16())),
         ("weights", pa.list_(pa.float32())),
         (DIGEST, pa.string()),
     ]

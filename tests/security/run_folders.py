@@ -39,7 +39,7 @@ TRAINED = {
     "trained": 1,
     "left_out": [],
     "spans": [{"call_id": "a", "start": 0, "end": 1}],
-    "logprobs": [-1.0],
+    "differences": [-1.0],
     "weights": [1.0],
 }
 ROWS = {

@@ -25,8 +25,9 @@ from rolltap.trainer.traces.ledger import Ledger, SessionAccount, TokenSpan
 
 TABLE = "trained"
 
-_VALUES = {"logprobs": np.float16, "weights": np.float32}
-"""Columns with a value for each trained token."""
+_VALUES = {"differences": np.float16, "weights": np.float32}
+"""Columns with a value for each trained token. 16 bits round a difference by 0.05 %, and a log-probability of -4 by
+0.002: most differences are smaller."""
 Scored = tuple[Sequence[int], NDArray[np.float32]]
 """Places of traces in `StepAccount.computed`; log-probabilities and limited importance weights of their N trained
 tokens, shape (2, N)."""
@@ -42,8 +43,8 @@ class TrainedSession:
         reason: Why the whole session is left out (`LeftOut`).
         left_out: The sampled tokens that are not trained, each with its reason.
         spans: The trained tokens.
-        logprobs: The trainer's log-probability of each trained token before the step. None when it was not computed,
-            because the advantage is 0, and when it was not read.
+        differences: For each trained token, the trainer's log-probability before the step less the recorded one. None
+            when it was not computed, because the advantage is 0, and when it was not read.
         weights: What the advantage is multiplied with at each trained token: the weight of the session times the
             limited importance weight.
     """
@@ -59,7 +60,7 @@ class TrainedSession:
     trained: int
     left_out: tuple[TokenSpan, ...] = field(repr=False)
     spans: tuple[TokenSpan, ...] = field(default=(), repr=False)
-    logprobs: NDArray[np.float16] | None = field(default=None, repr=False, compare=False)
+    differences: NDArray[np.float16] | None = field(default=None, repr=False, compare=False)
     weights: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -95,13 +96,12 @@ class StepAccount:
         Raises `LedgerError` when they do not add up to the ledger of the batch, or when a trained token of a computed
         trace has not one value.
         """
-        values, total = self._values(scored), Ledger()
+        values = self._values(scored)
+        total = Ledger()
         for session_id, account in self.batch.accounts.items():
-            ledger, own = account.ledger, values.get(session_id)
-            if own is not None and own.shape[1] != ledger.trained:
-                raise LedgerError(f"session {session_id} trains {ledger.trained} tokens, {own.shape[1]} were scored")
+            ledger = account.ledger
             total += ledger
-            yield {
+            row = {
                 "step": step,
                 "version": version,
                 "session_id": session_id,
@@ -113,22 +113,50 @@ class StepAccount:
                 "trained": ledger.trained,
                 "left_out": [asdict(span) for span in account.spans if span.reason is not None],
                 "spans": [asdict(span) for span in account.spans if span.reason is None],
-                "logprobs": None if own is None else own[0].astype(np.float16),
-                "weights": None if own is None else own[1] * np.float32(self.weights.get(session_id, 0.0)),
+                "differences": None,
+                "weights": None,
             }
+            if session_id in values:
+                trainer, engine, limited = values[session_id]
+                if not len(trainer) == len(engine) == ledger.trained:
+                    counts = f"{ledger.trained} tokens, {len(trainer)} were scored"
+                    raise LedgerError(f"session {session_id} trains {counts}")
+                row["differences"] = (trainer - engine).astype(np.float16)
+                row["weights"] = limited * np.float32(self.weights.get(session_id, 0.0))
+            yield row
         if total != self.batch.ledger:
-            raise LedgerError(f"the sessions of step {step} have the tokens {total}, their batch {self.batch.ledger}")
+            expected = self.batch.ledger
+            raise LedgerError(f"the sessions of step {step} have the tokens {total}, their batch {expected}")
 
-    def _values(self, scored: Iterable[Scored]) -> dict[str, NDArray[np.float32]]:
-        """Return session id -> the values of the trained tokens of its computed traces, as in `Scored`."""
+    def _values(self, scored: Iterable[Scored]) -> dict[str, list[NDArray[np.float32]]]:
+        """Return session id -> values of the trained tokens of its computed traces.
+
+        These are the log-probabilities of trainer and engine, and the limited importance weights.
+        """
         by_trace = dict[int, NDArray[np.float32]]()
         for numbers, values in scored:
-            ends = np.cumsum([self.computed[number].completion_mask.count(1) for number in numbers])
-            by_trace |= zip(numbers, np.split(values, ends[:-1], axis=1), strict=True)
-        parts = defaultdict[str, list[NDArray[np.float32]]](list)
+            sizes = [self.computed[number].completion_mask.count(1) for number in numbers]
+            parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
+            by_trace.update(zip(numbers, parts, strict=True))
+        traces_of = defaultdict[str, list[int]](list)
         for number, trace in enumerate(self.computed):
-            parts[trace.session_id].append(by_trace.get(number, np.empty((2, 0), np.float32)))
-        return {session_id: np.concatenate(each, axis=1) for session_id, each in parts.items()}
+            traces_of[trace.session_id].append(number)
+        nothing = np.empty((2, 0), np.float32)
+        found = dict[str, list[NDArray[np.float32]]]()
+        for session_id, numbers in traces_of.items():
+            parts = [by_trace.get(number, nothing) for number in numbers]
+            trainer, limited = np.concatenate(parts, axis=1)
+            engine = np.concatenate([_sampled_logprobs(self.computed[number]) for number in numbers])
+            found[session_id] = [trainer, engine, limited]
+        return found
+
+
+def _sampled_logprobs(trace: Trace) -> NDArray[np.float32]:
+    """Return the engine's log-probabilities of the trained tokens of a trace."""
+    trained = np.array(trace.completion_mask, bool)
+    logprobs = np.array(trace.logprobs, np.float32)
+    sampled: NDArray[np.float32] = logprobs[trained]
+    return sampled
 
 
 def write_step(
@@ -138,7 +166,8 @@ def write_step(
 
     Raises `LedgerError` as `StepAccount.rows`, and `OSError`.
     """
-    if rows := list(account.rows(step + 1, str(version(step)), scored)):
+    rows = list(account.rows(step + 1, str(version(step)), scored))
+    if rows:
         writer.add_batch(TABLE, trained_batch(rows))
         writer.end_session()
 
@@ -164,8 +193,11 @@ def read_trained(folder: Path) -> list[TrainedSession]:
 
     `folder` need not be a run folder. Uncommitted tails and damage are skipped, with a warning for damage.
     """
-    batches = (batch for new in TableScan(folder, TABLE).new() for _, batch in new.batches)
-    return _newest(row for batch in batches for row in batch_rows(batch.drop_columns(["spans", *_VALUES])))
+    rows: list[dict[str, Any]] = []
+    for new in TableScan(folder, TABLE).new():
+        for _, batch in new.batches:
+            rows += batch_rows(batch.drop_columns(["spans", *_VALUES]))
+    return _newest(rows)
 
 
 def _newest(rows: Iterable[dict[str, Any]]) -> list[TrainedSession]:
@@ -175,7 +207,8 @@ def _newest(rows: Iterable[dict[str, Any]]) -> list[TrainedSession]:
         del row[DIGEST]
         for name in {"left_out", "spans"} & row.keys():
             row[name] = tuple(TokenSpan(**span) for span in row[name])
-        for name in _VALUES.keys() & row.keys():
-            row[name] = None if row[name] is None else np.array(row[name], _VALUES[name])
+        for name, kind in _VALUES.items():
+            if row.get(name) is not None:
+                row[name] = np.array(row[name], kind)
         found[row["step"], row["session_id"]] = TrainedSession(**row)
     return sorted(found.values(), key=lambda session: session.step)

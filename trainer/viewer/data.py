@@ -207,7 +207,7 @@ def trained_spans(step: TrainedSession, call_id: str) -> Iterator[JSON]:
                 **{name: getattr(step, name) for name in ("step", "version", "advantage")},
                 "start": span.start,
                 "end": span.end,
-                "logprobs": None if step.logprobs is None else short_floats(step.logprobs[first:last]),
+                "differences": None if step.differences is None else short_floats(step.differences[first:last]),
                 "weights": None if step.weights is None else short_floats(step.weights[first:last]),
             }
         first = last

@@ -140,8 +140,7 @@ def _redacted_call(call: JSON, secrets: Secrets) -> JSON:
     numbers = {name: call["call"].pop(name) for name in ("prompt_ids", "completion_ids", "logprobs")}
     values: JSON = secrets.redact_values(call) | pieces
     values["call"] |= numbers
-    for part in (values["call"], *values["trained"]):
-        part["logprobs"] = part["logprobs"] and [round(value, 4) for value in part["logprobs"]]
+    values["call"]["logprobs"] = [round(value, 4) for value in values["call"]["logprobs"]]
     return values
 
 

@@ -195,7 +195,7 @@ class TestMerge:
         a = make_run(tmp_path / "a", make_session("s", reward=0.0), make_session("t", reward=0.0))
         b = make_run(tmp_path / "b", make_session("s"), make_session("u"))
         numbers = dict.fromkeys(TRAINED_SCHEMA.names, 0) | {"left_out": [], "spans": []}
-        values = {"logprobs": np.float16([-0.1]), "weights": np.float32([0.3])}
+        values = {"differences": np.float16([-0.1]), "weights": np.float32([0.3])}
         row = {**numbers, **values, "version": "v", "session_id": "s", "group_id": "g", "reason": None, "digest": ""}
         routing = Routing(session_id="s", call_id="a", layers=1, top_k=1, experts=b"\0")
         with RunWriter(add_rows(b, routing, started_event(make_session("s")))) as writer:

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import LedgerError
+from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.runs.edit import filter_run, merge_runs
@@ -62,11 +64,24 @@ def test_values_are_of_the_trained_tokens_and_the_last_row_of_a_step_counts(run)
     assert (row.step, row.version, row.group_id, row.reward, row.advantage) == (1, "run.0.1", "g", 1.0, 0.5)
     assert row.spans == (TokenSpan("a", 0, 2), TokenSpan("b", 0, 1))
     assert row.left_out == (TokenSpan("c", 0, 1, "auxiliary"),)
-    assert (row.logprobs.tolist(), row.weights.tolist()) == ([-4, -5, -6], [2, 1, 0])
+    # the engine said -1, -1 - 1/64 and -1
+    assert (row.differences.tolist(), row.weights.tolist()) == ([-3, -4 + 1 / 64, -5], [2, 1, 0])
     assert row.ledger == Ledger(sampled=4, trained=3, left_out={"auxiliary": 1})
     [numbers] = read_trained(run)
     assert numbers == replace(row, spans=())
-    assert numbers.logprobs is None
+    assert numbers.differences is None
+
+
+@pytest.mark.parametrize("apart", [1e-6, 3e-4, -0.00101, 0.0123, -0.4567])
+def test_a_difference_of_trainer_and_engine_is_stored_nearly_as_it_is(tmp_path, apart):
+    session = recorded("s")
+    for call in session.calls:
+        call.logprobs = [-4.2 - i for i in range(len(call.completion_ids))]
+    folder = write_run(tmp_path / "run", *session.calls, session.session)
+    write(folder, 0, (account(session), scored(-4.2 + apart, -5.2 + apart, -4.2 + apart)))
+    [row] = rows_of(folder, "s")
+    # trainer and engine give 32 bits: at 5 nats they have 2.4e-7 each
+    np.testing.assert_allclose(row.differences, apart, rtol=5e-4, atol=5e-7)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +117,24 @@ def test_a_folder_that_is_no_run_can_be_read(tmp_path):
 def test_a_changed_row_is_damage_and_is_not_read(run):
     [_, second] = run_files(run, "trained")
     text = second.read_bytes()
-    place = text.index(np.array([-4, -5, -6], np.float16).tobytes())
-    second.write_bytes(text[:place] + np.float16(-3).tobytes() + text[place + 2 :])
+    place = text.index(np.array([-3, -4 + 1 / 64, -5], np.float16).tobytes())
+    second.write_bytes(text[:place] + np.float16(-2).tobytes() + text[place + 2 :])
     found = verify_run(run, **NO_ONE)
     assert (found.verdict, len(found.findings)) == ("damaged", 1)
     assert "its digest does not match" in found.findings[0].what
     assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
     second.write_bytes(text[:-200])
     assert [row.version for row in rows_of(run, "s")] == ["run.0.0"]
+
+
+def test_a_file_with_the_columns_of_before_is_skipped_with_a_warning(run, caplog):
+    with SegmentReader(run_files(run, "trained")[1]) as reader:
+        [(_, batch)] = list(reader)
+    columns = ["logprobs" if name == "differences" else name for name in batch.schema.names]
+    with pa.ipc.new_stream(run / "trained-0.arrow", batch.rename_columns(columns).schema) as writer:
+        writer.write_batch(batch.rename_columns(columns))
+    assert [row.version for row in rows_of(run, "s")] == ["run.0.1"]
+    assert "it does not have the columns of its table: another version of rolltap wrote it" in caplog.text
 
 
 def test_a_merged_run_and_a_filtered_one_keep_what_was_trained_of_whole_sessions(run, tmp_path):

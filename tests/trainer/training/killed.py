@@ -298,7 +298,7 @@ def trained_of(run: Path) -> list[tuple[Any, ...]]:
     """Return what each optimizer step trained of each session, and with what values."""
     with SessionIndex(run, TABLE) as index:
         rows = [row for name in index.session_ids for row in trained_steps(index, str(name))]
-    values = ((str(row.logprobs), str(row.weights), str(row.ledger), row.advantage, row.reason) for row in rows)
+    values = ((str(row.differences), str(row.weights), str(row.ledger), row.advantage, row.reason) for row in rows)
     return sorted((row.step, place_in_any_run(row.session_id), *each) for row, each in zip(rows, values, strict=True))
 
 

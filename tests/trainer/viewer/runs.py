@@ -248,9 +248,7 @@ def trained(calls: Sequence[Call], step: int, advantage: float, reason: str | No
         }
         for span, end in zip(spans, ends, strict=True)
     ]
-    logprobs = np.concatenate(
-        [np.array(call.logprobs[:-1]) - 0.2 * (np.arange(len(call.logprobs) - 1) % 3 - 1) for call in calls]
-    )
+    differences = np.concatenate([-0.2 * (np.arange(end - 1) % 3 - 1) for end in ends])
     return {
         "session_id": calls[0].session_id,
         "group_id": "g",
@@ -260,11 +258,11 @@ def trained(calls: Sequence[Call], step: int, advantage: float, reason: str | No
         "advantage": advantage,
         "reason": reason,
         "sampled": sum(ends),
-        "trained": 0 if reason else len(logprobs),
+        "trained": 0 if reason else len(differences),
         "left_out": left_out,
         "spans": [] if reason else spans,
-        "logprobs": None if reason else logprobs.astype(np.float16),
-        "weights": None if reason else np.full(len(logprobs), 0.5, np.float32),
+        "differences": None if reason else differences.astype(np.float16),
+        "weights": None if reason else np.full(len(differences), 0.5, np.float32),
     }
 
 

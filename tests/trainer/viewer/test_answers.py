@@ -285,7 +285,7 @@ def test_what_a_step_trained_is_shown_of_the_run_the_session_and_the_call(tmp_pa
         "trained": 4,
         "left_out": [{"call_id": "1", "start": 1, "end": 2, "reason": "over_length"}],
         "spans": [{"call_id": "0", "start": 0, "end": 3}, {"call_id": "1", "start": 0, "end": 1}],
-        "logprobs": np.array([-0.1, -0.2, -0.3, -0.4], np.float16),
+        "differences": np.array([0.1, 0.2, -0.3, -0.001], np.float16),
         "weights": np.array([1, 1, 1, 0.25], np.float32),
     }
     with RunWriter(folder) as writer:
@@ -301,7 +301,7 @@ def test_what_a_step_trained_is_shown_of_the_run_the_session_and_the_call(tmp_pa
         assert found["group"][0]["advantage"] == 0.5
         call = sent(reader, "api/sessions/s/calls/1")
         (part,) = call["trained"]
-        assert (part["start"], part["end"], part["logprobs"], part["weights"]) == (0, 1, [-0.4], [0.25])
+        assert (part["start"], part["end"], part["differences"], part["weights"]) == (0, 1, [-0.001], [0.25])
         assert call["excluded"] == [{"start": 1, "end": 2, "reason": "over_length"}]
 
 

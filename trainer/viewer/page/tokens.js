@@ -18,11 +18,12 @@ const partAt = (parts, at) => parts.findLast(({ start, end }) => start <= at && 
 /** Return what is known of the sampled token i; a value that is not known is undefined. */
 function sampledToken({ call, excluded, trained }, i) {
   const part = partAt(trained, i);
-  const [logprob, ours] = [call.logprobs[i], part?.logprobs?.[i - part.start]];
+  const logprob = call.logprobs[i];
+  const difference = part?.differences?.[i - part.start];
   return {
     logprob,
-    ours,
-    difference: typeof logprob === "number" && typeof ours === "number" ? ours - logprob : undefined,
+    ours: typeof difference === "number" ? logprob + difference : undefined,
+    difference,
     weight: part?.weights?.[i - part.start],
     advantage: part?.advantage,
     step: part?.step,

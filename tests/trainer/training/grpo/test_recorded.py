@@ -48,11 +48,15 @@ def test_each_step_has_a_row_for_each_session_with_the_values_of_a_plain_forward
         covered = sorted((s.call_id, at) for s in row.spans + row.left_out for at in range(s.start, s.end))
         assert covered == sorted((c.call_id, at) for c in session.calls for at in range(len(c.completion_ids)))
         assert row.trained == sum(span.end - span.start for span in row.spans)
-        if row.logprobs is None:
+        if row.differences is None:
             assert row.advantage in (None, 0.0)
             continue
-        own = [x for span in row.spans for x in logprobs_of(model, calls[span.call_id])[span.start : span.end]]
-        np.testing.assert_allclose(row.logprobs, own, rtol=2e-3)
+        own, recorded_before = [], []
+        for span in row.spans:
+            call = calls[span.call_id]
+            own += logprobs_of(model, call)[span.start : span.end]
+            recorded_before += call.logprobs[span.start : span.end]
+        np.testing.assert_allclose(row.differences, np.subtract(own, recorded_before), rtol=2e-3, atol=1e-5)
         weight = sum(in_loss.values()) / (len(in_loss) * row.trained)
         np.testing.assert_allclose(row.weights, [weight * min(1.5, np.exp(SHIFT))] * row.trained, rtol=1e-4)
 
@@ -63,13 +67,14 @@ def test_a_row_says_why_its_session_or_some_of_its_tokens_are_left_out(folder):
     assert whole == {"a0": None, "a2": None, "b0": "no_signal", "b1": "no_signal", "c1": None, "c2": "infrastructure"}
     assert {row.ledger.left_out["auxiliary"] for row in rows.values()} == {2}
     assert any("over_length" in row.ledger.left_out for row in rows.values())
-    assert rows[1, "a2"].logprobs is None
+    assert rows[1, "a2"].differences is None
     assert rows[1, "a2"].trained > 0
     assert rows[1, "c2"].trained == rows[1, "b0"].trained == 0
     assert (rows[1, "a1"].reward, rows[1, "c2"].reward) == (1.0, None)
     assert rows[1, "c2"].advantage is None
     assert rows[1, "a1"].advantage == pytest.approx(1 / (1 + 2e-4), rel=1e-3)
-    assert not np.array_equal(rows[1, "a1"].logprobs, rows[2, "a1"].logprobs)  # the first step changed the weights
+    # the first step changed the weights
+    assert not np.array_equal(rows[1, "a1"].differences, rows[2, "a1"].differences)
     numbers = {(each.step, each.session_id): each.ledger for each in read_trained(folder)}
     assert numbers == {place: row.ledger for place, row in rows.items()}
 
@@ -87,9 +92,9 @@ def test_two_processes_record_what_one_does(folder, tmp_path):
     assert one.keys() == two.keys()
     assert {place: one[place] for place in one if place[0] == 1} == {p: two[p] for p in two if p[0] == 1}
     for place, row in one.items():
-        assert (row.logprobs is None) == (two[place].logprobs is None)
-        if row.logprobs is not None:
-            np.testing.assert_allclose(row.logprobs, two[place].logprobs, rtol=5e-3, atol=1e-3)
+        assert (row.differences is None) == (two[place].differences is None)
+        if row.differences is not None:
+            np.testing.assert_allclose(row.differences, two[place].differences, rtol=5e-3, atol=1e-3)
             np.testing.assert_allclose(row.weights, two[place].weights, rtol=1e-4)
 
 
@@ -98,6 +103,6 @@ def test_other_ways_to_compute_have_the_same_rows(folder, tmp_path, config):
     write_metadata(tmp_path, {"model": "tiny"})
     train(tmp_path, 1, **config)
     one, other = rows_of(folder), rows_of(tmp_path)
-    np.testing.assert_allclose(one[1, "a1"].logprobs, other[1, "a1"].logprobs, rtol=5e-3)
+    np.testing.assert_allclose(one[1, "a1"].differences, other[1, "a1"].differences, rtol=5e-3)
     assert one[1, "c0"].spans == other[1, "c0"].spans
     assert set(other[1, "a1"].weights) == {1.0}  # every token counts the same
