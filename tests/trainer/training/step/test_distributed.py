@@ -1,0 +1,194 @@
+"""Several training processes, as gloo ranks in child processes."""
+
+import os
+import threading
+from socket import gethostname
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rolltap.trainer.training.step.distributed import (
+    _FAILED,
+    _Watch,
+    abort_on_error,
+    call_on_all_ranks,
+    gathered,
+    is_main,
+    on_main,
+    raise_on_all,
+    register,
+    require_same_parameters,
+    scattered,
+    several,
+)
+from tests.trainer.training.step.gloo import run_ranks
+
+
+def fail_on(rank, bad):
+    if rank == bad:
+        raise ValueError(f"no memory on {rank}")
+    return rank
+
+
+def reported(rank):
+    return f"RankError: process {rank} on {gethostname()} failed: ValueError: no memory on {rank}"
+
+
+def total(value):
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_the_result_or_the_error_of_the_main_process_is_everybodys():
+    assert run_ranks(lambda rank: on_main(lambda: {"from": rank})) == [{"from": 0}, {"from": 0}]
+    outcomes = run_ranks(lambda rank: on_main(lambda: fail_on(rank, 0)))
+    assert outcomes == ["ValueError: no memory on 0", reported(0)]
+
+
+def test_each_process_gets_its_own_part_of_a_list_of_the_main_process():
+    assert run_ranks(lambda rank: scattered(lambda: ["first", "second", {"the": "third"}]), 3) == [
+        "first",
+        "second",
+        {"the": "third"},
+    ]
+    assert run_ranks(lambda rank: scattered(lambda: fail_on(rank, 0))) == ["ValueError: no memory on 0", reported(0)]
+    for outcome in run_ranks(lambda rank: scattered(lambda: ["only one"])):
+        assert outcome.endswith("1 parts for 2 processes")
+
+
+class Part:
+    """Counts, in each process, how many parts are unpickled there."""
+
+    received = 0
+
+    def __reduce__(self):
+        return Part.receive, ()
+
+    @staticmethod
+    def receive():
+        Part.received += 1
+        return Part()
+
+
+def test_a_process_does_not_receive_the_parts_of_the_others():
+    def receive(rank):
+        scattered(lambda: [[Part()], [Part(), Part()]])
+        return Part.received
+
+    assert run_ranks(receive)[1] == 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_of_any_process_is_raised_on_all_and_they_go_on(bad):
+    def function(rank):
+        try:
+            raise_on_all(lambda: fail_on(rank, bad))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", total(rank)
+
+    expected = [(reported(bad), 1)] * 2
+    expected[bad] = (f"ValueError: no memory on {bad}", 1)
+    assert run_ranks(function) == expected
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_process_that_fails_between_collective_operations_does_not_leave_the_others_in_one(bad):
+    def step(rank):
+        total(1)
+        fail_on(rank, bad)
+        total(1)
+
+    def train(rank):
+        gathered(rank)
+        abort_on_error(lambda: step(rank))
+
+    expected = [reported(bad)] * 3
+    expected[bad] = f"ValueError: no memory on {bad}"
+    assert run_ranks(train, 3, seconds=30) == expected
+
+
+def test_the_others_end_when_the_main_process_fails_in_what_it_does_for_all():
+    def train(rank):
+        abort_on_error(lambda: on_main(lambda: fail_on(rank, 0)))
+
+    assert run_ranks(train) == ["ValueError: no memory on 0", reported(0)]
+
+
+@pytest.mark.parametrize("collective", [on_main, raise_on_all, lambda function: scattered(lambda: [function()] * 2)])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_the_others_hear_of_a_process_that_ends(collective, dead):
+    def function(rank):
+        raise_on_all(lambda: None)  # the group is there
+        if rank == dead:
+            os._exit(9)
+        return [collective(lambda: None) for _ in range(2)]
+
+    survivor = run_ranks(function, dead=[dead])[1 - dead]
+    assert survivor.startswith("RankError: another training process ended: its own output says why")
+
+
+def test_an_error_that_cannot_be_told_is_still_raised():
+    def function(rank):
+        raise_on_all(lambda: None)
+        if rank == 1:
+            os._exit(9)
+        return raise_on_all(lambda: fail_on(rank, 0))
+
+    assert run_ranks(function, dead=[1])[0] == "ValueError: no memory on 0"
+
+
+def test_the_main_process_calls_a_collective_function_of_all_while_the_others_wait():
+    def function(rank):
+        register("total", lambda value: total(value + rank))
+        return on_main(lambda: [call_on_all_ranks("total", 10), call_on_all_ranks("total", 20)])
+
+    assert run_ranks(function) == [[21, 41], [21, 41]]
+
+
+def test_the_others_hear_of_an_error_in_a_function_of_all():
+    def function(rank):
+        register("fail", lambda: total(fail_on(rank, 1)))
+        return on_main(lambda: call_on_all_ranks("fail"))
+
+    assert run_ranks(function) == [reported(1), "ValueError: no memory on 1"]
+
+
+def test_operations_that_do_not_notice_a_lost_process_are_aborted():
+    store = dist.HashStore()
+    aborted = threading.Event()
+    watch = _Watch(store, aborted.set)
+    watch.start()
+    store.set(_FAILED, "process 7 failed")
+    assert aborted.wait(30)
+    assert watch.message == "process 7 failed"
+    watch.stop()
+
+
+def test_each_process_has_the_values_of_all_and_only_rank_0_is_the_main_process():
+    assert is_main()
+    found = run_ranks(lambda rank: (is_main(), raise_on_all(lambda: rank), gathered(rank == 1)))
+    assert found == [(True, 0, [False, True]), (False, 1, [False, True])]
+
+
+@pytest.mark.parametrize(
+    ("shape", "number", "message"),
+    [
+        (3, 1, r"process 0 has a0 [2] torch.float32, process 1 has a0 [3] torch.float32"),
+        (2, 2, "process 0 has no more, process 1 has a1 [2]"),
+    ],
+)
+def test_processes_with_other_parameters_do_not_wait_for_each_other(shape, number, message):
+    def check(rank):
+        sizes = [shape] * number if rank else [2]
+        require_same_parameters((f"a{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes))
+
+    for outcome in run_ranks(check):
+        assert outcome.startswith("InputError: the processes train different models: ")
+        assert message in outcome
+
+
+def test_a_process_alone_waits_for_nobody():
+    assert not several()
+    assert on_main(lambda: 1) == raise_on_all(lambda: 1) == abort_on_error(lambda: 1) == scattered(lambda: [1]) == 1

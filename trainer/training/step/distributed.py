@@ -1,0 +1,307 @@
+"""Several training processes: they share results, and an error in one of them ends all.
+
+Objects travel over a gloo group of their own: the main process may roll out for hours while the others wait, without a
+kernel on their device, and an end of the main process is noticed at once. Tensors travel over the default group, in
+the collectives of DDP and FSDP2.
+"""
+
+import atexit
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from itertools import zip_longest
+from socket import gethostname
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from rolltap.addons.errors import InputError, RankError
+
+T = TypeVar("T")
+
+_FAILED = "rolltap: failed"
+"""Key of the store of the groups: the message of the first process that left them after an error."""
+_PATIENCE = timedelta(days=365)
+"""Time that a process waits for the others' objects: longer than the rollouts of any batch."""
+_WATCH_SECONDS = 1.0
+"""Time between two looks of a process whether another one has failed."""
+
+
+def several() -> bool:
+    """Return True with more than one training process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def is_main() -> bool:
+    """Return True on the main process, which rolls out, publishes and writes. It is the only one, or rank 0."""
+    return not several() or dist.get_rank() == 0
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call `function` on the main process. Return its result, or raise its error, on every process. Collective.
+
+    The whole result is pickled for each of the others: see `scattered`. Raises `RankError` if another process failed
+    or ended.
+    """
+    if not several():
+        return function()
+    if is_main():
+        return _lead(function)
+    result: T = _follow()
+    return result
+
+
+_leads = False
+"""True on the main process within `on_main`, while the others wait."""
+
+
+def _lead(function: Callable[[], T]) -> T:
+    """Call `function` and send its outcome: the result, the message of an error, and a call of all ranks."""
+    global _leads
+    _leads = True
+    try:
+        result = function()
+    except Exception as error:
+        if several():  # else `abort_on_error` has told the others
+            with suppress(RankError):
+                _broadcast([None, _message(error), None])
+        raise
+    finally:
+        _leads = False
+    _broadcast([result, None, None])
+    return result
+
+
+def _follow() -> Any:
+    """Take part in the calls of the main process, until it sends an outcome."""
+    while True:
+        result, message, call = _broadcast([None, None, None])
+        if call is None:
+            break
+        call_on_all_ranks(*call)
+    if message is not None:
+        raise RankError(message)
+    return result
+
+
+def _broadcast(objects: list[Any]) -> list[Any]:
+    """Return the objects of the main process. Collective."""
+    try:
+        dist.broadcast_object_list(objects, group=object_group())
+    except RuntimeError as error:
+        raise lost(error) from error
+    return objects
+
+
+def scattered(function: Callable[[], list[T]]) -> T:
+    """Call `function` on the main process. It returns one part for each process, and each gets its own. Collective.
+
+    Only a process's own part is sent to it, pickled. Raises the error of `function` on every process, `ValueError` for
+    another number of parts, and `RankError` if another process failed or ended.
+    """
+    parts: list[T] = []
+
+    def divide() -> None:
+        parts.extend(function())
+        expected = dist.get_world_size() if several() else 1
+        if len(parts) != expected:
+            raise ValueError(f"{len(parts)} parts for {expected} processes")
+
+    on_main(divide)
+    if not several():
+        return parts[0]
+    received: list[Any] = [None]
+    try:
+        dist.scatter_object_list(received, parts if is_main() else None, group=object_group())
+    except RuntimeError as error:
+        raise lost(error) from error
+    own: T = received[0]
+    return own
+
+
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+def register(name: str, function: Callable[..., Any]) -> None:
+    """Let `call_on_all_ranks` call a collective function by this name."""
+    _registered[name] = function
+
+
+def call_on_all_ranks(name: str, *args: Any) -> Any:
+    """Call a function of `register` on all processes, and return its result on this one.
+
+    The main process calls it within `on_main`, whose others take part, or all processes call it. It is called as by
+    `abort_on_error`.
+    """
+    if _leads:
+        _broadcast([None, None, (name, *args)])
+    return abort_on_error(lambda: _registered[name](*args))
+
+
+def raise_on_all(function: Callable[[], T]) -> T:
+    """Call `function` on each process. If it fails on any of them, raise on all. Collective.
+
+    The process that failed raises its own error, the others a `RankError` with its message. `function` must not call
+    collective operations: the others would wait in them. For those there is `abort_on_error`.
+    """
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:
+        failure = error
+    message = None if failure is None else _message(failure)
+    try:
+        messages = gathered(message)
+    finally:
+        if failure is not None:
+            raise failure
+    for other in messages:
+        if other is not None:
+            raise RankError(other)
+    return result
+
+
+def abort_on_error(function: Callable[[], T]) -> T:
+    """Call `function`, which may call collective operations, on each process. If it fails on any of them, raise on all.
+
+    The process that fails raises its own error and leaves the groups. Its message is in their store. So operations in
+    which the others wait for it end at once: gloo notices the lost connection, and of NCCL each process aborts its own
+    groups as soon as it reads the message. They raise a `RankError` with it. No collective operation is possible
+    afterwards.
+    """
+    if not several():
+        return function()
+    object_group()  # and its watch
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        result = function()
+    except Exception as error:
+        if isinstance(error, RankError) or not several():  # from within another call, which has left the groups
+            raise
+        failure = _tell(error, store)
+        _abort_groups()
+        _disconnect()
+        if failure is error:
+            raise
+        raise failure from error
+    if _watch is not None and _watch.message is not None:  # the operations that were aborted have left wrong numbers
+        failure = RankError(_watch.message)
+        _disconnect()
+        raise failure
+    return result
+
+
+def _tell(error: Exception, store: Any) -> Exception:
+    """Tell the others of an error. Return what this process raises: the error itself, unless another one was first."""
+    with suppress(RuntimeError):  # the store ends with its process
+        if store.check([_FAILED]):
+            return RankError(store.get(_FAILED).decode())
+    if isinstance(error, RuntimeError) and "gloo" in str(error):
+        return lost(error)
+    with suppress(RuntimeError):
+        store.set(_FAILED, _message(error))
+    return error
+
+
+def gathered(value: T) -> list[T]:
+    """Return the `value` of each process, which is pickled. Collective. Raises `RankError` if another one ended."""
+    if not several():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(values, value, group=object_group())
+    except RuntimeError as error:
+        raise lost(error) from error
+    return values
+
+
+def require_same_parameters(parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Raise `InputError` on every process unless all have parameters of the same names, shapes and types. Collective.
+
+    Otherwise they would wait for each other for ever when they exchange tensors.
+    """
+    described = []
+    for name, parameter in parameters:
+        described.append(f"{name} {[*parameter.shape]} {parameter.dtype}")
+    of_ranks = gathered(described)
+    for rank, other in enumerate(of_ranks):
+        for first, here in zip_longest(of_ranks[0], other, fillvalue="no more"):
+            if first != here:
+                raise InputError(
+                    f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
+                    "same folder, with the same adapter and dtype, on each"
+                )
+
+
+@cache
+def object_group() -> dist.ProcessGroup:
+    """Return the group over which objects travel. Collective when it is called first."""
+    global _watch
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    store: Any = dist.distributed_c10d._get_default_store()
+    _watch = _Watch(store.clone(), _abort_groups)
+    _watch.start()
+    atexit.register(_disconnect)
+    return group
+
+
+class _Watch(threading.Thread):
+    """Waits until another process has failed, and calls `abort`: operations of NCCL do not notice it themselves."""
+
+    def __init__(self, store: Any, abort: Callable[[], None]) -> None:
+        super().__init__(name="rolltap: watch of the processes", daemon=True)
+        self.message: str | None = None
+        """That of the process that failed."""
+        self._store = store
+        self._abort = abort
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Look until `stop` is called. The store ends with its process, whose launcher ends this one."""
+        with suppress(RuntimeError):
+            while not self._stopped.wait(_WATCH_SECONDS):
+                if self._store.check([_FAILED]):
+                    self.message = self._store.get(_FAILED).decode()
+                    self._abort()
+                    return
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self.join()
+
+
+_watch: _Watch | None = None
+
+
+def _abort_groups() -> None:
+    """End the operations of NCCL that are under way, for which a group would wait when it is left. Those of gloo end
+    when one process leaves."""
+    for group in dist.distributed_c10d._world.pg_names:
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def _disconnect() -> None:
+    """Leave all groups and join their threads: one of gloo's that drops a tensor in an interpreter that is ending would
+    abort the process ("terminate called without an active exception")."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+    object_group.cache_clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _message(error: Exception) -> str:
+    rank = dist.get_rank() if several() else 0
+    return f"process {rank} on {gethostname()} failed: {type(error).__name__}: {error}"
+
+
+def lost(error: Exception) -> RankError:
+    """Return the error of a process that cannot reach another one."""
+    return RankError(f"another training process ended: its own output says why ({error})")
