@@ -6,6 +6,7 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from rolltap.trainer.training.step.attention import register
+from rolltap.trainer.training.step.linear import compute_in_chunks
 from rolltap.trainer.training.step.pack import NAME, Pack
 
 _PREPARED = "_runs_packs"
@@ -23,6 +24,7 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
         setattr(model, _PREPARED, True)
         stock = model.config.get_text_config(decoder=True)._attn_implementation
         model.set_attn_implementation(register(stock))
+        compute_in_chunks(model)
         model.base_model.register_forward_hook(_only_contexts, with_kwargs=True)
     if temperature is not None and getattr(model, _TEMPERATURE, None) != temperature:
         setattr(model, _TEMPERATURE, temperature)
