@@ -7,6 +7,7 @@ the collectives of DDP and FSDP2.
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,8 +27,12 @@ _FAILED = "rolltap: failed"
 """Key of the store of the groups: the message of the first process that left them after an error."""
 _PATIENCE = timedelta(days=365)
 """Time that a process waits for the others' objects: longer than the rollouts of any batch."""
-_WATCH_SECONDS = 1.0
+_HEARD = "rolltap: heard of"
+"""Beginning of the keys that say that a rank has read the message."""
+_WATCH_SECONDS = 0.5
 """Time between two looks of a process whether another one has failed."""
+_HEARD_SECONDS = 10.0
+"""Longest that a process which failed waits for the looks of the others."""
 
 
 def several() -> bool:
@@ -167,21 +172,20 @@ def raise_on_all(function: Callable[[], T]) -> T:
 def abort_on_error(function: Callable[[], T]) -> T:
     """Call `function`, which may call collective operations, on each process. If it fails on any of them, raise on all.
 
-    The process that fails raises its own error and leaves the groups. Its message is in their store. So operations in
-    which the others wait for it end at once: gloo notices the lost connection, and of NCCL each process aborts its own
-    groups as soon as it reads the message. They raise a `RankError` with it. No collective operation is possible
-    afterwards.
+    The process that fails raises its own error. It leaves its message in the groups' store, waits until all others have
+    read it, and leaves the groups. So operations in which the others wait for it end: gloo notices the lost connection,
+    and of NCCL each process aborts its own groups when it reads the message. They raise a `RankError` with it. No
+    collective operation is possible afterwards.
     """
     if not several():
         return function()
     object_group()  # and its watch
-    store = dist.distributed_c10d._get_default_store()
     try:
         result = function()
     except Exception as error:
         if isinstance(error, RankError) or not several():  # from within another call, which has left the groups
             raise
-        failure = _tell(error, store)
+        failure = _tell(error)
         _abort_groups()
         _disconnect()
         if failure is error:
@@ -194,16 +198,33 @@ def abort_on_error(function: Callable[[], T]) -> T:
     return result
 
 
-def _tell(error: Exception, store: Any) -> Exception:
+def _tell(error: Exception) -> Exception:
     """Tell the others of an error. Return what this process raises: the error itself, unless another one was first."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    own = _message(error)
+    is_consequence = isinstance(error, RuntimeError) and "gloo" in str(error)
     with suppress(RuntimeError):  # the store ends with its process
-        if store.check([_FAILED]):
-            return RankError(store.get(_FAILED).decode())
-    if isinstance(error, RuntimeError) and "gloo" in str(error):
-        return lost(error)
-    with suppress(RuntimeError):
-        store.set(_FAILED, _message(error))
-    return error
+        if is_consequence:
+            first = store.get(_FAILED).decode() if store.check([_FAILED]) else None
+        else:
+            first = store.compare_set(_FAILED, "", own).decode()
+        if first == own:
+            _wait_until_heard(store)
+            return error
+        if first is not None:
+            return RankError(first)
+    return lost(error) if is_consequence else error
+
+
+def _wait_until_heard(store: Any) -> None:
+    """Wait until the other processes have the message: the store may end with this one. They may have ended."""
+    others = []
+    for rank in range(dist.get_world_size()):
+        if rank != dist.get_rank():
+            others.append(f"{_HEARD} {rank}")
+    until = time.monotonic() + _HEARD_SECONDS
+    while not store.check(others) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def gathered(value: T) -> list[T]:
@@ -242,7 +263,7 @@ def object_group() -> dist.ProcessGroup:
     global _watch
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_PATIENCE)
     store: Any = dist.distributed_c10d._get_default_store()
-    _watch = _Watch(store.clone(), _abort_groups)
+    _watch = _Watch(store.clone(), dist.get_rank(), _abort_groups)
     _watch.start()
     atexit.register(_disconnect)
     return group
@@ -251,11 +272,12 @@ def object_group() -> dist.ProcessGroup:
 class _Watch(threading.Thread):
     """Waits until another process has failed, and calls `abort`: operations of NCCL do not notice it themselves."""
 
-    def __init__(self, store: Any, abort: Callable[[], None]) -> None:
+    def __init__(self, store: Any, rank: int, abort: Callable[[], None]) -> None:
         super().__init__(name="rolltap: watch of the processes", daemon=True)
         self.message: str | None = None
         """That of the process that failed."""
         self._store = store
+        self._rank = rank
         self._abort = abort
         self._stopped = threading.Event()
 
@@ -265,6 +287,7 @@ class _Watch(threading.Thread):
             while not self._stopped.wait(_WATCH_SECONDS):
                 if self._store.check([_FAILED]):
                     self.message = self._store.get(_FAILED).decode()
+                    self._store.set(f"{_HEARD} {self._rank}", "")
                     self._abort()
                     return
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from queue import Empty
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,11 @@ def run_two(module: str, *arguments: str, number: int = 2) -> None:
     subprocess.run(launcher, cwd=ROOT, env=os.environ | shared | once, check=True)
 
 
-def run_ranks(function, number=2, dead=()):
+def run_ranks(function, number=2, dead=(), seconds=120):
     """Run `function(rank)` as each rank of a gloo group.
 
-    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`.
+    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`. Raises
+    TimeoutError for ranks that are silent for so long.
     """
     port = free_port()
     context = multiprocessing.get_context("fork")
@@ -39,11 +41,16 @@ def run_ranks(function, number=2, dead=()):
     ranks = [context.Process(target=_rank, args=(function, rank, number, port, results)) for rank in range(number)]
     for rank in ranks:
         rank.start()
+    found = dict.fromkeys(dead)
     try:
-        found = dict.fromkeys(dead) | dict(results.get(timeout=120) for _ in range(number - len(dead)))
+        while len(found) < number:
+            rank, outcome = results.get(timeout=seconds)
+            found[rank] = outcome
+    except Empty:
+        raise TimeoutError(f"only {sorted(found)} of {number} ranks have ended") from None
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
     return [found[rank] for rank in range(number)]
 
 
@@ -57,7 +64,8 @@ def _rank(function, rank, number, port, results):
         traceback.print_exc()
         outcome = f"{type(error).__name__}: {error}"
     results.put((rank, outcome))
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _run(module, rank):

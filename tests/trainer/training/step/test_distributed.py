@@ -158,7 +158,7 @@ def test_the_others_hear_of_an_error_in_a_function_of_all():
 def test_operations_that_do_not_notice_a_lost_process_are_aborted():
     store = dist.HashStore()
     aborted = threading.Event()
-    watch = _Watch(store, aborted.set)
+    watch = _Watch(store, 1, aborted.set)
     watch.start()
     store.set(_FAILED, "process 7 failed")
     assert aborted.wait(30)
