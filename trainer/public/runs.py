@@ -52,7 +52,7 @@ from rolltap.trainer.traces.build import TRAINED_ROLES as TRAINED_ROLES
 from rolltap.trainer.traces.build import Strategy as Strategy
 from rolltap.trainer.traces.build import Trace, TraceBatch, require_collection
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, load_sessions, recorded_ids, unknown_session
+from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, load_sessions, recorded_ids, unknown_session
 from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
 from rolltap.trainer.viewer.file import WrittenFile, write_file
@@ -196,7 +196,8 @@ class Run:
         ids = None if sessions is None else {find_session_id(self.path, each) for each in sessions}
         teacher = Teacher(engine, str(self.metadata.get("model", "")), adapter, run=self.path)
         with progress_bar(show=progress) as advance:
-            return score_run(self.path, teacher, name, advance, sessions=ids, top_k=top_k, concurrency=concurrency)
+            reader = SessionReader(self.path, scores=RecordedScores(self.path, name, some=False))
+            return score_run(reader, teacher, advance, sessions=ids, top_k=top_k, concurrency=concurrency)
 
     def scores(self, name: str, session_id: str) -> dict[str, Score]:
         """Return call id -> the scores of a session's calls that have the name. Raises `InputError` if none has it."""

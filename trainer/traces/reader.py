@@ -3,7 +3,7 @@
 A row whose digest does not match was changed after it was written. It is read and marked, so that nothing is trained on
 it: its call and those that continue it get a violation, its session loses the reward.
 
-`SessionRows` reads single columns, also while the run is being recorded.
+`SessionReader` reads sessions, and `SessionRows` single columns, also while the run is being recorded.
 """
 
 import logging
@@ -49,15 +49,20 @@ class RecordedRouting:
 
         Rows whose digest does not match are left out, as are those that say that the experts are missing.
         """
-        found = {}
+        found: dict[str, Experts] = {}
         for batch in self._index.batches(session_id):
             for row in batch_rows(batch):
-                if row["missing"] is None and row[DIGEST] == row_digest(row, ROUTING_SCHEMA):
-                    experts = np.frombuffer(row["experts"], f"<u{row['expert_bytes']}")
-                    shape = -1, row["layers"], row["top_k"]
-                    found[row["call_id"]] = Experts(row["first"], experts.reshape(shape))
+                if row["missing"] is not None or row[DIGEST] != row_digest(row, ROUTING_SCHEMA):
+                    continue
+                experts = np.frombuffer(row["experts"], f"<u{row['expert_bytes']}")
+                chosen = experts.reshape(-1, row["layers"], row["top_k"])
+                found[row["call_id"]] = Experts(row["first"], chosen)
         self._index.close()
         return found
+
+    def refresh(self) -> None:
+        """Add what was committed since. Raises `OSError`."""
+        self._index.refresh()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,31 +79,90 @@ class RecordedSession:
     """The experts, and the scores, of its run's tokens; None if they are not asked for."""
 
 
-def iter_sessions(
-    run: Path, sessions: Collection[str] | None = None, *, routing: bool = False, scores: str | None = None
-) -> Iterator[RecordedSession]:
-    """Yield every session of a run, in the order of the first commits; with `sessions`, only those of these ids;
-    with `routing`, with their experts; with the scores of the name `scores`.
+class SessionReader:
+    """The sessions of a run, each of which is read from the disk when it is asked for. Not thread-safe.
 
-    Holds the calls of one session in memory. Calls that are committed after the first session was yielded are left out.
-    Marks and raises as `rebuild_calls`, and raises as `RecordedScores`.
+    It knows what was committed when it was built, and at the last `refresh`. Each commit is read once for that. So a
+    session costs what its own rows cost, however many others the run has.
+
+    `routing` and `scores` are those of the run that its sessions are given. Raises `RunError` when the folder cannot be
+    read.
     """
-    known = load_sessions(run)
-    experts = RecordedRouting(run) if routing else None
-    scored = RecordedScores(run, scores) if scores else None
-    with SessionIndex(run, "calls") as index:
-        for session_id in dict.fromkeys([*index.session_ids, *known]):
-            if session_id is not None and (sessions is None or session_id in sessions):
-                calls = rebuild_calls(run, session_id, index.batches(session_id))
-                yield RecordedSession(
-                    session_id=session_id, session=known.get(session_id), calls=calls, routing=experts, scores=scored
-                )
+
+    def __init__(
+        self, run: Path, *, routing: RecordedRouting | None = None, scores: RecordedScores | None = None
+    ) -> None:
+        self.run = run
+        self.routing = routing
+        self.scores = scores
+        self._calls = SessionIndex(run, "calls")
+        self._rows = SessionIndex(run, "sessions")
+
+    def refresh(self) -> None:
+        """Add what was committed since. Raises `OSError`, and as `RecordedScores`."""
+        for part in (self._calls, self._rows, self.routing, self.scores):
+            if part is not None:
+                part.refresh()
+
+    @property
+    def session_ids(self) -> list[str]:
+        """Ids of the sessions, in the order of the first commits of their calls; those without calls at the end."""
+        known = dict.fromkeys([*self._calls.session_ids, *self._rows.session_ids])
+        return [session_id for session_id in known if session_id is not None]
+
+    def count_calls(self, session_id: str) -> int:
+        """Return the number of a session's calls."""
+        return self._calls.count(session_id)
+
+    def read(self, session_id: str) -> RecordedSession:
+        """Return a session; one that is not in the run has no calls and no row. Marks and raises as `rebuild_calls`."""
+        calls = rebuild_calls(self.run, session_id, self._calls.batches(session_id))
+        rows: list[Row] = []
+        for batch in self._rows.batches(session_id):
+            rows += batch_rows(batch)
+        known: dict[str, Session] = {}
+        changed: set[str] = set()
+        take_session_rows(rows, known, changed)
+        if changed:
+            _warn_of_changed(self.run, changed)
+        return RecordedSession(
+            session_id=session_id,
+            session=known.get(session_id),
+            calls=calls,
+            routing=self.routing,
+            scores=self.scores,
+        )
+
+    def sessions(self, session_ids: Collection[str] | None = None) -> Iterator[RecordedSession]:
+        """Yield the sessions in the order of `session_ids`; with ids, only those that have one of them.
+
+        Holds the calls of one session in memory. Raises as `read`.
+        """
+        try:
+            for session_id in self.session_ids:
+                if session_ids is None or session_id in session_ids:
+                    yield self.read(session_id)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the files. The next session that is read opens them again."""
+        self._calls.close()
+        self._rows.close()
+
+
+def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterator[RecordedSession]:
+    """Yield every session of a run as `SessionReader.sessions` does; with `sessions`, only those of these ids."""
+    yield from SessionReader(run).sessions(sessions)
 
 
 def recorded_ids(run: Path) -> set[str]:
     """Return the ids of the sessions that `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
-    batches = (batch for table in ("calls", "sessions") for batch in read_batches(run, table))
-    return {session_id for batch in batches for session_id in batch.column("session_id").unique().to_pylist()}
+    found: set[str] = set()
+    for table in ("calls", "sessions"):
+        for batch in read_batches(run, table):
+            found.update(batch.column("session_id").unique().to_pylist())
+    return found
 
 
 def load_sessions(run: Path) -> dict[str, Session]:
@@ -111,9 +175,13 @@ def load_sessions(run: Path) -> dict[str, Session]:
     changed: set[str] = set()
     take_session_rows(read_rows(run, "sessions"), sessions, changed)
     if changed:
-        which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
-        logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
+        _warn_of_changed(run, changed)
     return sessions
+
+
+def _warn_of_changed(run: Path, changed: Collection[str]) -> None:
+    which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
+    logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
 
 
 def take_session_rows(rows: Iterable[Row], sessions: dict[str, Session], changed: set[str]) -> None:
@@ -125,9 +193,10 @@ def take_session_rows(rows: Iterable[Row], sessions: dict[str, Session], changed
             sessions[session.session_id] = session
             changed.discard(session.session_id)
             if row[DIGEST] != row_digest(row, SESSION_SCHEMA):
-                broken: dict[str, Any] = {
-                    name: {} for name in SESSION_JSON if not isinstance(getattr(session, name), dict)
-                }
+                broken: dict[str, Any] = {}
+                for name in SESSION_JSON:
+                    if not isinstance(getattr(session, name), dict):
+                        broken[name] = {}
                 sessions[session.session_id] = replace(session, reward=None, error=CHANGED, **broken)
                 changed.add(session.session_id)
 

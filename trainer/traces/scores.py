@@ -1,14 +1,13 @@
 """The log-probabilities that `rolltap score` stored in a run under a name."""
 
-from collections import defaultdict
 from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.scores import SCORE_SCHEMA, Score
-from rolltap.addons.store.sessions import SessionIndex
-from rolltap.addons.store.tables import batch_rows, read_batches
+from rolltap.addons.store.sessions import SessionIndex, TableScan
+from rolltap.addons.store.tables import batch_rows
 
 
 class RecordedScores:
@@ -16,19 +15,35 @@ class RecordedScores:
 
     def __init__(self, run: Path, name: str, *, some: bool = True) -> None:
         """Raises `RunError`, and `InputError` when several scorers have the name, or with `some` none."""
-        scorers = defaultdict[str, dict[str, None]](dict)
-        for batch in read_batches(run, "scores"):
-            for each, scorer in zip(batch["name"].to_pylist(), batch["scorer"].to_pylist(), strict=True):
-                scorers[each][scorer] = None
-        named = [*scorers.pop(name, {})]
-        if some and not named:
-            has = ", ".join(scorers) or "none"
+        self.name = name
+        self.scorer: str | None = None
+        self._run = run
+        self._index = SessionIndex(run, "scores")
+        self._scan = TableScan(run, "scores")
+        self._names: dict[str, None] = {}
+        self.refresh()
+        if some and self.scorer is None:
+            has = ", ".join(self._names) or "none"
             raise InputError(f"{run} has no scores {name!r}, but {has}: `rolltap score {run} --as {name}` makes them")
-        if len(named) > 1:
+
+    def refresh(self) -> None:
+        """Add what was committed since. Raises `OSError`, and `InputError` when another scorer has the name."""
+        self._index.refresh()
+        for new in self._scan.new():
+            for _, batch in new.batches:
+                names = batch["name"].to_pylist()
+                for name, scorer in zip(names, batch["scorer"].to_pylist(), strict=True):
+                    self._names[name] = None
+                    if name == self.name:
+                        self._take(scorer)
+
+    def _take(self, scorer: str) -> None:
+        if self.scorer not in (None, scorer):
             raise InputError(
-                f"the scores {name!r} of {run} are those of {' and '.join(named)}: score it as another name"
+                f"the scores {self.name!r} of {self._run} are those of {self.scorer} and {scorer}: "
+                "score it as another name"
             )
-        self._index, self.name, self.scorer = SessionIndex(run, "scores"), name, named[0] if named else None
+        self.scorer = scorer
 
     def of(self, session_id: str) -> dict[str, Score]:
         """Return call id -> its scores. Rows whose digest does not match are left out."""

@@ -29,7 +29,8 @@ from rolltap.trainer.traces.build import (
     trace_calls,
 )
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, cached_prompts
-from rolltap.trainer.traces.reader import CHANGED, RecordedSession, iter_sessions
+from rolltap.trainer.traces.reader import CHANGED, RecordedRouting, RecordedSession, SessionReader
+from rolltap.trainer.traces.scores import RecordedScores
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Choice = Literal["judge", "exclude"] | Number
@@ -269,35 +270,54 @@ def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | No
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
-    found = iter_sessions(run, sessions, routing=options.routing, scores=options.scores)
-    return (trace_session(recorded, options) for recorded in found)
+    for recorded in open_sessions(run, options).sessions(sessions):
+        yield trace_session(recorded, options)
 
 
-def load_batch(
-    run: Path,
+def open_sessions(run: Path, options: TraceOptions, *, scored: bool = True) -> SessionReader:
+    """Return a reader of a run's sessions, with the experts and scores that the options ask for.
+
+    Without `scored`, the scores may still be to come. Raises `RunError`, and as `RecordedScores`.
+    """
+    routing = None
+    scores = None
+    if options.routing:
+        routing = RecordedRouting(run)
+    if options.scores:
+        scores = RecordedScores(run, options.scores, some=scored)
+    return SessionReader(run, routing=routing, scores=scores)
+
+
+def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOptions) -> TraceBatch:
+    """Return the batch of a run; with `sessions`, of these session ids. Raises as `read_batch` and `open_sessions`."""
+    if sessions is not None:
+        require_collection(sessions)
+    return read_batch(open_sessions(run, options), sessions, options)
+
+
+def read_batch(
+    reader: SessionReader,
     sessions: Collection[str] | None,
     options: TraceOptions,
     rows: Mapping[str, Session] = MappingProxyType({}),
 ) -> TraceBatch:
-    """Return the batch of a run; with `sessions`, of these session ids.
+    """Return the batch of all sessions of a reader, or of those with the ids `sessions`.
 
     `rows` are session id -> the row that counts, where it is not the one of the highest revision.
 
-    Raises `InputError` when the run does not have one of them; also raises as `iter_traces`.
+    Raises `InputError` when the run does not have one of them; also raises as `trace_session`.
     """
-    if sessions is not None:
-        require_collection(sessions)
     missing = set(sessions or ())
 
     def found() -> Iterator[TracedSession]:
-        for recorded in iter_sessions(run, sessions, routing=options.routing, scores=options.scores):
+        for recorded in reader.sessions(sessions):
             missing.discard(recorded.session_id)
             recorded.session = rows.get(recorded.session_id, recorded.session)
             yield trace_session(recorded, options)
 
     batch = make_batch(found())
     if missing:
-        raise InputError(f"{run} has no session {min(missing)!r}")
+        raise InputError(f"{reader.run} has no session {min(missing)!r}")
     return batch
 
 

@@ -6,13 +6,13 @@ optimizer steps, and `TraceOptions.ahead` too; metrics have them in steps.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 from rolltap.addons.store.records import Session
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
+from rolltap.trainer.traces.reader import SessionReader
+from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 
 
 def is_older(version: str | None, options: TraceOptions) -> bool:
@@ -21,27 +21,35 @@ def is_older(version: str | None, options: TraceOptions) -> bool:
     return age is not None and age > options.ahead
 
 
-def is_stale(run: Path, group: Sequence[Session], options: TraceOptions) -> bool:
-    """Return True for a group of which age leaves no token to train, whatever its rewards.
+def is_stale(reader: SessionReader, group: Sequence[Session], options: TraceOptions) -> bool:
+    """Return True for a group of which age leaves no token to train, whatever its rewards, experts and scores.
 
     A group is stale too if it is empty, or if all its sessions were cancelled, because none can have a reward. Raises
-    as `iter_traces`.
+    as `trace_session`.
     """
     if all(session.status == "cancelled" for session in group):
         return True
     if not any(is_older(session.policy_version, options) for session in group):
         return False
-    return not any(traced.traces for traced in iter_traces(run, options, [session.session_id for session in group]))
+    names = [session.session_id for session in group]
+    for recorded in reader.sessions(names):
+        unscored = replace(recorded, routing=None, scores=None)
+        if trace_session(unscored, options).traces:
+            return False
+    return True
 
 
-def other_weights(run: Path, session_ids: Collection[str], options: TraceOptions) -> Counter[str]:
+def other_weights(reader: SessionReader, session_ids: Collection[str], options: TraceOptions) -> Counter[str]:
     """Return version -> tokens of the sessions, for weights that no rollout of the step could have begun with."""
     tokens = Counter[str]()
-    for session in iter_sessions(run, session_ids):
-        for span in (span for call in session.calls for span in call.weight_versions):
-            age = options.weights.age(span.version) if options.weights else 0
-            if age is None or age < 0 or (age > 0 and not options.ahead):
-                tokens[span.version] += span.end - span.start
+    if options.weights is None:
+        return tokens
+    for session in reader.sessions(session_ids):
+        for call in session.calls:
+            for span in call.weight_versions:
+                age = options.weights.age(span.version)
+                if age is None or age < 0 or (age > 0 and not options.ahead):
+                    tokens[span.version] += span.end - span.start
     return tokens
 
 

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests, write_metadata
-from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import nodes_started, processes_started
 from rolltap.trainer.models.loading import load_tokenizer
@@ -24,9 +23,15 @@ from rolltap.trainer.names import counted
 from rolltap.trainer.runs.edit import require_other_content
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.traces.reader import RecordedCalls, RecordedRouting, RecordedSession, load_sessions
-from rolltap.trainer.traces.scores import RecordedScores
-from rolltap.trainer.traces.sessions import RewardRules, TracedSession, label_session, make_batch, trace_session
+from rolltap.trainer.traces.reader import SessionReader, load_sessions
+from rolltap.trainer.traces.sessions import (
+    RewardRules,
+    TracedSession,
+    label_session,
+    make_batch,
+    open_sessions,
+    trace_session,
+)
 from rolltap.trainer.training.arguments import biased, check_arguments, require_rows
 from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
 from rolltap.trainer.training.grpo.advantages import rewards_differ
@@ -69,10 +74,10 @@ class RecordedTraces(Source):
         for run in self._runs:
             _require_tokenizer(run, recipe.model, self._digests)
         self.groups = recorded_groups(self._runs, self._options.rewards, every=recipe.teacher is not None)
-        if len(teachers := {scores.scorer for *_, scores in self._read if scores is not None}) > 1:
-            raise InputError(
-                f"the scores {recipe.teacher!r} of the runs are of {' and '.join(map(str, teachers))}: give one"
-            )
+        teachers = {reader.scores.scorer for reader in self._readers if reader.scores is not None}
+        if len(teachers) > 1:
+            both = " and ".join(map(str, teachers))
+            raise InputError(f"the scores {recipe.teacher!r} of the runs are of {both}: give one")
         for number, run in enumerate(self._runs):
             sessions = {name for group in self.groups if group.run == number for name in group.session_ids}
             _require_sampling(run, sessions, recipe.grpo.get("temperature", 1.0))
@@ -111,15 +116,22 @@ class RecordedTraces(Source):
     @cached_property
     def _shared(self) -> set[str]:
         """The ids of sessions that several runs have."""
-        runs_with = Counter(session_id for sessions, *_ in self._read for session_id in sessions)
-        return {session_id for session_id, runs in runs_with.items() if runs > 1}
+        runs = Counter[str]()
+        for reader in self._readers:
+            runs.update(reader.session_ids)
+        return {session_id for session_id, number in runs.items() if number > 1}
 
     def skipped(self) -> tuple[Ledger, str]:
         """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
-        ledger, groups = Ledger(), defaultdict[tuple[int, str], list[float | None]](list)
-        for run, (sessions, calls, *_) in enumerate(self._read):
-            rows = {name for group in self.groups if group.run == run for name in group.session_ids + group.unrewarded}
-            for session_id in {*sessions, *calls} - rows:
+        ledger = Ledger()
+        groups = defaultdict[tuple[int, str], list[float | None]](list)
+        rows = [set[str]() for _ in self._runs]
+        for group in self.groups:
+            rows[group.run].update(group.session_ids, group.unrewarded)
+        for run, reader in enumerate(self._readers):
+            for session_id in reader.session_ids:
+                if session_id in rows[run]:
+                    continue
                 traced = self._trace(run, session_id)
                 ledger += traced.rewarded().ledger.leave_out("no_signal")
                 groups[run, traced.group_id].append(traced.reward)
@@ -131,16 +143,11 @@ class RecordedTraces(Source):
         return ledger, f"{', '.join(parts)}; tokens {ledger}" if parts else ""
 
     @cached_property
-    def _read(self) -> list[tuple[dict[str, Session], RecordedCalls, RecordedRouting | None, RecordedScores | None]]:
-        routing = RecordedRouting if self._options.routing else lambda run: None
-        scores = (lambda run: RecordedScores(run, name)) if (name := self._options.scores) else lambda run: None
-        return [(load_sessions(run), RecordedCalls(run), routing(run), scores(run)) for run in self._runs]
+    def _readers(self) -> list[SessionReader]:
+        return [open_sessions(run, self._options) for run in self._runs]
 
     def _trace(self, run: int, session_id: str) -> TracedSession:
-        sessions, calls, routing, scores = self._read[run]
-        own, recorded = sessions.get(session_id), [*calls.get(session_id, [])]
-        found = RecordedSession(session_id=session_id, session=own, calls=recorded, routing=routing, scores=scores)
-        return trace_session(found, self._options)
+        return trace_session(self._readers[run].read(session_id), self._options)
 
 
 def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = False) -> list[RecordedGroup]:

@@ -34,7 +34,7 @@ from rolltap.trainer.service.remote import RemoteWorker
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.reader import SessionRows, load_sessions
-from rolltap.trainer.traces.sessions import TraceOptions, label_session, load_batch
+from rolltap.trainer.traces.sessions import TraceOptions, label_session, open_sessions, read_batch
 from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other_weights, token_ages
 from rolltap.trainer.training.ahead import Ahead, Flow
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
@@ -134,6 +134,7 @@ class OnlineTraces(Source):
     def take(self, attempt: Attempt, serving: Serving) -> None:
         """Take what the claims gave, and read what the run folder has already."""
         self._attempt, self._serving = attempt, serving
+        self._sessions = open_sessions(self._run, self._trace_options, scored=False)
         self._recorded = load_sessions(self._run)
         self._finished = FinishedSessions(self._recorded.values(), ahead=self._recipe.ahead > 0)
         self._trained = TrainedBatches(self._run)
@@ -272,7 +273,8 @@ class OnlineTraces(Source):
         dropped = 0
         while len(groups) - replaced < self._recipe.groups_per_step:
             group = self._ahead.take()
-            if is_stale(self._run, group, self._options(version)):
+            self._sessions.refresh()
+            if is_stale(self._sessions, group, self._options(version)):
                 stale += [session.session_id for session in group]
                 dropped += 1
                 self._ahead.give_up()
@@ -350,10 +352,15 @@ class OnlineTraces(Source):
         order = {session.session_id: place for place, session in enumerate(sessions)}
         rows = {session.session_id: session for session in sessions}
         options = self._options(version)
-        if (name := self._recipe.teacher) is not None:
-            score_run(self._run, self._teacher, name, sessions=order.keys())
-        batch = load_batch(self._run, order.keys(), options, rows)
-        if batch.ledger.left_out.get("stale") and (others := other_weights(self._run, order.keys(), options)):
+        self._sessions.refresh()
+        if self._recipe.teacher is not None:
+            score_run(self._sessions, self._teacher, sessions=order.keys())
+            self._sessions.refresh()
+        batch = read_batch(self._sessions, order.keys(), options, rows)
+        others = Counter[str]()
+        if batch.ledger.left_out.get("stale"):
+            others = other_weights(self._sessions, order.keys(), options)
+        if others:
             what = (
                 f"{others.total():,} tokens of step {version.step + 1} were sampled by other weights than {version} "
                 f"({', '.join(sorted(others))}): an engine was started again, or something else loads weights into it"
@@ -368,7 +375,7 @@ class OnlineTraces(Source):
                 "`rolltap serve --routing`, and the training again"
             )
         if stale:
-            late = load_batch(self._run, stale, options)
+            late = read_batch(self._sessions, stale, options)
             batch.accounts |= {name: account.leave_out("stale") for name, account in late.accounts.items()}
             batch.ledger += late.ledger
         ages = token_ages(batch, version)

@@ -6,7 +6,7 @@ import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.tables import TABLES, run_files
-from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.factories import START, add_rows, make_call, make_session, write_run
 
@@ -117,6 +117,7 @@ class TestChangedRows:
         add_rows(run, make_session("s", reward=0.0), make_session("t", reward=0.0))
         change_rows(run, "sessions", lambda row: row["session_id"] == "s", reward=1.0, suspicions="{", parts=None)
         changed, other = load_sessions(run).values()
+        assert SessionReader(run).read("s").session == changed
         assert (changed.reward, changed.error) == (None, "its row was changed after it was written")
         assert (changed.suspicions, changed.parts) == ({}, {})
         assert (other.reward, other.error) == (0.0, None)
@@ -137,7 +138,20 @@ def test_the_last_row_of_a_session_wins(run):
     assert load_sessions(run) == {"s": judged, "t": other}
 
 
-@pytest.mark.parametrize("read", [RecordedCalls, load_sessions])
+def test_a_reader_has_what_was_committed_until_its_last_refresh(run, chain):
+    add_rows(run, *chain[:2], make_session(reward=None))
+    reader = SessionReader(run)
+    add_rows(run, chain[2], make_session(reward=0.5, revision=1), make_session("t"))
+    assert reader.session_ids == ["s"]
+    assert reader.read("s").session.reward is None
+    reader.refresh()
+    assert reader.session_ids == ["s", "t"]
+    found = reader.read("s")
+    assert (found.calls, found.session.reward) == (chain, 0.5)
+    assert (reader.read("gone").calls, reader.read("gone").session) == ([], None)
+
+
+@pytest.mark.parametrize("read", [RecordedCalls, load_sessions, SessionReader])
 def test_a_folder_that_is_no_run_is_refused(tmp_path, read):
     with pytest.raises(RunError, match=r"it has no run\.json"):
         read(tmp_path)

@@ -92,7 +92,7 @@ POINTS = {
         ["3: after a call was recorded 1"],
         ["3: after a session was recorded 2"],
         ["4: after a session was recorded 5"],
-        ["3: after load_batch 1"],
+        ["3: after read_batch 1"],
         ["3: after a micro-batch 1"],
         ["3: before the optimizer's step 1"],
         ["3: after the optimizer's step 1"],
@@ -106,7 +106,7 @@ POINTS = {
         ["4: half of checkpoint-2 was removed 1"],
         ["4: before save_finished 1"],
         ["4: before renaming run 1"],
-        ["3: after a session was recorded 1", "2: after load_batch 1", "3: after a session was recorded 2"],
+        ["3: after a session was recorded 1", "2: after read_batch 1", "3: after a session was recorded 2"],
     ],
     "lora": [
         ["3: after the engine has loaded the adapter 1"],
@@ -116,7 +116,7 @@ POINTS = {
     "ahead": [
         ["0: after a session was recorded 3"],
         ["3: after a session was recorded 2"],
-        ["3: after load_batch 1"],
+        ["3: after read_batch 1"],
         ["3: after the optimizer's step 1"],
         ["4: after write_policy 1"],
         ["3: after a call was recorded 3", "3: after a session was recorded 1"],
@@ -147,7 +147,7 @@ def make_points(points: Points) -> None:
     points.around(weights, "save", lambda *_: "the policy is saved")
     points.around(weights, "write_policy")
     points.around(Path, "rename", lambda path, _: f"renaming {path.name}")
-    points.around(online, "load_batch")
+    points.around(online, "read_batch")
     points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
     points.around(torch.optim.AdamW, "step", lambda *_: "the optimizer's step")
     points.around(TraceGRPOTrainer, "save_model", lambda *_: "the trainer saves the model")

@@ -17,6 +17,7 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Session, VersionSpan
 from rolltap.addons.store.rewards import GivenReward, give_reward
+from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.weights import write_policy
@@ -294,6 +295,29 @@ def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_
     scores = [logprob([1], 2), logprob([1, 2], 3)]
     assert [trace.scores for batch in batches for trace in batch.traces] == [scores] * 4
     assert loop.run == ["a-1a2b3c4d.3.0-0.0", "a-1a2b3c4d.3.0-1.0"]
+
+
+def test_a_step_reads_no_session_of_earlier_steps(tmp_path, tokenizer, tokenizer_folder, monkeypatch):
+    loop = Loop(tmp_path / "run", teacher="big")
+    source = loop.source(0)
+    read, seen = SegmentReader.read, set[str]()
+
+    def watched(reader, offset):
+        batch = read(reader, offset)
+        seen.update(batch.column("session_id").to_pylist())
+        return batch
+
+    monkeypatch.setattr(SegmentReader, "read", watched)
+    with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
+        source._teacher = Teacher(engine.url, str(tokenizer_folder))
+        for step in range(3):
+            source.trainer.state.global_step = step
+            loop.other = {"-1.0": "other"} if step == 2 else {}
+            source.before_batch()
+            seen.clear()
+            batch = source([{"task_id": "a"}])
+            assert seen == batch.accounts.keys()
+    assert batch.ledger.left_out == {"stale": 2}, "and their weights were read"
 
 
 class TestAhead:

@@ -22,14 +22,13 @@ from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.addons.store.rows import to_batch
 from rolltap.addons.store.scores import SCORE_SCHEMA, Score
-from rolltap.addons.store.tables import RunWriter, read_batches
+from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.names import counted
 from rolltap.trainer.runs.import_calls import named_model
-from rolltap.trainer.traces.reader import iter_sessions
-from rolltap.trainer.traces.scores import RecordedScores
+from rolltap.trainer.traces.reader import SessionReader
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 
@@ -115,26 +114,31 @@ class Teacher:
 
 
 def score_run(
-    run: Path,
+    reader: SessionReader,
     teacher: Teacher,
-    name: str,
     advance: Advance = lambda *_: None,
     sessions: Collection[str] | None = None,
     top_k: int = 0,
     concurrency: int = 8,
 ) -> ScoreReport:
-    """Give the calls of a run, or of some `sessions`, scores of a `name`. Raises as `Run.score`."""
+    """Give the calls of a reader's run, or of some `sessions`, scores of the name of its scores.
+
+    Raises as `Run.score`.
+    """
+    assert reader.scores is not None
+    scored = reader.scores
+    run, name = reader.run, scored.name
     if not name or top_k < 0 or concurrency < 1:
         raise InputError(f"name={name!r}, top_k={top_k}, concurrency={concurrency}: give a name, and at least 0 and 1")
-    scored, report = RecordedScores(run, name, some=False), ScoreReport(name, teacher.scorer)
+    report = ScoreReport(name, teacher.scorer)
     if scored.scorer not in (None, teacher.scorer):
         raise InputError(f"the scores {name!r} of {run} are those of {scored.scorer}: score it as another name")
-    total = sum(batch.num_rows for batch in read_batches(run, "calls", sessions))
+    total = sum(map(reader.count_calls, reader.session_ids if sessions is None else sessions))
     if not total:
         raise InputError(f"{run} has no calls to score")
 
     def paths() -> Iterator[list[Call]]:
-        for recorded in iter_sessions(run, sessions):
+        for recorded in reader.sessions(sessions):
             known, wanted = scored.of(recorded.session_id), dict[int, Call]()
             for i, call in enumerate(recorded.calls):
                 before, tokens = known.get(call.call_id), len(call.completion_ids)
