@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.store.metadata import read_metadata
+from rolltap.addons.store.records import DIGEST
+from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.segment import SegmentReader, rows_of_session
-from rolltap.addons.store.tables import TABLES, run_files
+from rolltap.addons.store.tables import TABLES, batch_rows, run_files
 
 Skip = Callable[[str], bool]
 """Name of a segment -> True to leave it for a later time."""
@@ -163,6 +165,17 @@ class SessionIndex:
                     batch = batch.select([*columns, *({"session_id"} - {*columns})])
                 rows = rows_of_session(batch, session_id)
                 yield rows if columns is None else rows.select(columns)
+
+    def rows(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """Yield the rows of one session as `batch_rows` reads them, in the order of their commits."""
+        for batch in self.batches(session_id, columns):
+            yield from batch_rows(batch)
+
+    def sound_rows(self, session_id: str) -> Iterator[Row]:
+        """Yield the rows of one session whose digests match."""
+        for row in self.rows(session_id):
+            if row[DIGEST] == row_digest(row, self._schema):
+                yield row
 
     def new_places(self, session_id: str, known: dict[str, int]) -> Iterator[Place]:
         """Yield the places of a session's rows, file by file, without the first `known[segment]` of each segment."""

@@ -16,7 +16,6 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session
 from rolltap.addons.store.sessions import SessionIndex
-from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.runs.views.inspect import find_id, find_session_id
 from rolltap.trainer.tasks.sources import load_tasks
@@ -61,7 +60,7 @@ class Record:
             why = f"session {session_id} of {run} cannot run again: {damaged[0]}"
             raise RunError(f"{why}. All its calls are needed: see `rolltap verify`")
         with SessionIndex(run, "events") as index:
-            events = [row for batch in index.batches(session_id, ("kind", "detail")) for row in batch_rows(batch)]
+            events = list(index.rows(session_id, ("kind", "detail")))
         if origin := next((event["detail"] for event in events if event["kind"] == "rerun"), None):
             raise InputError(f"session {session_id} of {run} is a fork, and has only its own calls: give {origin}")
         completed = [call for call in calls if call.status == "completed"]

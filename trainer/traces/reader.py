@@ -19,18 +19,15 @@ import pyarrow as pa
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, SESSION_JSON, SESSION_SCHEMA, Call, Session, VersionSpan
 from rolltap.addons.store.rewards import make_session
-from rolltap.addons.store.routing import ROUTING_SCHEMA
-from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, first_version, row_digest
+from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, Row, first_version, row_digest
 from rolltap.addons.store.sessions import SessionIndex
-from rolltap.addons.store.tables import batch_rows, read_batches, read_rows
+from rolltap.addons.store.tables import batch_rows, read_rows
 from rolltap.trainer.traces.routing import Experts
 from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.tokens import Tokens
 from rolltap.trainer.traces.tree import parents_first, start_order
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 CHANGED = "its row was changed after it was written"
 """Violation of a call, and error of a session, whose digest does not match."""
@@ -50,10 +47,8 @@ class RecordedRouting:
         Rows whose digest does not match are left out, as are those that say that the experts are missing.
         """
         found: dict[str, Experts] = {}
-        for batch in self._index.batches(session_id):
-            for row in batch_rows(batch):
-                if row["missing"] is not None or row[DIGEST] != row_digest(row, ROUTING_SCHEMA):
-                    continue
+        for row in self._index.sound_rows(session_id):
+            if row["missing"] is None:
                 experts = np.frombuffer(row["experts"], f"<u{row['expert_bytes']}")
                 chosen = experts.reshape(-1, row["layers"], row["top_k"])
                 found[row["call_id"]] = Experts(row["first"], chosen)
@@ -117,24 +112,17 @@ class SessionReader:
     def read(self, session_id: str) -> RecordedSession:
         """Return a session; one that is not in the run has no calls and no row. Marks and raises as `rebuild_calls`."""
         calls = rebuild_calls(self.run, session_id, self._calls.batches(session_id))
-        rows: list[Row] = []
-        for batch in self._rows.batches(session_id):
-            rows += batch_rows(batch)
-        known: dict[str, Session] = {}
-        changed: set[str] = set()
-        take_session_rows(rows, known, changed)
-        if changed:
-            _warn_of_changed(self.run, changed)
+        session = _counting_rows(self.run, self._rows.rows(session_id)).get(session_id)
         return RecordedSession(
             session_id=session_id,
-            session=known.get(session_id),
+            session=session,
             calls=calls,
             routing=self.routing,
             scores=self.scores,
         )
 
     def sessions(self, session_ids: Collection[str] | None = None) -> Iterator[RecordedSession]:
-        """Yield the sessions in the order of `session_ids`; with ids, only those that have one of them.
+        """Yield the sessions in the order of their first commits; with `session_ids`, only those of these ids.
 
         Holds the calls of one session in memory. Raises as `read`.
         """
@@ -158,11 +146,7 @@ def iter_sessions(run: Path, sessions: Collection[str] | None = None) -> Iterato
 
 def recorded_ids(run: Path) -> set[str]:
     """Return the ids of the sessions that `iter_sessions` yields, without reading their tokens. Raises `RunError`."""
-    found: set[str] = set()
-    for table in ("calls", "sessions"):
-        for batch in read_batches(run, table):
-            found.update(batch.column("session_id").unique().to_pylist())
-    return found
+    return set(SessionReader(run).session_ids)
 
 
 def load_sessions(run: Path) -> dict[str, Session]:
@@ -171,17 +155,22 @@ def load_sessions(run: Path) -> dict[str, Session]:
     One whose digest does not match has no reward, and says why in `error`; the log has a warning. Raises `RunError`
     when the folder cannot be read.
     """
+    return _counting_rows(run, read_rows(run, "sessions"))
+
+
+def _counting_rows(run: Path, rows: Iterable[Row]) -> dict[str, Session]:
     sessions: dict[str, Session] = {}
     changed: set[str] = set()
-    take_session_rows(read_rows(run, "sessions"), sessions, changed)
+    take_session_rows(rows, sessions, changed)
     if changed:
-        _warn_of_changed(run, changed)
+        which = f"the rows of {len(changed)} sessions were changed after they were written"
+        logger.warning(
+            "%s: %s (%s, ...): their rewards are not used; see `rolltap verify`",
+            run,
+            which,
+            min(changed),
+        )
     return sessions
-
-
-def _warn_of_changed(run: Path, changed: Collection[str]) -> None:
-    which = f"the rows of {len(changed)} sessions were changed after they were written ({min(changed)}, ...)"
-    logger.warning("%s: %s: their rewards are not used; see `rolltap verify`", run, which)
 
 
 def take_session_rows(rows: Iterable[Row], sessions: dict[str, Session], changed: set[str]) -> None:

@@ -4,10 +4,8 @@ from pathlib import Path
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import DIGEST
-from rolltap.addons.store.rows import row_digest
-from rolltap.addons.store.scores import SCORE_SCHEMA, Score
+from rolltap.addons.store.scores import Score
 from rolltap.addons.store.sessions import SessionIndex, TableScan
-from rolltap.addons.store.tables import batch_rows
 
 
 class RecordedScores:
@@ -47,7 +45,10 @@ class RecordedScores:
 
     def of(self, session_id: str) -> dict[str, Score]:
         """Return call id -> its scores. Rows whose digest does not match are left out."""
-        rows = [row for batch in self._index.batches(session_id) for row in batch_rows(batch)]
+        found: dict[str, Score] = {}
+        for row in self._index.sound_rows(session_id):
+            del row[DIGEST]
+            if row["name"] == self.name:
+                found[row["call_id"]] = Score(**row)
         self._index.close()
-        sound = [row for row in rows if row["name"] == self.name and row.pop(DIGEST) == row_digest(row, SCORE_SCHEMA)]
-        return {row["call_id"]: Score(**row) for row in sound}
+        return found

@@ -7,6 +7,8 @@ tokens alone, in the order of `TrainedSession.spans`.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -116,47 +118,39 @@ class StepAccount:
                 "differences": None,
                 "weights": None,
             }
-            if session_id in values:
-                trainer, engine, limited = values[session_id]
-                if not len(trainer) == len(engine) == ledger.trained:
-                    counts = f"{ledger.trained} tokens, {len(trainer)} were scored"
+            own = values.get(session_id)
+            if own is not None:
+                if own.shape[1] != ledger.trained:
+                    counts = f"{ledger.trained} tokens, {own.shape[1]} were scored"
                     raise LedgerError(f"session {session_id} trains {counts}")
-                row["differences"] = (trainer - engine).astype(np.float16)
-                row["weights"] = limited * np.float32(self.weights.get(session_id, 0.0))
+                differences = own[0] - self._recorded_logprobs(session_id)
+                row["differences"] = differences.astype(np.float16)
+                row["weights"] = own[1] * np.float32(self.weights.get(session_id, 0.0))
             yield row
         if total != self.batch.ledger:
             expected = self.batch.ledger
             raise LedgerError(f"the sessions of step {step} have the tokens {total}, their batch {expected}")
 
-    def _values(self, scored: Iterable[Scored]) -> dict[str, list[NDArray[np.float32]]]:
-        """Return session id -> values of the trained tokens of its computed traces.
-
-        These are the log-probabilities of trainer and engine, and the limited importance weights.
-        """
+    def _values(self, scored: Iterable[Scored]) -> dict[str, NDArray[np.float32]]:
+        """Return session id -> the values of the trained tokens of its computed traces, as in `Scored`."""
         by_trace = dict[int, NDArray[np.float32]]()
         for numbers, values in scored:
             sizes = [self.computed[number].completion_mask.count(1) for number in numbers]
             parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
             by_trace.update(zip(numbers, parts, strict=True))
-        traces_of = defaultdict[str, list[int]](list)
+        by_session = defaultdict[str, list[NDArray[np.float32]]](list)
         for number, trace in enumerate(self.computed):
-            traces_of[trace.session_id].append(number)
-        nothing = np.empty((2, 0), np.float32)
-        found = dict[str, list[NDArray[np.float32]]]()
-        for session_id, numbers in traces_of.items():
-            parts = [by_trace.get(number, nothing) for number in numbers]
-            trainer, limited = np.concatenate(parts, axis=1)
-            engine = np.concatenate([_sampled_logprobs(self.computed[number]) for number in numbers])
-            found[session_id] = [trainer, engine, limited]
-        return found
+            part = by_trace.get(number, np.empty((2, 0), np.float32))
+            by_session[trace.session_id].append(part)
+        return {session_id: np.concatenate(each, axis=1) for session_id, each in by_session.items()}
 
-
-def _sampled_logprobs(trace: Trace) -> NDArray[np.float32]:
-    """Return the engine's log-probabilities of the trained tokens of a trace."""
-    trained = np.array(trace.completion_mask, bool)
-    logprobs = np.array(trace.logprobs, np.float32)
-    sampled: NDArray[np.float32] = logprobs[trained]
-    return sampled
+    def _recorded_logprobs(self, session_id: str) -> NDArray[np.float32]:
+        """Return the engine's log-probabilities of the trained tokens of a session's computed traces."""
+        logprobs: list[float] = []
+        for trace in self.computed:
+            if trace.session_id == session_id:
+                logprobs += compress(trace.logprobs, trace.completion_mask)
+        return np.array(logprobs, np.float32)
 
 
 def write_step(
@@ -184,8 +178,7 @@ def trained_steps(index: SessionIndex, session_id: str) -> list[TrainedSession]:
 
     Rows whose digest does not match are left out.
     """
-    rows = [row for batch in index.batches(session_id) for row in batch_rows(batch)]
-    return _newest(row for row in rows if row[DIGEST] == row_digest(row, TRAINED_SCHEMA))
+    return _newest(index.sound_rows(session_id))
 
 
 def read_trained(folder: Path) -> list[TrainedSession]:
@@ -211,4 +204,4 @@ def _newest(rows: Iterable[dict[str, Any]]) -> list[TrainedSession]:
             if row.get(name) is not None:
                 row[name] = np.array(row[name], kind)
         found[row["step"], row["session_id"]] = TrainedSession(**row)
-    return sorted(found.values(), key=lambda session: session.step)
+    return sorted(found.values(), key=attrgetter("step"))

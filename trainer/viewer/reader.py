@@ -238,7 +238,7 @@ class RunReader:
             self._close_files()
 
     def _events(self, session_id: str | None) -> list[dict[str, Any]]:
-        return [row for batch in self._indexes["events"].batches(session_id, _EVENT) for row in batch_rows(batch)]
+        return list(self._indexes["events"].rows(session_id, _EVENT))
 
     def _close_files(self) -> None:
         for index in self._indexes.values():
