@@ -9,9 +9,7 @@ with a row that are in no line are still to be trained.
 import os
 import random
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -34,7 +32,7 @@ BATCHES = "batches.jsonl"
 
 
 class TrainedBatch(BaseModel):
-    """The sessions of a step that was trained: id and revision of each, and the ids of those that were too old."""
+    """The sessions of a trained step: id and revision of each, and the ids of those too old."""
 
     step: int
     sessions: list[tuple[str, int]]
@@ -51,7 +49,9 @@ class TrainedBatches:
     def __init__(self, run: Path) -> None:
         self._path = run / BATCHES
         self._steps: dict[int, TrainedBatch] = {}
-        text = self._path.read_bytes() if self._path.exists() else b""
+        text = b""
+        if self._path.exists():
+            text = self._path.read_bytes()
         *lines, torn = text.split(b"\n")
         if torn:
             os.truncate(self._path, len(text) - len(torn))
@@ -59,8 +59,9 @@ class TrainedBatches:
             try:
                 batch = TrainedBatch.model_validate_json(line)
             except ValidationError as error:
-                what = f"{self._path}, line {number} is damaged ({describe(error)})"
-                raise RunError(f"{what}: train into a new folder") from error
+                where = f"{self._path}, line {number}"
+                what = f"{where} is damaged ({describe(error)}): train into a new folder"
+                raise RunError(what) from error
             self._steps[batch.step] = batch
 
     def get(self, step: int) -> TrainedBatch | None:
@@ -69,8 +70,13 @@ class TrainedBatches:
 
     def groups(self) -> set[str]:
         """Return the groups that were trained or too old, by the ids that they were run with."""
-        names = [name for batch in self._steps.values() for name in [*dict(batch.sessions), *batch.stale]]
-        return {found[1] for name in names if (found := _PLACE.fullmatch(place_of(name)))}
+        groups: set[str] = set()
+        for batch in self._steps.values():
+            for name in [*dict(batch.sessions), *batch.stale]:
+                place = _PLACE.fullmatch(place_of(name))
+                if place is not None:
+                    groups.add(place["group"])
+        return groups
 
     def add(self, batch: TrainedBatch) -> None:
         """Write the batch of a step. It is on the disk after the return. Raises `OSError`."""
@@ -81,21 +87,33 @@ class TrainedBatches:
             os.fsync(file.fileno())
 
 
-_PLACE = re.compile(r"(.+-([0-9a-f]{8}\.[0-9]+)\.[0-9]+)-([0-9]+)\.([0-9]+)")
-"""A session's place: the group that it was run in, with the run and the step of its weights; its index in the group;
-and the training's attempt. The group of its row may be another one since somebody changed it."""
+_PLACE = re.compile(
+    r"(?P<group>.+-(?P<weights>(?P<run>[0-9a-f]{8})\.[0-9]+)\.[0-9]+)"
+    r"-(?P<index>[0-9]+)\.(?P<attempt>[0-9]+)"
+)
+"""A session's place: the group that it was run in, with the run and the step of its weights; its
+index in the group; and the training's attempt. The group of its row may be another one since
+somebody changed it."""
 
 
 def step_group(
-    version: Version, position: int, task: Task, sessions: int, kind: str = "", fork: RecordedFrom | None = None
+    version: Version,
+    position: int,
+    task: Task,
+    sessions: int,
+    kind: str = "",
+    fork: RecordedFrom | None = None,
 ) -> Group:
     """Return a group of a step, with the ids that its sessions get in the version's attempt.
 
     The group's id is `<task>-<run>.<step>.<position>`, the same in all attempts, after a `kind` of groups and `~`. A
     session's id is `<group>-<index>.<attempt>`; one that is tried again in the same attempt has `~<number>` after it.
     """
-    group_id = f"{kind and f'{kind}~'}{task.id}-{version.run}.{version.step}.{position}"
-    return Group(task, group_id, [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)], fork=fork)
+    group_id = f"{task.id}-{version.run}.{version.step}.{position}"
+    if kind:
+        group_id = f"{kind}~{group_id}"
+    names = [f"{group_id}-{index}.{version.attempt}" for index in range(sessions)]
+    return Group(task, group_id, names, fork=fork)
 
 
 def find_fork(
@@ -109,49 +127,68 @@ def find_fork(
         reward = label_session(session, rules).reward
         if reward is None or (forks.source == "failed" and reward >= SOLVED):
             continue
-        calls = rows.of("calls", session.session_id, ("started_at", "role", "status"))
-        starts = sorted(at for at, role, status in calls if (role, status) == ("agent", "completed"))
+        starts = []
+        for at, role, status in rows.of("calls", session.session_id, ("started_at", "role", "status")):
+            if role == "agent" and status == "completed":
+                starts.append(at)
         if len(starts) > 1:
-            return RecordedFrom(
-                run.absolute(), session.session_id, starts[len(starts) // 2 if forks.at == "middle" else -1]
-            )
+            starts.sort()
+            start = starts[-1]
+            if forks.at == "middle":
+                start = starts[len(starts) // 2]
+            return RecordedFrom(run.absolute(), session.session_id, start)
     return None
 
 
 def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
-    """Return id in `group` -> the session of its place, of several tries the last; of whatever start, on a service."""
+    """Return id in `group` -> the session of its place; of several tries it is the last one.
 
-    prefix = f"{group.group_id}-"
-    index = {name: place_of(name).removeprefix(prefix).partition(".")[0] for name in group.session_ids}
-    own = {place_of(each.session_id).removeprefix(prefix).partition(".")[0]: each for each in sessions}
-    return {name: own[at] for name, at in index.items() if at in own}
+    A service may have sessions of other starts of the training.
+    """
+
+    def index(session_id: str) -> str:
+        return place_of(session_id).removeprefix(f"{group.group_id}-").partition(".")[0]
+
+    own = {index(session.session_id): session for session in sessions}
+    return {name: own[index(name)] for name in group.session_ids if index(name) in own}
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index. The weights of their step
-    sampled the first token of each, or with `ahead` any weights of their training."""
+    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index.
+
+    The weights of their step sampled the first token of each, or with `ahead` any weights of their
+    training.
+    """
 
     def __init__(self, sessions: Iterable[Session], *, ahead: bool = False) -> None:
-        self._groups: defaultdict[str, dict[int, tuple[tuple[int, int], Session]]] = defaultdict(dict)
+        self._found: dict[tuple[str, int], tuple[tuple[int, int], Session]] = {}
         for session in sessions:
-            found = _PLACE.fullmatch(place_of(session.session_id))
+            place = _PLACE.fullmatch(place_of(session.session_id))
+            if place is None or session.status in RERUN:
+                continue
             weights = (session.policy_version or "").rpartition(".")[0]
-            same = found and (weights.partition(".")[0] == found[2].partition(".")[0] if ahead else weights == found[2])
-            if found and same and session.status not in RERUN:
-                index, attempt = int(found[3]), (int(found[4]), attempt_of(session.session_id))
-                group = self._groups[found[1]]
-                group[index] = min(group.get(index, (attempt, session)), (attempt, session), key=itemgetter(0))
+            same = weights == place["weights"]
+            if ahead:
+                same = weights.partition(".")[0] == place["run"]
+            if same:
+                at = (place["group"], int(place["index"]))
+                attempt = (int(place["attempt"]), attempt_of(session.session_id))
+                if at not in self._found or attempt < self._found[at][0]:
+                    self._found[at] = (attempt, session)
 
     def of(self, group: Group) -> dict[str, Session]:
         """Return id in `group` -> session of the first attempt that need not be tried again."""
-        finished = self._groups[group.group_id]
-        return {name: finished[index][1] for index, name in enumerate(group.session_ids) if index in finished}
+        finished: dict[str, Session] = {}
+        for index, name in enumerate(group.session_ids):
+            if (group.group_id, index) in self._found:
+                finished[name] = self._found[group.group_id, index][1]
+        return finished
 
 
 def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
     """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
-    labels = [label_session(session, rules) for session in sessions]
-    return rewards_differ([label.reward for label in labels if label.reward is not None])
+    rewards = [label_session(session, rules).reward for session in sessions]
+    return rewards_differ([reward for reward in rewards if reward is not None])
 
 
 def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:
@@ -160,7 +197,8 @@ def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, s
     Tasks that the step has not `used` come first. When all have come, they are drawn again.
     """
     rng = random.Random(f"{seed}/{step}/further")
-    drawn = sorted(rng.sample(tasks, len(tasks)), key=lambda task: task in used)
+    drawn = rng.sample(tasks, len(tasks))
+    drawn.sort(key=used.__contains__)
     while len(drawn) < number:
         drawn += rng.sample(tasks, len(tasks))
     return drawn[:number]
