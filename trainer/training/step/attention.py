@@ -31,7 +31,7 @@ aten: Any = torch.ops.aten
 BLOCK = 128
 """Tokens of a block of FlexAttention's mask. A row is padded to a multiple of it: its kernels have a variant of their
 own for other lengths, so that some steps would compile anew. All multiples run the same kernels, once dynamic."""
-TILE = 512
+TILE = 128
 """Queries of a tile where the keys that a query sees do not begin at a root."""
 
 
@@ -171,7 +171,12 @@ class _Tile:
     causal: bool = False
     """True if the keys are those of the queries, and each sees those up to its own."""
     hidden: Tensor | None = None
-    """Keys that a query does not see, (n, m). Without, and not causal, it sees all."""
+    """Keys that a query does not see, (n, m)."""
+
+    @property
+    def joins(self) -> bool:
+        """True if the queries see all keys, and have been in an earlier tile with their own."""
+        return not self.causal and self.hidden is None
 
 
 @dataclass(frozen=True)
@@ -274,7 +279,7 @@ class _Attention(torch.autograd.Function):
             one, one_lse = _forward(*tensors, tile, form)
             at = by_head[:, :, tile.queries]
             before = lse[:, :, tile.queries]
-            if tile.causal or tile.hidden is not None:
+            if not tile.joins:
                 at.copy_(one)
                 before.copy_(one_lse)
                 continue
@@ -364,7 +369,7 @@ def _backward(
         attn_mask=_bias(q, tile),
         scale=form.scale,
     )
-    if len(dk) == 1:
+    if tile.joins:
         return dq.reshape(q.shape), dk[0], dv[0]
     return dq, dk.sum(1), dv.sum(1)
 
@@ -372,10 +377,10 @@ def _backward(
 def _folded(q: Tensor, k: Tensor, v: Tensor, tile: _Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Return the arguments of torch's kernel for the CPU, which knows no groups: keys that are read again by each head,
     or the queries of a group as one head, where all of them see the same keys."""
-    if tile.causal or tile.hidden is not None:
-        every = (-1, q.shape[1], -1, -1)
-        return q, k[:, None].expand(every), v[:, None].expand(every)
-    return q.flatten(1, 2)[None], k[None], v[None]
+    if tile.joins:
+        return q.flatten(1, 2)[None], k[None], v[None]
+    every = (-1, q.shape[1], -1, -1)
+    return q, k[:, None].expand(every), v[:, None].expand(every)
 
 
 def _bias(q: Tensor, tile: _Tile) -> Tensor | None:
