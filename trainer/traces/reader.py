@@ -85,7 +85,11 @@ class SessionReader:
     """
 
     def __init__(
-        self, run: Path, *, routing: RecordedRouting | None = None, scores: RecordedScores | None = None
+        self,
+        run: Path,
+        *,
+        routing: RecordedRouting | None = None,
+        scores: RecordedScores | None = None,
     ) -> None:
         self.run = run
         self.routing = routing
@@ -186,14 +190,20 @@ def take_session_rows(rows: Iterable[Row], sessions: dict[str, Session], changed
                 for name in SESSION_JSON:
                     if not isinstance(getattr(session, name), dict):
                         broken[name] = {}
-                sessions[session.session_id] = replace(session, reward=None, error=CHANGED, **broken)
+                unrewarded = replace(session, reward=None, error=CHANGED, **broken)
+                sessions[session.session_id] = unrewarded
                 changed.add(session.session_id)
 
 
 def unknown_session(session_id: str, calls: Sequence[Call]) -> Session:
     """Return the session of calls without a row. `calls` are in the order of their starts."""
-    finished = max((call.finished_at for call in calls if call.finished_at is not None), default=None)
-    return Session(session_id=session_id, status="unknown", started_at=calls[0].started_at, finished_at=finished)
+    ends = [call.finished_at for call in calls if call.finished_at is not None]
+    return Session(
+        session_id=session_id,
+        status="unknown",
+        started_at=calls[0].started_at,
+        finished_at=max(ends, default=None),
+    )
 
 
 class RecordedCalls(Mapping[str, list[Call]]):
@@ -239,15 +249,17 @@ class SessionRows:
 
         Raises `RunError` and `OSError` when the folder cannot be read.
         """
+        rows: list[tuple[Any, ...]] = []
         with self._lock:
             if table in self._indexes:
                 self._indexes[table].refresh()
             else:
                 self._indexes[table] = SessionIndex(self._run, table)
             index = self._indexes[table]
-            batches = [batch.to_pydict() for batch in index.batches(session_id, columns)]
+            for batch in index.batches(session_id, columns):
+                rows += zip(*batch.to_pydict().values(), strict=True)
             index.close()
-        return [row for batch in batches for row in zip(*batch.values(), strict=True)]
+        return rows
 
     def first_version(self, session_id: str) -> str | None:
         """Return the weights that sampled the first token of a session's calls, or None without one. Raises as `of`."""
@@ -276,27 +288,39 @@ def rebuild_calls(
     calls: dict[str, Call] = {}
     changed: dict[str, str] = {}
     if check_digests:
-        changed = {name: CHANGED for name, row in rows.items() if row[DIGEST] != row_digest(row, CALL_SCHEMA)}
+        for call_id, row in rows.items():
+            if row[DIGEST] != row_digest(row, CALL_SCHEMA):
+                changed[call_id] = CHANGED
     if changed:
         which = f"{len(changed)} rows of session {session_id} were changed after they were written"
-        logger.warning("%s: %s (call %s): not trained on; see `rolltap verify`", run, which, ", ".join(changed))
-    for call_id, parent_id in parents_first({call_id: row["parent_id"] for call_id, row in rows.items()}):
-        call = calls[call_id] = _call(rows[call_id], None if parent_id is None else calls[parent_id])
+        named = ", ".join(changed)
+        logger.warning("%s: %s (call %s): not trained on; see `rolltap verify`", run, which, named)
+    parents = {call_id: row["parent_id"] for call_id, row in rows.items()}
+    for call_id, parent_id in parents_first(parents):
+        parent = None
+        if parent_id is not None:
+            parent = calls[parent_id]
+        call = _call(rows[call_id], parent)
         if parent_id in changed and call.prefix_length:
-            changed.setdefault(call_id, f"its prompt continues call {parent_id}, whose row was changed")
+            why = f"its prompt continues call {parent_id}, whose row was changed"
+            changed.setdefault(call_id, why)
         call.violation = call.violation or changed.get(call_id)
+        calls[call_id] = call
     return sorted(calls.values(), key=start_order)
 
 
 def _call(row: Row, parent: Call | None) -> Call:
     tail: list[int] = row["prompt_tail_ids"]
     prefix_length = row["prompt_length"] - len(tail)
-    known = len(parent.prompt_ids) + len(parent.completion_ids) if parent and prefix_length else 0
+    known = 0
+    if parent and prefix_length:
+        known = len(parent.prompt_ids) + len(parent.completion_ids)
     violation = None
     if row["parent_id"] is not None and parent is None:
         violation = f"parent {row['parent_id']} is not in the run"
     elif known != prefix_length:
-        violation = f"the prompt has {row['prompt_length']} tokens, but {known + len(tail)} can be rebuilt"
+        rebuilt = known + len(tail)
+        violation = f"the prompt has {row['prompt_length']} tokens, but {rebuilt} can be rebuilt"
     elif not row["prompt_length"] and row["completion_ids"]:
         violation = "its prompt has no token, so that nothing gives its first one a probability"
     prompt_ids = Tokens(tail)
@@ -306,7 +330,7 @@ def _call(row: Row, parent: Call | None) -> Call:
     fields = {name: row[name] for name in CALL_SCHEMA.names if name not in _STORED_OTHERWISE}
     fields |= {
         "prompt_ids": prompt_ids,
-        "prefix_length": 0 if violation else prefix_length,
+        "prefix_length": prefix_length if violation is None else 0,
         "logprobs": row["logprobs"] or [],
         "weight_versions": [VersionSpan(**span) for span in row["weight_versions"] or []],
         "violation": row["violation"] or violation,

@@ -81,7 +81,9 @@ class Label:
 
 def session_reward(session: Session | None) -> float | None:
     """Return the recorded reward. A status of `UNREWARDED` has none, whoever recorded one."""
-    return None if session is None or session.status in UNREWARDED else session.reward
+    if session is None or session.status in UNREWARDED:
+        return None
+    return session.reward
 
 
 def label_session(session: Session | None, rules: RewardRules) -> Label:
@@ -92,22 +94,29 @@ def label_session(session: Session | None, rules: RewardRules) -> Label:
         return Label(None, session.status)
     choice: Choice = getattr(rules.outcomes, session.status, "judge")
     if choice == "exclude":
-        return Label(None, "unjudged" if session.status == "unjudged" else "excluded")
+        if session.status == "unjudged":
+            return Label(None, "unjudged")
+        return Label(None, "excluded")
     reward = session_reward(session)
     if choice != "judge" and (reward is not None or session.status == "unjudged"):
         reward = choice  # without either the judge was not asked: the policy did nothing
-    if suspected(session) and rules.suspicious == "exclude":
+    is_suspected = bool(suspected(session))
+    if is_suspected and rules.suspicious == "exclude":
         return Label(None, "suspicious")
-    reward = rules.unrewarded if reward is None and session.error != CHANGED else reward
+    if reward is None and session.error != CHANGED:
+        reward = rules.unrewarded
     if reward is None:
         return Label(None, "no_reward")
-    penalty = rules.suspicious if suspected(session) and isinstance(rules.suspicious, float | int) else 0.0
-    return Label(reward - penalty, None)
+    if is_suspected and not isinstance(rules.suspicious, str):
+        reward -= rules.suspicious
+    return Label(reward, None)
 
 
 def suspected(session: Session | None) -> dict[str, int]:
     """Return rule -> count of the suspicions in a session's row; empty without a row."""
-    return {name: count for name, count in session.suspicions.items() if count} if session is not None else {}
+    if session is None:
+        return {}
+    return {name: count for name, count in session.suspicions.items() if count}
 
 
 def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
@@ -137,6 +146,9 @@ class TraceOptions:
         check_arguments(self.strategy, self.roles, self.max_tokens)
 
 
+_NO_ROW = Session(session_id="", status="unknown")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
     """A session, its labelled traces, the account of its sampled tokens, and its reward or why it has none."""
@@ -157,20 +169,23 @@ class TracedSession:
         return self.label.reward
 
     @property
+    def _row(self) -> Session:
+        return self.recorded.session or _NO_ROW
+
+    @property
     def group_id(self) -> str:
         """Group of the session; its own id when it has none."""
-        session = self.recorded.session
-        return (session.group_id if session else "") or self.recorded.session_id
+        return self._row.group_id or self.recorded.session_id
 
     @property
     def harness(self) -> str:
         """Harness of the session; empty when it is not known."""
-        return self.recorded.session.harness if self.recorded.session else ""
+        return self._row.harness
 
     @property
     def status(self) -> SessionStatus:
         """Status of the session; `unknown` without a row."""
-        return self.recorded.session.status if self.recorded.session else "unknown"
+        return self._row.status
 
     @property
     def suspicions(self) -> dict[str, int]:
@@ -183,7 +198,10 @@ class TracedSession:
         if self.label.reason is None:
             return None
         return Unrewarded(
-            group_id=self.group_id, reason=self.label.reason, status=self.status, suspicions=tuple(self.suspicions)
+            group_id=self.group_id,
+            reason=self.label.reason,
+            status=self.status,
+            suspicions=tuple(self.suspicions),
         )
 
     def rewarded(self) -> "TracedSession":
@@ -191,7 +209,8 @@ class TracedSession:
         the reason in `label`."""
         if self.label.reason is None:
             return self
-        return replace(self, traces=[], account=self.account.leave_out(self.label.reason))
+        account = self.account.leave_out(self.label.reason)
+        return replace(self, traces=[], account=account)
 
 
 @dataclass(slots=True)
@@ -225,7 +244,8 @@ class Totals:
         self.traces += len(traced.traces)
         self.ledger += traced.rewarded().ledger
         self.suspicious += bool(traced.suspicions)
-        if session := traced.recorded.session:
+        session = traced.recorded.session
+        if session is not None:
             self.statuses[session.status] += 1
             self.runtimes.update(filter(None, [session.runtime]))
             self.harnesses.update(filter(None, [session.harness]))
@@ -240,29 +260,39 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
 
     Raises `LedgerError` when the ledger does not account for every sampled token of the session.
     """
-    calls, session = recorded.calls, recorded.session
-    sampled = sum(len(call.completion_ids) for call in calls)
+    sampled = sum(len(call.completion_ids) for call in recorded.calls)
+    routing = None
+    scores = None
+    if recorded.routing is not None:
+        routing = recorded.routing.of(recorded.session_id)
+    if recorded.scores is not None:
+        scores = recorded.scores.of(recorded.session_id)
     try:
         traces, account = trace_calls(
-            calls,
+            recorded.calls,
             options.strategy,
             roles=options.roles,
             max_tokens=options.max_tokens,
             weights=options.weights,
             ahead=options.ahead,
-            routing=None if recorded.routing is None else recorded.routing.of(recorded.session_id),
-            scores=None if recorded.scores is None else recorded.scores.of(recorded.session_id),
+            routing=routing,
+            scores=scores,
         )
-        if (counted := account.ledger.sampled) != sampled:
+        counted = account.ledger.sampled
+        if counted != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {counted}")
     except LedgerError as error:
-        raise LedgerError(f"session {recorded.session_id}: {error}; this is a bug of rolltap") from error
-    label = label_session(session, options.rewards)
-    if session is not None:
+        bug = f"session {recorded.session_id}: {error}; this is a bug of rolltap"
+        raise LedgerError(bug) from error
+    label = label_session(recorded.session, options.rewards)
+    traced = TracedSession(recorded=recorded, traces=traces, account=account, label=label)
+    if recorded.session is not None:
         for trace in traces:
-            trace.task_id, trace.group_id = session.task_id, session.group_id or session.session_id
-            trace.harness, trace.reward = session.harness, label.reward
-    return TracedSession(recorded=recorded, traces=traces, account=account, label=label)
+            trace.task_id = recorded.session.task_id
+            trace.group_id = traced.group_id
+            trace.harness = traced.harness
+            trace.reward = label.reward
+    return traced
 
 
 def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
@@ -326,17 +356,20 @@ def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
     batch = TraceBatch()
     for traced in sessions:
         traced = traced.rewarded()
-        if prompts := cached_prompts(traced.recorded.calls).get("bridged"):
-            harness = traced.harness
-            batch.continued[harness] = batch.continued.get(harness, CachedPrompts()) + prompts
+        session = traced.recorded.session
+        session_id = traced.recorded.session_id
+        prompts = cached_prompts(traced.recorded.calls).get("bridged")
+        if prompts is not None:
+            known = batch.continued.get(traced.harness, CachedPrompts())
+            batch.continued[traced.harness] = known + prompts
         account = replace(traced.account, group_id=traced.group_id, reward=traced.reward)
-        batch.accounts[traced.recorded.session_id] = account
+        batch.accounts[session_id] = account
         batch.ledger += account.ledger
         batch.traces += traced.traces
         if traced.unrewarded is not None:
-            batch.unrewarded[traced.recorded.session_id] = traced.unrewarded
-        elif (session := traced.recorded.session) is not None and traced.reward is not None:
-            batch.rewards[session.session_id] = GroupReward(
+            batch.unrewarded[session_id] = traced.unrewarded
+        elif session is not None and traced.reward is not None:
+            batch.rewards[session_id] = GroupReward(
                 group_id=traced.group_id,
                 reward=traced.reward,
                 task_id=session.task_id,
