@@ -1,0 +1,392 @@
+"""Metrics of a step, and what a training logs."""
+
+import math
+import random
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import GRPOTrainer
+
+from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch, Unrewarded
+from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
+from rolltap.trainer.training.forward.passes import Scores
+from rolltap.trainer.training.step import metrics as module
+from rolltap.trainer.training.step.metrics import (
+    MOST_TASKS,
+    StepMetrics,
+    batch_metrics,
+    named_tasks,
+    peak_memory,
+)
+from tests.deep import examples
+from tests.trainer.training.step.tiny import make_trace, record, tiny_model, trained
+
+TASKS = {"x", "y"}
+CPU = torch.device("cpu")
+ROOT, BRIDGED, RENDERED = range(3)
+
+
+def arguments(**changed):
+    """Return the fields of a `TraceGRPOConfig` that `StepMetrics` reads."""
+    loss = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "beta": 0.0, "use_bias_correction_kl": False}
+    limits = {"mismatch": "clip", "mismatch_min": 0.5, "mismatch_max": 2.0, "teacher_share": 0.0}
+    return SimpleNamespace(**loss | limits | changed)
+
+
+def named(metrics, *prefixes):
+    """Return the metrics whose names begin with one of the prefixes."""
+    return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
+
+
+def tokens(logprobs, sampler, advantages=None, kinds=None, **fields):
+    """Return scores and inputs of tokens with entropy 0.5, of kind `bridged` and with advantage 1 if not given."""
+    number = len(logprobs)
+    tensors = {name: torch.tensor([values]) for name, values in fields.items()}
+    scores = Scores(torch.tensor(logprobs), tensors.pop("entropies", torch.full((1, number), 0.5))[0])
+    inputs = {
+        "sampler_per_token_logps": torch.tensor([sampler]),
+        "old_per_token_logps": torch.tensor([sampler]),
+        "advantages": torch.tensor([advantages or [1.0] * number]),
+        "kinds": torch.tensor([kinds or [BRIDGED] * number], dtype=torch.int8),
+    }
+    return scores, inputs | tensors
+
+
+NONE = tokens([], [])
+
+
+def add(metrics, micro_batch, in_rows, forwarded):
+    scores, inputs = micro_batch
+    rows = [SimpleNamespace(ids=range(in_rows))]
+    metrics.add(scores, {**inputs, "rows": rows, "traces": []}, forwarded=forwarded)
+
+
+def values(*micro_batches, on_policy=True, **args):
+    """Return the metrics of a step of one process with these micro-batches."""
+    metrics = StepMetrics(arguments(**args), on_policy=on_policy)
+    for micro_batch in micro_batches:
+        add(metrics, micro_batch, in_rows=10, forwarded=4)
+    return metrics.values([metrics.local(CPU)])
+
+
+def trace(session, mask=(1,), **fields):
+    return make_trace(session, mask, **{"harness": "codex", **fields})
+
+
+class TestBatch:
+    @pytest.fixture
+    def batch(self):
+        """Two sessions of two harnesses on task x, which succeed or fail, and two on task y, which fail alike."""
+        labels = {"a": ("x", "codex", 1.0), "b": ("x", "pi", 0.0), "c": ("y", "codex", 0.0), "d": ("y", "pi", 0.0)}
+        return TraceBatch(
+            traces=[trace("a", (1, 0, 1)), trace("a"), trace("b"), trace("c"), trace("d")],
+            rewards={
+                session: GroupReward(group_id=task, reward=reward, task_id=task, harness=harness)
+                for session, (task, harness, reward) in labels.items()
+            },
+            ledger=Ledger(sampled=9, trained=6, left_out={"aborted": 3}),
+        )
+
+    @pytest.fixture
+    def trained(self, batch):
+        left_out = {"aborted": 3, "over_length": 2}
+        return TraceBatch(
+            traces=batch.traces[:3], rewards=batch.rewards, ledger=Ledger(sampled=9, trained=4, left_out=left_out)
+        )
+
+    def test_rewards_are_means_over_the_sessions_of_each_harness_and_task(self, batch, trained):
+        assert named(batch_metrics(batch, trained, TASKS), "reward") == {
+            "reward": 0.25,
+            "reward_std": pytest.approx(math.sqrt(0.5) / 2),
+            "reward/harness/codex": 0.5,
+            "reward/harness/pi": 0.0,
+            "reward/task/x": 0.5,
+            "reward/task/y": 0.0,
+        }
+        assert named(batch_metrics(batch, trained, {"y", "z"}), "reward/task/").keys() == {"reward/task/y"}
+
+    def test_forks_are_beside_the_fresh_sessions_whose_task_may_be_named_like_them(self):
+        def rewards(**given):
+            return {
+                name: GroupReward(group_id=group, reward=reward, task_id=task, harness="codex")
+                for name, (group, task, reward) in given.items()
+            }
+
+        fresh = rewards(a=("t-1.0.0", "t", 0.0), b=("t-1.0.0", "t", 0.0), c=("fork~t-1.0.1", "fork~t", 0.0))
+        forks = rewards(d=("fork~t-1.0.0", "t", 1.0), e=("0/fork~t-1.0.0", "t", 0.5))
+        batch = TraceBatch(rewards=fresh | forks)
+        metrics = batch_metrics(batch, batch, {"t"})
+        assert named(metrics, "reward") == {
+            "reward": 0.0,
+            "reward_std": 0.0,
+            "reward/forks": 0.75,
+            "reward/harness/codex": 0.0,
+            "reward/task/t": 0.0,
+        }
+        assert (metrics["sessions"], metrics["groups"]) == (5, 4)
+
+    def test_the_cached_share_is_of_all_harnesses_and_of_each(self, batch, trained):
+        assert not named(batch_metrics(batch, trained, TASKS), "cached_share")
+        batch.continued = {
+            "codex": CachedPrompts(calls=1, prompt_tokens=100, known_tokens=90, cached_tokens=50),
+            "pi agent": CachedPrompts(calls=1, prompt_tokens=300, known_tokens=290, cached_tokens=300),
+        }
+        shares = {"cached_share": 0.875, "cached_share/codex": 0.5, "cached_share/pi%20agent": 1.0}
+        assert named(batch_metrics(batch, trained, TASKS), "cached_share") == shares
+
+    def test_tokens_are_trained_or_left_out_and_every_reason_is_there(self, batch, trained):
+        metrics = batch_metrics(batch, trained, TASKS)
+        assert (metrics["groups"], metrics["groups_without_signal"], metrics["traces_per_session"]) == (2, 1, 1.25)
+        assert metrics["tokens_trained"] == 4
+        left_out = named(metrics, "left_out/")
+        assert Counter(left_out) == Counter({"left_out/aborted": 3, "left_out/over_length": 2})
+        assert {"left_out/no_reward", "left_out/superseded", "left_out/auxiliary"} < left_out.keys()
+
+    def test_a_name_that_would_nest_is_encoded_and_an_empty_one_has_no_metric(self):
+        rewards = {
+            "s": GroupReward(group_id="g", reward=1.0, task_id="repo/issue 7"),
+            "t": GroupReward(group_id="g", reward=0.0, harness="own"),
+        }
+        batch = TraceBatch(rewards=rewards)
+        metrics = batch_metrics(batch, batch, {"repo/issue 7", ""})
+        assert named(metrics, "reward/").keys() == {"reward/task/repo%2Fissue%207", "reward/harness/own"}
+
+    def test_sessions_without_a_reward_are_counted_though_they_sampled_nothing(self, batch, trained):
+        batch.unrewarded = {
+            "e": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure"),
+            "f": Unrewarded(group_id="dead", reason="infrastructure", status="infrastructure"),
+            "g": Unrewarded(group_id="dead", reason="no_reward"),
+        }
+        metrics = batch_metrics(batch, trained, TASKS)
+        assert (metrics["sessions"], metrics["sessions_infrastructure"], metrics["sessions_no_reward"]) == (7, 2, 1)
+        assert (metrics["groups"], metrics["groups_without_signal"], metrics["groups_without_reward"]) == (3, 1, 1)
+        assert (metrics["reward"], metrics["traces_per_session"]) == (0.25, 1.25)
+
+    def test_a_batch_of_faults_alone_has_no_reward_and_says_why(self):
+        batch = TraceBatch(unrewarded={"a": Unrewarded(group_id="x", reason="infrastructure", status="infrastructure")})
+        metrics = batch_metrics(batch, batch, TASKS)
+        counted = {"sessions": 1, "sessions_infrastructure": 1, "groups": 1, "groups_without_reward": 1}
+        assert Counter(metrics) == Counter(counted)
+        assert "reward" not in metrics
+
+    def test_sessions_are_counted_by_status_and_suspicion_whether_rewarded_or_not(self):
+        batch = TraceBatch(
+            rewards={
+                "a": GroupReward(group_id="g", reward=1.0, suspicions=("git_history", "web_search")),
+                "b": GroupReward(group_id="g", reward=0.0, status="timeout"),
+            },
+            unrewarded={
+                "c": Unrewarded(group_id="g", reason="excluded", status="timeout"),
+                "d": Unrewarded(group_id="g", reason="suspicious", status="failed", suspicions=("git_history",)),
+                "e": Unrewarded(group_id="g", reason="unjudged", status="unjudged"),
+            },
+        )
+        metrics = batch_metrics(batch, batch, TASKS)
+        counted = {"sessions_completed": 1, "sessions_timeout": 2, "sessions_failed": 1, "sessions_unjudged": 1}
+        counted |= {"sessions_excluded": 2, "suspicious": 2, "suspicious/git_history": 2, "suspicious/web_search": 1}
+        assert Counter(named(metrics, "sessions_", "suspicious")) == Counter(counted)
+        assert metrics["sessions"] == 5
+
+    def test_a_batch_without_sessions_trains_nothing(self):
+        assert set(batch_metrics(TraceBatch(), TraceBatch(), TASKS).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("column", "named"),
+    [
+        ({"task_id": [str(row % MOST_TASKS) for row in range(3 * MOST_TASKS)]}, MOST_TASKS),
+        ({"task_id": [str(row) for row in range(MOST_TASKS + 1)]}, 0),
+        ({"group": [0, 1]}, 0),
+    ],
+    ids=["of many rows", "more than a dashboard holds", "no column of tasks"],
+)
+def test_tasks_are_named_if_they_are_few(column, named):
+    assert named_tasks(Dataset.from_dict(column)) == {str(number) for number in range(named)}
+
+
+class TestStep:
+    def test_the_difference_from_the_sampler_is_by_kind_of_continuity(self):
+        step = values(
+            tokens([-1.0, -2.0, -1.0], [-1.5, -1.0, -1.0], kinds=[BRIDGED, BRIDGED, RENDERED]),
+            tokens([-1.25], [-1.0], kinds=[RENDERED]),
+            tokens([-9.0], [-1.0], kinds=[-1]),
+        )
+        assert named(step, "difference", "sampler_ratio") == pytest.approx(
+            {
+                "difference/bridged": 0.75,
+                "difference/rendered": 0.125,
+                "difference_max": 8.0,
+                "sampler_ratio/bridged": (math.exp(0.5) + math.exp(-1)) / 2,
+                "sampler_ratio/rendered": (1 + math.exp(-0.25)) / 2,
+            }
+        )
+        assert named(step, "tokens/") == {"tokens/bridged": 2, "tokens/rendered": 2}
+
+    def test_a_difference_from_other_weights_than_those_that_sampled_has_another_name(self):
+        step = values(tokens([-1.0, -2.0], [-1.5, -2.25]), on_policy=False)
+        assert step["off_policy/bridged"] == pytest.approx(0.375)
+        assert not named(step, "difference", "sampler_ratio")
+        assert not named(values(tokens([-1.0], [-1.5])), "off_policy")
+
+    def test_a_token_is_clipped_where_the_loss_has_no_gradient(self):
+        ratios, advantages = [0.7, 0.7, 0.9, 1.3, 1.3, 1.3], [-1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
+        micro_batch = tokens([math.log(ratio) - 1 for ratio in ratios], [-1.0] * 6, advantages)
+        clipped = {"clip_ratio/low_mean": 1 / 6, "clip_ratio/high_mean": 2 / 6, "clip_ratio/region_mean": 3 / 6}
+        mean = {"ratio/mean": sum(ratios) / 6, "ratio/min": 0.7, "ratio/max": 1.3}
+        assert named(values(micro_batch), "clip_ratio", "ratio/") == pytest.approx(clipped | mean)
+        assert values(micro_batch, epsilon_high=0.4)["clip_ratio/high_mean"] == 0
+        cispo = values(micro_batch, loss_type="cispo", epsilon_high=1.2)
+        assert cispo["cispo_clip_ratio"] == pytest.approx(2 / 6)
+        assert not named(cispo, "clip_ratio")
+
+    def test_what_the_mismatch_excludes_is_a_share_of_each_side(self):
+        micro_batch = tokens([-1.0] * 4, [-1.0] * 4, mismatch=[0.4, 0.5, 2.0, 3.0])
+        masked = values(micro_batch, mismatch="mask", mismatch_max=1.9)
+        assert (masked["masked/low"], masked["masked/high"]) == (0.25, 0.5)
+        assert (masked["tokens_computed"], masked["tokens_masked"]) == (4, 3)
+        truncated = values(micro_batch, mismatch="truncate")
+        assert (truncated["truncated/low"], truncated["truncated/high"]) == (0.25, 0.25)
+        assert not named(values(micro_batch), "masked", "truncated")
+
+    def test_a_step_without_tokens_has_no_means_of_them(self):
+        step = values(NONE)
+        assert step.keys() == {"tokens_computed", "tokens_in_rows", "tokens_forwarded", "peak_memory_gib"}
+        assert step["tokens_computed"] == 0
+
+    def test_tokens_a_second_count_the_time_between_start_and_stop(self, monkeypatch):
+        clock = iter([0.0, 1.5, 100.0, 100.5])
+        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+        metrics = StepMetrics(arguments(), on_policy=True)
+        for _ in range(2):
+            metrics.start()
+            add(metrics, NONE, in_rows=30, forwarded=12)
+            metrics.stop(CPU)
+        step = metrics.values([metrics.local(CPU)])
+        assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (60, 24, 30)
+
+    def test_memory_is_that_of_the_process_without_a_gpu(self):
+        assert 2**20 < peak_memory(CPU) < 2**40
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    def test_memory_of_a_gpu_is_the_peak_since_the_last_call(self):
+        device = torch.device("cuda")
+        peak_memory(device)
+        torch.zeros(2**26, dtype=torch.uint8, device=device)
+        assert peak_memory(device) >= 2**26
+        assert peak_memory(device) < 2**26
+
+    @pytest.mark.parametrize("changed", [{}, {"loss_type": "cispo", "epsilon_high": 1.1}, {"epsilon_high": 0.05}])
+    @pytest.mark.parametrize(("beta", "corrected"), [(0.0, True), (0.3, True), (0.3, False)])
+    def test_of_one_micro_batch_trl_logs_the_same(self, changed, beta, corrected):
+        torch.manual_seed(0)
+        args = arguments(**changed, beta=beta, use_bias_correction_kl=corrected)
+        logprobs, old, reference, advantages, entropies = torch.randn(5, 40) / 4
+        logged = logged_by_trl(args, logprobs, old, reference, advantages, entropies)
+        columns = {"ref_per_token_logps": reference, "advantages": advantages, "entropies": entropies}
+        lists = {name: column.tolist() for name, column in columns.items()}
+        step = values(tokens(logprobs.tolist(), old.tolist(), **lists), **vars(args))
+        common = logged.keys() & step.keys()
+        assert ("kl" in step) == (beta > 0)
+        assert len(common) == (2 if args.loss_type == "cispo" else 4) + (beta > 0)
+        assert {name: step[name] for name in common} == pytest.approx({name: logged[name] for name in common}, rel=1e-5)
+
+    @given(st.data())
+    @examples(100)
+    def test_micro_batches_and_processes_do_not_matter(self, data):
+        number = data.draw(st.integers(1, 12))
+        logprob = st.floats(-3, 0, width=32)
+
+        def column(elements):
+            return data.draw(st.lists(elements, min_size=number, max_size=number))
+
+        fields = {name: column(logprob) for name in ("logprobs", "sampler", "old_per_token_logps")}
+        fields |= {"ref_per_token_logps": column(logprob)}
+        fields |= {"mismatch": column(st.floats(0, 4, width=32)), "entropies": column(st.floats(0, 4, width=32))}
+        fields |= {"advantages": column(st.sampled_from([-1.0, 1.0])), "kinds": column(st.integers(-1, 2))}
+        args = arguments(beta=0.1, mismatch="mask")
+        parts = column(st.integers(0, 3))  # process 0 or 1, and one of its two micro-batches
+        processes = []
+        for process in (0, 1):
+            metrics = StepMetrics(args, on_policy=True)
+            for micro_batch in (2 * process, 2 * process + 1):
+                mine = [i for i in range(number) if parts[i] == micro_batch]
+                part = {name: [values[i] for i in mine] for name, values in fields.items()}
+                add(metrics, tokens(**part), in_rows=len(mine), forwarded=1)
+            processes.append(metrics.local(CPU))
+        whole = StepMetrics(args, on_policy=True)
+        add(whole, tokens(**fields), in_rows=number, forwarded=4)
+        together, alone = metrics.values(processes), whole.values([whole.local(CPU)])
+        assert together.pop("peak_memory_gib") <= alone.pop("peak_memory_gib")
+        assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
+
+
+def logged_by_trl(args, logprobs, old, reference, advantages, entropies):
+    """Return the metrics that TRL's own loss logs for one row of tokens."""
+    trainer = SimpleNamespace(
+        beta=args.beta,
+        loss_type=args.loss_type,
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        args=SimpleNamespace(**vars(args), delta=None, steps_per_generation=1),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
+        current_gradient_accumulation_steps=1,
+        importance_sampling_level="token",
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *a, **k: (logprobs[None], entropies[None], None),
+        _metrics={"train": defaultdict(list)},
+    )
+    one, ones = torch.ones(1, 1, dtype=torch.long), torch.ones(1, len(logprobs), dtype=torch.long)
+    inputs = {"prompt_ids": one, "prompt_mask": one, "completion_ids": ones, "completion_mask": ones}
+    inputs |= {"old_per_token_logps": old[None], "ref_per_token_logps": reference[None], "advantages": advantages[None]}
+    GRPOTrainer._compute_loss(trainer, None, inputs | {"num_items_in_batch": ones.sum()})
+    return {name: value for name, [value] in trainer._metrics["train"].items()}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def traces(model):
+    """Traces of two turns: the first is a root, the second bridged."""
+    recorded = record(model, random.Random(0))
+    for trace in recorded:
+        end = trace.completion_mask.index(0)
+        bridged = trace.completion_mask.index(1, end)
+        spans = [("root", 0, end), ("bridged", bridged, len(trace.completion_mask))]
+        trace.continuity = [KindSpan(kind=kind, start=start, end=end) for kind, start, end in spans]
+    return recorded
+
+
+@pytest.mark.parametrize("forward", ["padded", "segments"])
+@pytest.mark.parametrize("mismatch", ["clip", "mask"])
+def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_path, forward, mismatch):
+    logged = []
+    for number in (1, 3, 2 * len(traces)):
+        config = {"forward": forward, "mismatch": mismatch, "num_iterations": 2, "max_steps": 2}
+        trainer = trained(model, tmp_path, traces, gradient_accumulation_steps=number, **config)
+        logged.append(trainer.state.log_history[:2])
+    own = {"learning_rate", "step_time", "tokens_per_second", "peak_memory_gib", "tokens_forwarded", "epoch"}
+    for step in (0, 1):
+        first, *others = ({name: entry[step][name] for name in entry[step].keys() - own} for entry in logged)
+        assert all(other == pytest.approx(first, rel=1e-3, abs=1e-5) for other in others)
+    first, second = logged[0]
+    assert first["tokens_in_rows"] == sum(len(trace.prompt_ids + trace.completion_ids) for trace in traces)
+    assert first["tokens_forwarded"] > 0
+    assert 0 < first["difference/bridged"] < 1e-5
+    assert not named(second, "difference", "sampler_ratio", "reward", "left_out")
+    assert second["off_policy/bridged"] > 1e-3
+    assert first["tokens_computed"] == first["tokens_trained"]
+    assert second["ratio/max"] > 1.1 > first["ratio/max"] > 0.9

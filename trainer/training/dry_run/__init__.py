@@ -1,1 +1,0 @@
-"""The plan of a training: memory, sessions and refusals, computed before anything starts."""

@@ -1,0 +1,530 @@
+"""TraceGRPOTrainer: TRL's GRPOTrainer on recorded traces instead of its own generations.
+
+The inputs of the loss and the way of the rows through the model are replaced; the losses are TRL's. The importance
+ratio of a token is pi_theta / mu, where mu is the probability that the engine recorded when it sampled the token. So
+the ratio on traces of the current weights is 1, up to the numerical difference between engine and trainer. On stale
+traces the ratio corrects for the older policy, clipped or weighted as the loss does it.
+
+The way of a generation batch:
+
+    trace_source          a TraceBatch: traces, rewards, ledger                on the main process
+    with_signal           leaves out groups whose rewards are all equal
+    session_advantages -> session_tokens -> micro_batches -> scattered         each process gets its own
+    Pack                  the rows of a micro-batch as one row, shared prefixes once
+    model -> (B, S) log-probabilities of B sessions -> TRL's loss -> backward
+"""
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import GRPOTrainer
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
+from trl.trainer.utils import create_model_from_path, selective_log_softmax, use_adapter
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.models.devices import require_gpu
+from rolltap.trainer.traces.build import TraceBatch
+from rolltap.trainer.traces.trained import Scored, StepAccount
+from rolltap.trainer.training.step.advantages import session_advantages
+from rolltap.trainer.training.step.batch import (
+    MicroBatch,
+    micro_batches,
+    rows_of_step,
+    session_tokens,
+    tokens_by_session,
+    why_skipped,
+    with_signal,
+)
+from rolltap.trainer.training.step.config import TraceGRPOConfig, check_model
+from rolltap.trainer.training.step.distributed import (
+    abort_on_error,
+    call_on_all_ranks,
+    gathered,
+    is_main,
+    on_main,
+    register,
+    scattered,
+)
+from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics, named_tasks
+from rolltap.trainer.training.step.model import prepare
+from rolltap.trainer.training.step.pack import Pack, Row
+from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.probe import probe
+from rolltap.trainer.training.step.routing import Replay
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessBatch:
+    """A process's part of a generation batch."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    """Trained tokens of all processes, those without a gradient included; at least 1."""
+    trains: bool
+    """True if any token of any process has a gradient."""
+    on_policy: bool
+
+
+class TraceGRPOTrainer(GRPOTrainer):
+    """A `GRPOTrainer` whose batches are recorded traces.
+
+    One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
+    (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
+    number of sessions and traces. The other processes wait for it. `before_batch` is called before that on every
+    process, and may call collective operations. An error of any process ends all with that error. For a batch without
+    any signal a warning is logged; weights and optimizer state stay unchanged.
+
+    A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
+    gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
+    `args.temperature` must be the sampling temperature of the traces, which is not checked here. With `args.beta`, the
+    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
+    of the full model as it was given.
+
+    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces, and on
+    a machine with a GPU that torch cannot use, unless `args.use_cpu` is set. Its other arguments are those of
+    `GRPOTrainer`.
+    """
+
+    args: TraceGRPOConfig
+    record: Callable[[int, StepAccount, Iterable[Scored]], None] | None = None
+    """Called on the main process with each optimizer step, before the weights change: the steps that were taken before
+    it, its batch, and the values of its tokens. Set it on every process or on none."""
+    check_step: Callable[[int, Mapping[str, float]], None] | None = None
+    """Called as `record` is, and before it, with the steps that were taken before and the metrics of the step. What it
+    raises ends all processes, and the weights stay as they are."""
+    _step: int
+
+    def __init__(
+        self,
+        model: Any,
+        args: TraceGRPOConfig,
+        train_dataset: Dataset,
+        *,
+        trace_source: Callable[[list[dict[str, Any]]], TraceBatch],
+        groups_per_step: int,
+        before_batch: Callable[[], None] | None = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+    ) -> None:
+        if not isinstance(args, TraceGRPOConfig):
+            raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
+        if not isinstance(train_dataset, Dataset):
+            raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
+        if not 1 <= groups_per_step <= len(train_dataset):
+            raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+        require_gpu(args.use_cpu)
+        args = copy.copy(args)
+        if isinstance(model, str):
+            # TRL would spread it over all GPUs of this process
+            init = {"device_map": None, "trust_remote_code": args.trust_remote_code}
+            model = create_model_from_path(model, **init | (args.model_init_kwargs or {}))
+            args.model_init_kwargs = None
+        self.trace_source = trace_source
+        self.before_batch = before_batch
+        self.groups_per_step = groups_per_step
+        self.batch: ProcessBatch
+        """This process's part of the present generation batch."""
+        self.trains = False
+        """True if any token of the batch has a gradient."""
+        self._generation = -1
+        self._named_tasks = named_tasks(train_dataset)
+        self._replay = Replay()
+        self._forest: type[Pack | PaddedRows] | None = None
+        self._logprobs = torch.zeros(1, 1)
+        # neither the device nor the settings of `accelerate config`, which transformers reads, decide
+        args.mixed_precision = "bf16" if model.dtype == torch.bfloat16 else "no"
+        adapted = peft_config is not None or isinstance(model, PeftModel)
+        prepare(model.get_base_model() if isinstance(model, PeftModel) else model)
+        if not adapted:
+            _train_in_float32(model)
+        # TRL would load the reference from the model's folder, with the class that config.json names
+        copies = args.beta > 0 and not adapted
+        beta = args.beta
+        if copies:
+            args.beta = 0.0
+        try:
+            super().__init__(
+                model=model,
+                reward_funcs=_recorded_reward,
+                args=args,
+                train_dataset=train_dataset,
+                processing_class=processing_class,
+                callbacks=[_StepCallback(self), *(callbacks or [])],
+                optimizers=optimizers,
+                peft_config=peft_config,
+            )
+        except (ValueError, ImportError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"the model or its adapter cannot be trained: {error}") from error
+        args.beta = self.beta = beta
+        check_model(self.model, self.beta)
+        if copies:
+            self.ref_model = self._copy_of_model()
+        # the ratio is of rolltap's engine, and TRL multiplies the loss with it
+        self.use_vllm = args.vllm_importance_sampling_correction
+        register("score", self._score_ids)
+
+    # What TRL asks: batches, log-probabilities, the loss
+
+    def get_train_dataloader(self) -> DataLoader[int]:
+        """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
+        passes = len(self.train_dataset) // self.groups_per_step
+        numbers = range(passes * self.num_iterations * self.args.gradient_accumulation_steps)
+        return DataLoader(numbers, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Compute and add the gradients of a micro-batch. An error of any process ends all. Collective."""
+        step = super().training_step
+        loss: Tensor = abort_on_error(lambda: step(model, inputs, num_items_in_batch))
+        self._step_metrics.stop(self.args.device)
+        return loss
+
+    def _prepare_inputs(self, _: Any) -> dict[str, Any]:
+        _run_as_served(self.model)
+        generation, iteration = divmod(self.state.global_step, self.num_iterations)
+        if generation != self._generation:
+            if self._generation < 0 and iteration and self.args.vllm_importance_sampling_correction:
+                raise InputError(
+                    f"step {self.state.global_step} is in the middle of the {self.num_iterations} iterations of a "
+                    "batch: with vllm_importance_sampling_correction resume from a checkpoint after the last one "
+                    "(save_steps a multiple of num_iterations)"
+                )
+            self._load_batch(generation)
+        micro_batch = self._step % self.args.gradient_accumulation_steps
+        if micro_batch == 0:
+            self._step_metrics = StepMetrics(on_policy=self.batch.on_policy and iteration == 0)
+        self._step_metrics.start()
+        return self._inputs[micro_batch]
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in place of TRL's."""
+        logprobs, entropies = self._score(model, self._current["forest"])
+        self._logprobs = logprobs
+        self._step_metrics.add(logprobs.detach(), self._current)
+        return logprobs, entropies, None
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return TRL's loss with the weight of the micro-batch, and the teacher's."""
+        self._current = inputs
+        micro_batch: MicroBatch = inputs["micro_batch"]
+        logged = self._metrics["train"]
+        self._metrics["train"] = defaultdict(list)
+        loss: Tensor = super()._compute_loss(model, inputs) * micro_batch.weight
+        self._step_metrics.add_of_loss(self._metrics["train"], micro_batch.tokens)
+        self._metrics["train"] = logged
+        share = self.args.teacher_share
+        if share:
+            loss = (1 - share) * loss + share * self._teacher_loss(inputs)
+        return loss
+
+    def _teacher_loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the mean over all trained tokens of the reverse KL divergence from the teacher.
+
+        Its gradient is that of a reward log p_teacher - log p_trainer of each token, weighted by the ratio to the
+        weights that sampled it, at most 1 + epsilon_high. Source: "On-Policy Distillation", Thinking Machines, 2025.
+        """
+        logprobs = self._logprobs
+        now = logprobs.detach()
+        ratio = (now - inputs["old_per_token_logps"]).exp().clamp(max=1 + self.epsilon_high)
+        reward = inputs["teacher_per_token_logps"] - now
+        weights = ratio * reward * inputs["completion_mask"]
+        processes = self.accelerator.num_processes  # whose gradients are averaged
+        return -(weights * logprobs).sum() * processes / self.batch.tokens
+
+    # Batches
+
+    def rows_of(self, generation: int) -> list[dict[str, Any]]:
+        """Return the rows of a generation batch, counted from 0."""
+        indices = rows_of_step(
+            generation,
+            len(self.train_dataset),
+            self.groups_per_step,
+            seed=self.args.seed,
+            shuffle=bool(self.args.shuffle_dataset),
+        )
+        return [self.train_dataset[i] for i in indices]
+
+    def _load_batch(self, generation: int) -> None:
+        """Load a generation batch, and what the weights before it and the reference say about it. Collective."""
+        self._choose_forest()
+        if self.before_batch is not None:
+            self.before_batch()
+        first = self._generation < 0
+        self.batch = scattered(lambda: self._make_parts(self.trace_source(self.rows_of(generation))))
+        self._inputs = [self._inputs_of(micro_batch, first) for micro_batch in self.batch.micro_batches]
+        self._replay.taken()  # those of the passes before the step
+        self._generation = generation
+        self.trains = self.batch.trains
+        if self.args.vllm_importance_sampling_correction:
+            left = [inputs["importance_sampling_ratio"] * inputs["completion_mask"] for inputs in self._inputs]
+            self.trains = any(gathered(any(bool(weights.any()) for weights in left)))
+            if self.batch.trains and not self.trains and is_main():
+                self._warn_skipped("the importance correction left no token")
+
+    def _make_parts(self, batch: TraceBatch) -> list[ProcessBatch]:
+        """Return each process's part of a batch. Called on the main process."""
+        given = sum(trace.completion_mask.count(1) for trace in batch.traces)
+        batch.ledger.check()
+        if batch.ledger.sampled and batch.ledger.trained != given:
+            raise InputError(
+                f"{given} sampled tokens in {len(batch.traces)} traces, but the batch's ledger says "
+                f"{batch.ledger.trained}: choose sessions with Run.traces(...).batch(session_ids), or give a ledger "
+                "that says what was left out"
+            )
+        args = self.args
+        if args.teacher_share and any(trace.scores is None for trace in batch.traces):
+            raise InputError(
+                f"teacher_share = {args.teacher_share}, but a trace has no scores: read traces(scores=NAME)"
+            )
+        advantages = session_advantages(batch.rewards, self.scale_rewards)
+        trained = with_signal(batch, every=args.teacher_share > 0)
+        computed = [trace for trace in trained.traces if args.computes_all or advantages.get(trace.session_id)]
+        tokens = tokens_by_session(trained.traces)
+        sessions = session_tokens(
+            computed,
+            advantages,
+            routing=args.routing == "recorded",
+            embeddings=self.model.get_input_embeddings().weight.shape[0],
+        )
+        if not sessions:
+            self._warn_skipped(why_skipped(batch))
+        self._account = StepAccount(trained, advantages, dict.fromkeys(tokens, 1.0), computed)
+        self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
+        total = max(1, sum(tokens.values()))
+        parts = micro_batches(
+            sessions,
+            accumulation=args.gradient_accumulation_steps,
+            processes=self.accelerator.num_processes,
+            loss_type=self.loss_type,
+            total_sessions=max(1, len(tokens)),
+            total_tokens=total,
+        )
+        return [ProcessBatch(part, total, bool(sessions), batch.on_policy) for part in parts]
+
+    @torch.no_grad()
+    def _inputs_of(self, micro_batch: MicroBatch, first: bool) -> dict[str, Any]:
+        """Return the inputs of a micro-batch's loss. Collective where the weights are sharded."""
+        device = self.args.device
+        inputs: dict[str, Any] = micro_batch.tensors(device)
+        inputs["micro_batch"] = micro_batch
+        inputs["forest"] = self._forest_of([session.rows for session in micro_batch.sessions], micro_batch.size)
+        inputs["num_items_in_batch"] = torch.tensor(self.batch.tokens, device=device)
+        inputs["teacher_share"] = self.args.teacher_share
+        if self.beta:
+            with self._reference() as model:
+                inputs["ref_per_token_logps"], _ = self._score(model, inputs["forest"])
+        if self.args.routing == "recorded" and first:
+            self._log_difference_before(inputs)
+        if self.args.vllm_importance_sampling_correction:
+            own, _ = self._score(self.model, inputs["forest"])
+            difference = (own - inputs["sampling_per_token_logps"]) * inputs["completion_mask"]
+            inputs["old_per_token_logps"] = own
+            inputs["importance_sampling_ratio"] = importance_weights(
+                difference,
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_min,
+                self.vllm_importance_sampling_clip_max,
+            )
+        return inputs
+
+    def _log_difference_before(self, inputs: Mapping[str, Any]) -> None:
+        """Log how far trainer and engine differ where the trainer's router chooses the experts."""
+        sessions = []
+        for session in inputs["micro_batch"].sessions:
+            sessions.append([replace(row, experts=None) for row in session.rows])
+        own, _ = self._score(self.model, self._forest_of(sessions, inputs["micro_batch"].size))
+        trained = inputs["completion_mask"].bool()
+        if trained.any():
+            difference = (own - inputs["sampling_per_token_logps"])[trained].abs().mean()
+            self.log_metrics({"routing/difference_before": float(difference)})
+
+    # The way through the model
+
+    def _score(self, model: Any, forest: Pack | PaddedRows) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies (B, S) of a micro-batch. A reference model gives no entropies."""
+        self._replay.begin(model, forest.experts)
+        with self.accelerator.autocast(), self._offloaded(model):
+            output = model(**forest.inputs())
+        entropies = None if output.entropy is None else forest.unpack(output.entropy)
+        return forest.unpack(output.log_probs).float(), entropies
+
+    def _offloaded(self, model: Any) -> Any:
+        """Return a context in which what the backward pass needs rests in host memory, if that is asked for."""
+        if not self.args.offload_checkpoints or self.args.device.type == "cpu" or not torch.is_grad_enabled():
+            return nullcontext()
+        return get_act_offloading_ctx_manager(self.accelerator.unwrap_model(model), warn_if_no_head=False)
+
+    def _forest_of(self, sessions: Sequence[Sequence[Row]], size: int) -> Pack | PaddedRows:
+        assert self._forest is not None
+        empty: list[Sequence[Row]] = [[] for _ in range(size - len(sessions))]
+        return self._forest([*sessions, *empty], self.args.device)
+
+    def _choose_forest(self) -> None:
+        """Choose packed or padded rows, before the first step. Collective."""
+        if self._forest is not None:
+            return
+        self._forest = PaddedRows
+        if self.args.forward == "padded":
+            return
+        # of sharded weights each process sees the gradients of its part
+        reasons = gathered(probe(self.model, self.accelerator.autocast))
+        reason = next(filter(None, reasons), None)
+        if reason is None:
+            self._forest = Pack
+        elif is_main():
+            logger.warning("traces run as padded rows, not as one packed row: %s", reason)
+
+    def _copy_of_model(self) -> Any:
+        """Return the reference: the model as it is now."""
+        reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+        vars(reference).pop("forward", None)  # that of TRL's head, which knows the original
+        prepare(reference, self.args.temperature)
+        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
+        if self.ref_model is not None:
+            yield self.ref_model
+        else:
+            with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
+                yield self.model
+
+    # The end of a step
+
+    def finish_gradients(self) -> None:
+        """Check, log and record a step whose gradients are complete, before the weights change. Collective.
+
+        Without a gradient, or with one that is not finite, all gradients are dropped: with gradients of zero, momentum
+        and weight decay would still change the weights.
+        """
+        finite = all(bool(local.isfinite().all()) for local in self._local_gradients())
+        finite = all(gathered(finite))
+        if not (finite and self.trains):
+            self.model.zero_grad(set_to_none=True)
+        if not finite and is_main():
+            self._warn_skipped("its gradients are not finite")
+        metrics = self._step_metrics.values(gathered(self._step_metrics.local(self.args.device)))
+        self.log_metrics({"steps_skipped": float(not finite), **metrics})
+        replayed, differ = self.accelerator.gather(self._replay.taken().to(self.args.device)[None]).sum(0).tolist()
+        if replayed:
+            self.log_metrics({"routing/differs": differ / replayed})
+        step = self.state.global_step
+        check_step = self.check_step
+        if check_step is not None:
+            on_main(lambda: check_step(step, metrics))
+        record = self.record
+        if record is not None:
+            scored = gathered(self._step_metrics.scored)
+            on_main(lambda: record(step, self._account, chain(*scored)))
+
+    def _warn_skipped(self, why: str) -> None:
+        logger.warning("step %d was skipped: %s", self.state.global_step + 1, why)
+
+    def _local_gradients(self) -> Iterator[Tensor]:
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+    def log_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values to those of the present step, whose mean is logged."""
+        for name, value in values.items():
+            self._metrics["train"][name].append(value)
+
+    # Scores for a comparison with an engine
+
+    def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
+        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
+
+        With `base`, a `PeftModel` is scored without its adapter. Other processes need not take part, unless weights are
+        sharded: then call it on all, or within `on_main`.
+        """
+        if self.args.sharding == "full":
+            return list(call_on_all_ranks("score", ids, base))
+        return self._score_ids(ids, base)
+
+    @torch.no_grad()
+    def _score_ids(self, ids: Sequence[int], base: bool) -> list[float]:
+        model = self.model
+        without = base and hasattr(model, "disable_adapter")
+        with model.disable_adapter() if without else nullcontext(), self.accelerator.autocast():
+            logits = model(input_ids=torch.tensor([ids], device=self.args.device), use_cache=False).logits[0, :-1]
+        logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=self.args.device))
+        return [float(value) for value in logprobs]
+
+
+class _StepCallback(TrainerCallback):
+    """Tells the trainer where a training begins, and where the gradients of a step are complete."""
+
+    def __init__(self, trainer: TraceGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        # the training begins with a batch of its own
+        self._trainer._generation = -1
+        self._trainer._step = 0
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        abort_on_error(self._trainer.finish_gradients)
+
+
+def importance_weights(difference: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
+    """Return the weights exp(trainer - engine) within the limits, from the differences of log-probabilities (B, S).
+
+    They are those of tokens, (B, S), or of sessions, (B, 1), whose differences are summed; beyond a limit the limit
+    itself, or 0. Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`.
+    """
+    level, _, action = mode.partition("_")
+    if level == "sequence":
+        difference = difference.sum(-1, keepdim=True)
+    weights = difference.exp()
+    low = 0.0 if low is None else low
+    high = torch.inf if high is None else high
+    if action == "truncate":
+        return weights.clamp(low, high)
+    # not a product with 0: a weight may be infinite
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def _train_in_float32(model: Any) -> None:
+    """Let trained weights have 32 bits: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart.
+
+    Autocast computes in the 16 bits that they were loaded in.
+    """
+    for weight in model.parameters():
+        if weight.requires_grad and weight.itemsize < torch.float32.itemsize:
+            weight.data = weight.data.float()
+
+
+def _run_as_served(model: Any) -> None:
+    """Let a model compute as engines do: some families clip weights, or choose experts otherwise, in training mode.
+
+    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's metrics.
+    """
+    model.eval()
+    for module in model.modules():
+        module.training = module is model or isinstance(module, GradientCheckpointingLayer)
+
+
+def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    # GRPOTrainer requires a reward function; it is not called
+    raise NotImplementedError("the rewards come with the traces")
