@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo as dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
@@ -29,10 +30,15 @@ from rolltap.trainer.training.step.pack import NAME, Pack
 aten: Any = torch.ops.aten
 
 BLOCK = 128
-"""Tokens of a block of FlexAttention's mask. A row is padded to a multiple of it: its kernels have a variant of their
-own for other lengths, so that some steps would compile anew. All multiples run the same kernels, once dynamic."""
+"""Tokens of a block of FlexAttention's mask. Its tensors are padded to a multiple, because other lengths have kernels
+of their own. Then a second length compiles a kernel for all lengths, and no later one compiles anew."""
+VARIANTS = 64
+"""Kernels of FlexAttention that a process may compile. There are up to 8 of each size of a head: with a window and
+without, with gradients and without, for the first length and for all. torch's limit is 8. Beyond it torch would run
+the formula without a kernel, which makes N x N scores.
+"""
 TILE = 128
-"""Queries of a tile where the keys that a query sees do not begin at a root."""
+"""Queries of a tile with a mask. Larger ones multiply more pairs that are hidden."""
 
 
 def register(stock: str) -> str:
@@ -96,6 +102,7 @@ def _flex(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, VARIANTS)
     blocks = block_mask(pack, window)
     more = blocks.seq_lengths[0] - pack.tokens
     padded = [pad(x, (0, 0, 0, more)) for x in (query, key, value)]

@@ -23,8 +23,12 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
     if not getattr(model, _PREPARED, False):
         setattr(model, _PREPARED, True)
         stock = model.config.get_text_config(decoder=True)._attn_implementation
+        if "flash" in stock:
+            # transformers would look for a package of the new name
+            stock = "sdpa"
         model.set_attn_implementation(register(stock))
-        compute_in_chunks(model)
+        if hasattr(model.get_decoder(), "layers"):
+            compute_in_chunks(model)
         model.base_model.register_forward_hook(_only_contexts, with_kwargs=True)
     if temperature is not None and getattr(model, _TEMPERATURE, None) != temperature:
         setattr(model, _TEMPERATURE, temperature)

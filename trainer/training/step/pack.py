@@ -176,7 +176,7 @@ class Pack:
         self.labels: Tensor = tensor(labels)[None]
 
         counts = [sum(len(row.scored) for row in session) for session in sessions]
-        at = np.zeros((len(sessions), max(1, *counts)), np.int64)
+        at = np.zeros((len(sessions), max([1, *counts])), np.int64)
         mask = np.zeros_like(at)
         first = 0
         for i, count in enumerate(counts):
