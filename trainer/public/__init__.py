@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from rolltap.trainer.traces.build import TraceBatch as TraceBatch
     from rolltap.trainer.traces.build import build_traces as build_traces
     from rolltap.trainer.traces.ledger import Ledger as Ledger
-    from rolltap.trainer.training.grpo.config import TraceGRPOConfig as TraceGRPOConfig
-    from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer as TraceGRPOTrainer
+    from rolltap.trainer.training.step.config import TraceGRPOConfig as TraceGRPOConfig
+    from rolltap.trainer.training.step.trainer import TraceGRPOTrainer as TraceGRPOTrainer
     from rolltap.training import plan_training as plan_training
     from rolltap.training import train as train
     from rolltap.training import train_offline as train_offline

@@ -19,7 +19,7 @@ from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.training.forward.routing import Replay
-from rolltap.trainer.training.grpo.config import (
+from rolltap.trainer.training.step.config import (
     ACCEPTED,
     CHANGE_BASE,
     TraceGRPOConfig,
@@ -147,8 +147,8 @@ def _require_used(grpo: Mapping[str, Any]) -> None:
         what = f"grpo.{key} = {value!r}"
         if key in _ELSEWHERE:
             raise InputError(f"{what} does nothing here: {_ELSEWHERE[key]}")
-        if key == "max_completion_length" and grpo.get("normalise") != "constant":
-            raise InputError(f"{what} has no effect without grpo.normalise = 'constant': {_LENGTHS}")
+        if key == "max_completion_length" and grpo.get("loss_type") != "dr_grpo":
+            raise InputError(f"{what} has no effect without grpo.loss_type = 'dr_grpo': {_LENGTHS}")
     _check_names("grpo", TraceGRPOConfig, grpo)
     for key in grpo:
         if key not in ACCEPTED:

@@ -38,8 +38,8 @@ from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import write_step
 from rolltap.trainer.training import arguments
 from rolltap.trainer.training.attempt import Attempt, require_shared
-from rolltap.trainer.training.grpo.ranks import is_main, lost, object_group, on_main, together
-from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.training.step.distributed import is_main, lost, object_group, on_main, raise_on_all
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
 from rolltap.trainer.training.report import Phases, Reports
 
@@ -91,17 +91,17 @@ def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Cons
 
     Raises what the source raises, `InputError`, `RunError` and, on processes of which another one failed, `RankError`.
     """
-    together(partial(require_gpu, recipe.grpo.get("use_cpu", False)))
+    raise_on_all(partial(require_gpu, recipe.grpo.get("use_cpu", False)))
     columns = on_main(source.check)
-    args = together(partial(arguments.training_arguments, recipe, run, seed))
+    args = raise_on_all(partial(arguments.training_arguments, recipe, run, seed))
     with ExitStack() as stack:
         attempt = on_main(partial(source.claim, stack))
-        together(partial(require_shared, run, attempt))
+        raise_on_all(partial(require_shared, run, attempt))
         on_main(partial(set_aside, run, recipe, console))
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
         on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
-        model = together(lambda: load_policy(recipe.model, arguments.dtype_of(recipe), on_cpu=on_cpu, **init))
+        model = raise_on_all(lambda: load_policy(recipe.model, arguments.dtype_of(recipe), on_cpu=on_cpu, **init))
         phases = Phases()
         reports = Reports(run, console)
         source.phase = phases.of

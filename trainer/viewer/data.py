@@ -28,7 +28,7 @@ from rolltap.trainer.traces.sessions import (
 )
 from rolltap.trainer.traces.trained import TrainedSession
 from rolltap.trainer.traces.tree import path_to
-from rolltap.trainer.training.grpo.advantages import rewards_differ
+from rolltap.trainer.training.step.advantages import rewards_differ
 from rolltap.trainer.viewer.reader import Entry, Found, Overview
 
 JSON = dict[str, Any]

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +10,9 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from trl import GRPOTrainer
 
 from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
-from rolltap.trainer.training.forward.passes import Scores
 from rolltap.trainer.training.step import metrics as module
 from rolltap.trainer.training.step.metrics import (
     MOST_TASKS,
@@ -31,44 +29,37 @@ CPU = torch.device("cpu")
 ROOT, BRIDGED, RENDERED = range(3)
 
 
-def arguments(**changed):
-    """Return the fields of a `TraceGRPOConfig` that `StepMetrics` reads."""
-    loss = {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": None, "beta": 0.0, "use_bias_correction_kl": False}
-    limits = {"mismatch": "clip", "mismatch_min": 0.5, "mismatch_max": 2.0, "teacher_share": 0.0}
-    return SimpleNamespace(**loss | limits | changed)
-
-
 def named(metrics, *prefixes):
     """Return the metrics whose names begin with one of the prefixes."""
     return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
 
-def tokens(logprobs, sampler, advantages=None, kinds=None, **fields):
-    """Return scores and inputs of tokens with entropy 0.5, of kind `bridged` and with advantage 1 if not given."""
+def tokens(logprobs, sampler, kinds=None, **fields):
+    """Return log-probabilities (1, S) and inputs of the tokens of a session, of kind `bridged` if not given."""
     number = len(logprobs)
-    tensors = {name: torch.tensor([values]) for name, values in fields.items()}
-    scores = Scores(torch.tensor(logprobs), tensors.pop("entropies", torch.full((1, number), 0.5))[0])
     inputs = {
-        "sampler_per_token_logps": torch.tensor([sampler]),
+        "sampling_per_token_logps": torch.tensor([sampler]),
         "old_per_token_logps": torch.tensor([sampler]),
-        "advantages": torch.tensor([advantages or [1.0] * number]),
+        "completion_mask": torch.ones(1, number, dtype=torch.long),
         "kinds": torch.tensor([kinds or [BRIDGED] * number], dtype=torch.int8),
+        "teacher_share": 0.0,
     }
-    return scores, inputs | tensors
+    return torch.tensor([logprobs]), inputs | {name: torch.tensor([values]) for name, values in fields.items()}
 
 
 NONE = tokens([], [])
 
 
 def add(metrics, micro_batch, in_rows, forwarded):
-    scores, inputs = micro_batch
-    rows = [SimpleNamespace(ids=range(in_rows))]
-    metrics.add(scores, {**inputs, "rows": rows, "traces": []}, forwarded=forwarded)
+    logprobs, inputs = micro_batch
+    session = SimpleNamespace(rows=[SimpleNamespace(ids=range(in_rows))], traces=[])
+    beside = {"micro_batch": SimpleNamespace(sessions=[session]), "forest": SimpleNamespace(tokens=forwarded)}
+    metrics.add(logprobs, inputs | beside)
 
 
-def values(*micro_batches, on_policy=True, **args):
+def values(*micro_batches, on_policy=True):
     """Return the metrics of a step of one process with these micro-batches."""
-    metrics = StepMetrics(arguments(**args), on_policy=on_policy)
+    metrics = StepMetrics(on_policy=on_policy)
     for micro_batch in micro_batches:
         add(metrics, micro_batch, in_rows=10, forwarded=4)
     return metrics.values([metrics.local(CPU)])
@@ -233,25 +224,20 @@ class TestStep:
         assert not named(step, "difference", "sampler_ratio")
         assert not named(values(tokens([-1.0], [-1.5])), "off_policy")
 
-    def test_a_token_is_clipped_where_the_loss_has_no_gradient(self):
-        ratios, advantages = [0.7, 0.7, 0.9, 1.3, 1.3, 1.3], [-1.0, 1.0, -1.0, 1.0, -1.0, 1.0]
-        micro_batch = tokens([math.log(ratio) - 1 for ratio in ratios], [-1.0] * 6, advantages)
-        clipped = {"clip_ratio/low_mean": 1 / 6, "clip_ratio/high_mean": 2 / 6, "clip_ratio/region_mean": 3 / 6}
-        mean = {"ratio/mean": sum(ratios) / 6, "ratio/min": 0.7, "ratio/max": 1.3}
-        assert named(values(micro_batch), "clip_ratio", "ratio/") == pytest.approx(clipped | mean)
-        assert values(micro_batch, epsilon_high=0.4)["clip_ratio/high_mean"] == 0
-        cispo = values(micro_batch, loss_type="cispo", epsilon_high=1.2)
-        assert cispo["cispo_clip_ratio"] == pytest.approx(2 / 6)
-        assert not named(cispo, "clip_ratio")
+    def test_weights_of_the_importance_correction_have_their_mean_and_limits(self):
+        step = values(tokens([-1.0] * 4, [-1.0] * 4, importance_sampling_ratio=[0.0, 0.5, 1.5, 2.0]))
+        assert named(step, "importance") == {"importance/mean": 1.0, "importance/min": 0.0, "importance/max": 2.0}
+        assert (step["tokens_computed"], step["tokens_masked"]) == (4, 1)
+        assert not named(values(tokens([-1.0], [-1.0])), "importance", "tokens_masked")
 
-    def test_what_the_mismatch_excludes_is_a_share_of_each_side(self):
-        micro_batch = tokens([-1.0] * 4, [-1.0] * 4, mismatch=[0.4, 0.5, 2.0, 3.0])
-        masked = values(micro_batch, mismatch="mask", mismatch_max=1.9)
-        assert (masked["masked/low"], masked["masked/high"]) == (0.25, 0.5)
-        assert (masked["tokens_computed"], masked["tokens_masked"]) == (4, 3)
-        truncated = values(micro_batch, mismatch="truncate")
-        assert (truncated["truncated/low"], truncated["truncated/high"]) == (0.25, 0.25)
-        assert not named(values(micro_batch), "masked", "truncated")
+    def test_what_trl_logs_of_a_micro_batch_counts_with_its_tokens_and_limits_are_limits(self):
+        metrics = StepMetrics(on_policy=True)
+        metrics.add_of_loss({"entropy": [1.0], "clip_ratio/low_min": [0.5], "clip_ratio/high_max": [0.5]}, 3)
+        metrics.add_of_loss({"entropy": [5.0], "clip_ratio/low_min": [0.25], "clip_ratio/high_max": [0.75]}, 1)
+        metrics.add_of_loss({"entropy": [0.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [0.0]}, 0)
+        step = metrics.values([metrics.local(CPU)])
+        assert named(step, "entropy") == {"entropy": 2.0}
+        assert named(step, "clip_ratio") == {"clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.75}
 
     def test_a_step_without_tokens_has_no_means_of_them(self):
         step = values(NONE)
@@ -261,7 +247,7 @@ class TestStep:
     def test_tokens_a_second_count_the_time_between_start_and_stop(self, monkeypatch):
         clock = iter([0.0, 1.5, 100.0, 100.5])
         monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        metrics = StepMetrics(arguments(), on_policy=True)
+        metrics = StepMetrics(on_policy=True)
         for _ in range(2):
             metrics.start()
             add(metrics, NONE, in_rows=30, forwarded=12)
@@ -281,21 +267,6 @@ class TestStep:
         assert peak_memory(device) >= 2**26
         assert peak_memory(device) < 2**26
 
-    @pytest.mark.parametrize("changed", [{}, {"loss_type": "cispo", "epsilon_high": 1.1}, {"epsilon_high": 0.05}])
-    @pytest.mark.parametrize(("beta", "corrected"), [(0.0, True), (0.3, True), (0.3, False)])
-    def test_of_one_micro_batch_trl_logs_the_same(self, changed, beta, corrected):
-        torch.manual_seed(0)
-        args = arguments(**changed, beta=beta, use_bias_correction_kl=corrected)
-        logprobs, old, reference, advantages, entropies = torch.randn(5, 40) / 4
-        logged = logged_by_trl(args, logprobs, old, reference, advantages, entropies)
-        columns = {"ref_per_token_logps": reference, "advantages": advantages, "entropies": entropies}
-        lists = {name: column.tolist() for name, column in columns.items()}
-        step = values(tokens(logprobs.tolist(), old.tolist(), **lists), **vars(args))
-        common = logged.keys() & step.keys()
-        assert ("kl" in step) == (beta > 0)
-        assert len(common) == (2 if args.loss_type == "cispo" else 4) + (beta > 0)
-        assert {name: step[name] for name in common} == pytest.approx({name: logged[name] for name in common}, rel=1e-5)
-
     @given(st.data())
     @examples(100)
     def test_micro_batches_and_processes_do_not_matter(self, data):
@@ -306,51 +277,22 @@ class TestStep:
             return data.draw(st.lists(elements, min_size=number, max_size=number))
 
         fields = {name: column(logprob) for name in ("logprobs", "sampler", "old_per_token_logps")}
-        fields |= {"ref_per_token_logps": column(logprob)}
-        fields |= {"mismatch": column(st.floats(0, 4, width=32)), "entropies": column(st.floats(0, 4, width=32))}
-        fields |= {"advantages": column(st.sampled_from([-1.0, 1.0])), "kinds": column(st.integers(-1, 2))}
-        args = arguments(beta=0.1, mismatch="mask")
+        fields |= {"importance_sampling_ratio": column(st.floats(0, 4, width=32))}
+        fields |= {"kinds": column(st.integers(-1, 2))}
         parts = column(st.integers(0, 3))  # process 0 or 1, and one of its two micro-batches
         processes = []
         for process in (0, 1):
-            metrics = StepMetrics(args, on_policy=True)
+            metrics = StepMetrics(on_policy=True)
             for micro_batch in (2 * process, 2 * process + 1):
                 mine = [i for i in range(number) if parts[i] == micro_batch]
                 part = {name: [values[i] for i in mine] for name, values in fields.items()}
                 add(metrics, tokens(**part), in_rows=len(mine), forwarded=1)
             processes.append(metrics.local(CPU))
-        whole = StepMetrics(args, on_policy=True)
+        whole = StepMetrics(on_policy=True)
         add(whole, tokens(**fields), in_rows=number, forwarded=4)
         together, alone = metrics.values(processes), whole.values([whole.local(CPU)])
         assert together.pop("peak_memory_gib") <= alone.pop("peak_memory_gib")
         assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
-
-
-def logged_by_trl(args, logprobs, old, reference, advantages, entropies):
-    """Return the metrics that TRL's own loss logs for one row of tokens."""
-    trainer = SimpleNamespace(
-        beta=args.beta,
-        loss_type=args.loss_type,
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        args=SimpleNamespace(**vars(args), delta=None, steps_per_generation=1),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x),
-        current_gradient_accumulation_steps=1,
-        importance_sampling_level="token",
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        _get_per_token_logps_and_entropies=lambda *a, **k: (logprobs[None], entropies[None], None),
-        _metrics={"train": defaultdict(list)},
-    )
-    one, ones = torch.ones(1, 1, dtype=torch.long), torch.ones(1, len(logprobs), dtype=torch.long)
-    inputs = {"prompt_ids": one, "prompt_mask": one, "completion_ids": ones, "completion_mask": ones}
-    inputs |= {"old_per_token_logps": old[None], "ref_per_token_logps": reference[None], "advantages": advantages[None]}
-    GRPOTrainer._compute_loss(trainer, None, inputs | {"num_items_in_batch": ones.sum()})
-    return {name: value for name, [value] in trainer._metrics["train"].items()}
 
 
 @pytest.fixture(scope="module")
@@ -370,12 +312,13 @@ def traces(model):
     return recorded
 
 
-@pytest.mark.parametrize("forward", ["padded", "segments"])
-@pytest.mark.parametrize("mismatch", ["clip", "mask"])
-def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_path, forward, mismatch):
+@pytest.mark.parametrize("forward", ["padded", "packed"])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_means_are_over_tokens_whatever_the_micro_batches(model, traces, tmp_path, forward, corrected):
     logged = []
     for number in (1, 3, 2 * len(traces)):
-        config = {"forward": forward, "mismatch": mismatch, "num_iterations": 2, "max_steps": 2}
+        config = {"forward": forward, "vllm_importance_sampling_correction": corrected}
+        config |= {"num_iterations": 2, "max_steps": 2}
         trainer = trained(model, tmp_path, traces, gradient_accumulation_steps=number, **config)
         logged.append(trainer.state.log_history[:2])
     own = {"learning_rate", "step_time", "tokens_per_second", "peak_memory_gib", "tokens_forwarded", "epoch"}
