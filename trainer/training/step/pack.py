@@ -70,9 +70,10 @@ def comparable(row: Row) -> bytes:
     columns[:, 0] = row.ids
     if row.experts is not None:
         experts = row.experts[: len(row.ids)].reshape(-1, math.prod(row.experts.shape[1:]))
-        # a digest, because the experts of a token themselves take kilobytes
+        # a digest, because the experts of a token take kilobytes; never 0, which says that it has none
         factors = np.random.default_rng(0).integers(2**63, size=experts.shape[1])
-        columns[: len(experts), 1:] = (experts @ factors)[:, None].view(np.int32)
+        digests = (experts.astype(np.int64) + 1) @ factors
+        columns[: len(experts), 1:] = digests[:, None].view(np.int32)
     return columns.tobytes()
 
 

@@ -1,0 +1,127 @@
+"""The layout of packs, whatever their rows share and wherever they are scored."""
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.trainer.training.step.pack import Pack, Row
+from tests.trainer.training.step.small_models import make_row
+
+
+@st.composite
+def many_rows(draw) -> list[Row]:
+    """Rows that begin with earlier rows, of two tokens, so that they share prefixes by chance as well."""
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(0, 8))):
+        ids: list[int] = []
+        if rows and draw(st.booleans()):
+            before = draw(st.sampled_from(rows)).ids.tolist()
+            ids = before[: draw(st.integers(0, len(before)))]
+        ids = ids + draw(st.lists(st.sampled_from([7, 8]), min_size=1, max_size=40))
+        scored = draw(st.sets(st.integers(1, len(ids) - 1))) if len(ids) > 1 else []
+        experts = None
+        if draw(st.booleans()):
+            chosen = draw(st.lists(st.integers(0, 1), min_size=len(ids) - 1, max_size=len(ids) - 1))
+            experts = np.array(chosen, np.uint8).reshape(-1, 1, 1)
+        one = make_row(ids, sorted(scored))
+        rows.append(Row(one.ids, one.scored, experts))
+    return rows
+
+
+@st.composite
+def many_sessions(draw) -> list[list[Row]]:
+    """Rows in sessions, some of which have none."""
+    rows = draw(many_rows())
+    cuts = sorted(draw(st.lists(st.integers(0, len(rows)), max_size=3)))
+    return [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+
+
+def tokens_of(row: Row, end: int) -> tuple:
+    """The first tokens of a row, each with its expert."""
+    experts = [-1] * len(row.ids)
+    if row.experts is not None:
+        experts[: len(row.experts)] = row.experts[:, 0, 0].tolist()
+    return tuple(zip(row.ids[:end].tolist(), experts[:end], strict=True))
+
+
+def path(pack: Pack, token: int) -> list[int]:
+    """A token's ancestors and the token itself, from the root on."""
+    found = []
+    while token >= 0:
+        found.append(token)
+        token = int(pack.above[token])
+    return found[::-1]
+
+
+def ancestors(pack: Pack) -> torch.Tensor:
+    """Tokens on whose path each token is, (N, N)."""
+    seen = torch.zeros(pack.tokens, pack.tokens, dtype=torch.bool)
+    for token in range(pack.tokens):
+        seen[token, path(pack, token)] = True
+    return seen
+
+
+@given(many_sessions())
+def test_each_session_has_its_scored_tokens_after_the_tokens_before_them(sessions):
+    pack = Pack(sessions)
+    contexts = pack.unpack(pack.contexts[None])
+    labels = pack.unpack(pack.labels)
+    for session, mask, before, after in zip(sessions, pack.mask, contexts, labels, strict=True):
+        wanted = [(tokens_of(row, p), int(row.ids[p])) for row in session for p in row.scored]
+        assert mask.tolist() == [1] * len(wanted) + [0] * (len(mask) - len(wanted))
+        assert not before[len(wanted) :].any()
+        for (tokens, label), context, found in zip(wanted, before, after, strict=False):
+            at = path(pack, int(context))
+            assert pack.ids[0, at].tolist() == [token for token, _ in tokens]
+            assert found == label
+            if pack.experts is not None:
+                assert pack.experts[at, 0, 0].tolist() == [expert for _, expert in tokens]
+
+
+@given(many_sessions())
+def test_no_shared_token_and_no_shared_pair_is_there_twice(sessions):
+    pack = Pack(sessions)
+    rows = [row for session in sessions for row in session if len(row.scored)]
+    tokens = {tokens_of(row, end) for row in rows for end in range(1, row.scored[-1] + 1)}
+    pairs = {(tokens_of(row, p), int(row.ids[p])) for row in rows for p in row.scored}
+    if rows:
+        assert (pack.tokens, pack.labels.numel()) == (len(tokens), len(pairs))
+    else:
+        # a process without tokens takes part in collective operations
+        assert (pack.tokens, pack.labels.tolist()) == (2, [[-100]])
+
+
+@given(many_sessions())
+def test_a_query_sees_exactly_its_ancestors_and_its_position_is_their_number(sessions):
+    pack = Pack(sessions)
+    every = torch.arange(pack.tokens)
+    found = (every <= every[:, None]) & (every[:, None] < pack.leave)
+    assert torch.equal(found, ancestors(pack))
+    assert torch.equal(pack.positions[0], found.sum(1) - 1)
+    assert pack.depth == found.sum(1).max()
+
+
+@given(many_sessions())
+def test_segments_are_the_unbranched_pieces(sessions):
+    pack = Pack(sessions)
+    assert pack.begins.tolist() == [0, *pack.ends[:-1]]
+    assert pack.ends[-1] == pack.tokens
+    children = np.bincount(pack.above[pack.above >= 0], minlength=pack.tokens)
+    for k, (begin, end) in enumerate(zip(pack.begins, pack.ends, strict=True)):
+        assert pack.above[begin + 1 : end].tolist() == list(range(begin, end - 1))
+        assert (children[begin : end - 1] == 1).all()
+        # a piece with one that continues it alone would be one with it
+        assert children[end - 1] != 1
+        parent = pack.parents[k]
+        assert pack.above[begin] == (-1 if parent < 0 else pack.ends[parent] - 1)
+
+
+@given(many_sessions())
+def test_the_ancestors_of_a_token_lie_in_few_stretches(sessions):
+    pack = Pack(sessions)
+    for token in range(pack.tokens):
+        stretches = 1 + int((np.diff(path(pack, token)) > 1).sum())
+        assert stretches <= 1 + math.log2(pack.tokens)
