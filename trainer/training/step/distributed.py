@@ -1,4 +1,4 @@
-"""Several training processes: they share results, and an error in one of them ends all.
+"""Several training processes: they share results and weights, and an error in one of them ends all.
 
 Objects travel over a gloo group of their own: the main process may roll out for hours while the others wait, without a
 kernel on their device, and an end of the main process is noticed at once. Tensors travel over the default group, in
@@ -6,18 +6,26 @@ the collectives of DDP and FSDP2.
 """
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import zip_longest
 from socket import gethostname
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from accelerate import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import Parameter
+from transformers import TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolltap.addons.errors import InputError, RankError
 
@@ -255,6 +263,60 @@ def require_same_parameters(parameters: Iterable[tuple[str, Parameter]]) -> None
                     f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
                     "same folder, with the same adapter and dtype, on each"
                 )
+
+
+def use_fsdp(args: TrainingArguments, model: nn.Module) -> None:
+    """Let the trainer that is made of `args` shard a model with FSDP2, by accelerate's plugin. Call it on all.
+
+    Each process keeps a part of every weight in the type that the weight has, in float32 if it is trained. A layer is
+    whole while it runs, in bfloat16 if `args.bf16` is set; its gradients are reduced in float32 after each
+    micro-batch. The weights are those of the main process: others may have loaded empty ones, as transformers does
+    after accelerate's `enable_fsdp_ram_efficient_loading`. Raises `InputError` for a model of unknown layers.
+    """
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    if not layers:
+        raise InputError(f'sharding="full" does not know the layers of {type(model).__name__}: set it to "none"')
+    policy = MixedPrecisionPolicy()
+    if args.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if args.device.type == "cpu":  # on which accelerate would not shard
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    # transformers makes the plugin of these, and takes a few of its fields from `fsdp_config`
+    args.fsdp = True
+    args.fsdp_config = {"xla": False}
+    args.fsdp_plugin_args = {
+        "fsdp_version": 2,
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": sorted(layers),
+        "reshard_after_forward": True,
+        "mixed_precision_policy": policy,
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    # else the gradients of all layers would be whole until the last micro-batch
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    args.accelerator_config = replace(args.accelerator_config, **accumulation)
+
+
+def use_replicas(args: TrainingArguments) -> None:
+    """Let the trainer that is made of `args` have the whole model on each process, by DDP, whatever `accelerate config`
+    says."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    args.ddp_find_unused_parameters = True  # an expert, or its adapter, that no token has chosen
+
+
+def reduce_unused(model: nn.Module) -> None:
+    """Let FSDP2 reduce a gradient that only some processes have, as of experts that no token of the others chose."""
+    if isinstance(model, FSDPModule):
+        model.set_reduce_scatter_unused_params(True)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
+    """Return the parameters that are trained, by name. Those that FSDP2 shards are the parts of this process."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @cache

@@ -4,6 +4,7 @@
 """
 
 import gc
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -68,20 +69,17 @@ def _rank(function, rank, number, port, results):
         dist.barrier()
 
 
-def _run(module, rank):
+def _run(program, rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    runpy.run_module(module, run_name="__main__")
+    runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    from tests.trainer.training.step import tiny
-
-    assert tiny  # imported once, for all
-    module = sys.argv.pop(1)
+    program = importlib.import_module(sys.argv.pop(1)).__file__  # with the trainer, once for all
     number = int(sys.argv.pop(1))
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run, args=(module, rank)) for rank in range(number)]
+    ranks = [context.Process(target=_run, args=(program, rank)) for rank in range(number)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -1,0 +1,182 @@
+"""Trainings of packs with transformers' trainer, and the program that several ranks run: `FOLDER`."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from rolltap.trainer.training.step.checkpoint import Checkpoints
+from rolltap.trainer.training.step.distributed import (
+    is_main,
+    reduce_unused,
+    several,
+    use_fsdp,
+    use_replicas,
+)
+from rolltap.trainer.training.step.model import prepare
+from rolltap.trainer.training.step.pack import Pack
+from tests.trainer.training.step.small_models import branching_rows, small_model
+
+CASES = ("qwen3", "qwen3, bfloat16", "qwen3-moe", "qwen3-moe, LoRA", "qwen3, LoRA, bfloat16", "qwen3, an expert")
+"""Family, and what is trained of it. "An expert": a part that only tokens of long packs use."""
+SHARDINGS = ("none", "full")
+STEPS = 4
+SAVED = 2
+"""Step with the checkpoint."""
+
+
+def make_model(case):
+    family, *kinds = case.split(", ")
+    model = small_model(family)
+    if "an expert" in kinds:
+        _add_expert(model.model.layers[0])
+    prepare(model, 1.0)
+    if "LoRA" in kinds:
+        if "bfloat16" in kinds:
+            model.bfloat16()
+        torch.manual_seed(1)
+        lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+        model = get_peft_model(model, lora)
+        model.enable_input_require_grads()
+    model.activation_checkpointing_enable()
+    return model
+
+
+def _add_expert(layer):
+    torch.manual_seed(2)
+    layer.expert = torch.nn.Linear(64, 64)
+
+    def add(module, args, output):
+        return output + layer.expert(args[0]) if args[0].shape[1] > 100 else output
+
+    layer.mlp.register_forward_hook(add)
+
+
+class PackTrainer(Trainer):
+    """Trains each step on the rows of `micro_batches`, lists of indices."""
+
+    def __init__(self, *args, micro_batches, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.micro_batches = micro_batches
+        self.model_accepts_loss_kwargs = True
+        self.checkpoints = Checkpoints(self)
+        self.add_callback(self.checkpoints)
+        self.spy = Spy()
+        self.add_callback(self.spy)
+
+    def get_train_dataloader(self):
+        return DataLoader(range(100), batch_size=1, collate_fn=list)
+
+    def get_batch_samples(self, *args):
+        samples, _ = super().get_batch_samples(*args)
+        return self.micro_batches, torch.tensor(len(samples))
+
+    def _prepare_inputs(self, inputs):
+        return inputs
+
+    def compute_loss(self, model, inputs, **_):
+        rows = branching_rows()
+        pack = Pack([[rows[i]] for i in inputs])
+        with self.accelerator.autocast():
+            logprobs = pack.unpack(model(**pack.inputs()).log_probs)
+        weights = torch.zeros(logprobs.shape)
+        for number, i in enumerate(inputs):
+            count = len(rows[i].scored)
+            weights[number, :count] = torch.randn(count, generator=torch.Generator().manual_seed(i))
+        return (weights * logprobs).sum() * self.accelerator.num_processes / 100
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.checkpoints.resume_from(Path(resume_from_checkpoint))
+
+
+class Spy(TrainerCallback):
+    """Keeps the gradients of the first step and, at the end, the trained weights."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.gradients = {}
+        reduce_unused(model)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.gradients:
+            for name, weight in model.named_parameters():
+                if weight.grad is not None:
+                    self.gradients[name] = whole(weight.grad)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        self.weights = {name.removeprefix("module."): whole(weight.detach()) for name, weight in weights}
+
+
+def whole(tensor):
+    """Return a copy of a tensor. One that is sharded is gathered, which is collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def parts(empty):
+    """Return the micro-batches of this rank: its share of all rows, in two; or all on rank 0, where `empty`."""
+    every = range(len(branching_rows()))
+    rank, number = (dist.get_rank(), dist.get_world_size()) if several() else (0, 1)
+    if empty:
+        return [list(every[::2]), list(every[1::2])] if rank == 0 else [[], []]
+    return [list(every[2 * rank :: 2 * number]), list(every[2 * rank + 1 :: 2 * number])]
+
+
+def make_trainer(case, sharding, folder, empty=False, **settings):
+    defaults = {"max_steps": STEPS, "save_steps": SAVED, "learning_rate": 1e-3}
+    defaults |= {"adam_epsilon": 1e-4, "max_grad_norm": 0.1, "weight_decay": 0.1, "gradient_accumulation_steps": 2}
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+    args = TrainingArguments(str(folder), bf16="bfloat16" in case, **defaults | quiet | settings)
+    args.ignore_data_skip = True
+    model = make_model(case)
+    if sharding == "full" and several():
+        use_fsdp(args, model)
+    else:
+        use_replicas(args)
+    return PackTrainer(model, args, micro_batches=parts(empty))
+
+
+def trained(case, sharding, folder, empty=False, resume=None):
+    """Train, and return the gradients of the first step and the weights of the last one."""
+    trainer = make_trainer(case, sharding, folder, empty)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return {"gradients": trainer.spy.gradients, "weights": trainer.spy.weights}
+
+
+def checkpoint(folder, number, sharding, case):
+    """Return the folder of the checkpoint that `number` ranks wrote."""
+    return folder / str(number) / sharding / case / f"checkpoint-{SAVED}"
+
+
+def results(folder, cases, number, began):
+    """Train each case from the start, with no row on all ranks but one, and from checkpoints that others `began`."""
+    found = {}
+    for sharding in SHARDINGS if several() else ("none",):
+        for case in cases:
+            out = folder / str(number) / sharding / case
+            found["start", sharding, case] = trained(case, sharding, out)
+            resumed = checkpoint(folder, number, sharding, case)
+            found["resumed", sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
+            for others, other_sharding in began:
+                resumed = checkpoint(folder, others, other_sharding, case)
+                name = f"resumed from {others}, {other_sharding}"
+                found[name, sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
+            if several():
+                found["empty", sharding, case] = trained(case, sharding, folder / "out", empty=True)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder, cases, number, began = Path(sys.argv[1]), sys.argv[2].split("; "), int(os.environ["WORLD_SIZE"]), []
+    for others in sys.argv[3].split():
+        began += [(int(others), sharding) for sharding in (SHARDINGS if int(others) > 1 else ("none",))]
+    found = results(folder, cases, number, began)
+    if is_main():
+        torch.save(found, folder / f"{number}.pt")
