@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rolltap.trainer.training.step.pack import NAME, Pack
 
-CHUNK = 8192
-"""Tokens that a layer computes at once: enough for the matrix products of a GPU. With torch's formula, a layer of
-Qwen3.5-4B holds 2 GiB for them."""
+CHUNK = 16384
+"""Tokens that a layer computes at once. A row of so many fills a GPU; chunks of longer rows are computed once more for
+the backward pass. A layer of Qwen3.5-4B holds 0.4 MB for each token of a chunk with torch's formula."""
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -50,23 +50,29 @@ FORMULA_CHUNK = 64
 def compute_in_chunks(model: Any) -> None:
     """Let the linear attention of a causal language model take packs, and bound what its layers hold at once.
 
-    Other calls give the same values. Their linear attention stays in float32 under autocast, which would multiply in
-    bfloat16 although the code has cast to float32. A model of which all is known here or nothing may be given; that a
-    mixer which is not known leaks between branches is the probe's to find. Before PEFT, DDP or FSDP wrap the model.
+    PEFT, DDP or FSDP wrap the model after this. Calls without a pack give the same values as before, except under
+    autocast: there linear attention stays in float32. Autocast would multiply in bfloat16, although the code has cast
+    to float32. A mixer that is not known here leaks between branches, without an error: the probe finds that.
     """
-    for layer in model.get_decoder().layers:
+    for layer in getattr(model.get_decoder(), "layers", ()):
         for module in layer.modules():
             if _has_known_mixer(module):
                 _wrap_functions(sys.modules[type(module).__module__])
                 _replace_forward(module, layer, _mix)
         for name in FEED_FORWARD:
-            if hasattr(layer, name):
-                feed_forward_in_chunks(getattr(layer, name), layer)
+            module = getattr(layer, name, None)
+            if module is not None and _takes_one_argument(module):
+                feed_forward_in_chunks(module, layer)
 
 
 def feed_forward_in_chunks(module: nn.Module, layer: nn.Module) -> None:
     """Let a part of a layer that looks at one token at a time compute a chunk of tokens at a time."""
     _replace_forward(module, layer, _feed_forward)
+
+
+def _takes_one_argument(module: nn.Module) -> bool:
+    # others take the states of earlier tokens (RWKV)
+    return len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden"))
 
 
 def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> None:
@@ -86,7 +92,7 @@ def _run(module: Any, function: Callable[..., Any], *arguments: Any, several: bo
 # ------------------------------------------------------------------------------------ feed-forward
 def _feed_forward(module: Any, hidden: Tensor) -> Any:
     """Return what `module` does for hidden states (B, T, H), a chunk of tokens at a time."""
-    parts = hidden.reshape(1, -1, hidden.shape[-1]).split(CHUNK, 1)
+    parts = hidden.flatten(0, 1)[None].split(CHUNK, 1)
     outputs = []
     start = 0
     for part in parts:
