@@ -306,7 +306,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         )
         if not sessions:
             self._warn_skipped(why_skipped(batch))
-        self._account = StepAccount(trained, advantages, dict.fromkeys(tokens, 1.0), computed)
+        self._account = StepAccount(trained, advantages, computed)
         self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
         total = max(1, sum(tokens.values()))
         parts = micro_batches(
