@@ -1,10 +1,11 @@
 """The tables of the pages name what the code has, and nothing else."""
 
+import inspect
 import re
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from trl import GRPOTrainer
 
 import rolltap
 from rolltap.addons.store.records import CallKind, CallRole
@@ -12,7 +13,7 @@ from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import GroupReward, Strategy, TraceBatch
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
-from rolltap.trainer.training.grpo.metrics import StepMetrics, batch_metrics
+from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics
 from tests.conftest import ROOT
 from tests.readme.blocks import SITE
 
@@ -71,24 +72,20 @@ def test_the_public_names_in_the_section_from_python():
     assert [name for name in re.findall(r"`(\w+)\(", methods) if not hasattr(rolltap.Run, name)] == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mismatch": "mask", "loss_type": "dapo", "beta": 0.1, "teacher_share": 0.5},
-        {"mismatch": "truncate", "loss_type": "cispo", "beta": 0.0, "teacher_share": 0.0},
-    ],
-)
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_the_metrics_of_a_step(arguments, on_policy):
+def test_the_metrics_of_a_step(on_policy):
     page = (SITE / "pages" / "metrics.md").read_text()
     names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)))
     known = re.compile("|".join(re.sub(r"[A-Z]+", ".+", re.escape(name)) for name in names))
 
-    summed = ["tokens_in_rows", "tokens_forwarded", "tokens", "entropy", "ratio", "clipped_low", "clipped_high"]
-    summed += ["cut_low", "cut_high", "kl", "teacher_kl"]
+    summed = ["tokens_in_rows", "tokens_forwarded", "tokens", "ratio", "importance", "without_weight", "teacher_kl"]
     summed += [f"{name}/{kind}" for name in ("count", "difference", "sampler_ratio") for kind in get_args(CallKind)]
-    largest = ["ratio", "-ratio", "difference", "seconds", "peak_bytes"]
-    step = StepMetrics(SimpleNamespace(**arguments), on_policy=on_policy)
+    largest = ["ratio", "-ratio", "importance", "-importance", "difference", "seconds", "peak_bytes"]
+    step = StepMetrics(on_policy=on_policy)
+    of_loss = re.findall(r'self\._metrics\[mode\]\["(.+?)"\]', inspect.getsource(GRPOTrainer._compute_loss))
+    assert len(of_loss) > 5
+    # the router's loss is refused
+    step.add_of_loss({name: [1.0] for name in of_loss if name != "aux_loss"}, 1)
     metrics = step.values([(dict.fromkeys(summed, 1.0), dict.fromkeys(largest, 1.0))])
 
     rewards = {

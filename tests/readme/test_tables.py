@@ -12,8 +12,8 @@ from trl import GRPOConfig
 
 import rolltap
 from rolltap.addons.options import OPTIONS
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.step.config import TraceGRPOConfig
 from tests.conftest import ROOT
 from tests.readme.blocks import PAGES
 
@@ -69,9 +69,10 @@ def test_a_table_of_the_model_and_of_each_model_in_it_has_every_key(tables, mode
         assert tables[each.__name__].keys() == keys
 
 
-def test_the_table_of_the_trainer_s_arguments_has_every_field_that_is_not_trl_s(tables):
+def test_the_table_of_the_trainer_s_arguments_has_every_field_that_trl_does_not_explain(tables):
     trls = {field.name for field in fields(GRPOConfig)}
-    assert tables["TraceGRPOConfig"].keys() == {field.name for field in fields(TraceGRPOConfig)} - trls
+    own = {field.name for field in fields(TraceGRPOConfig)} - trls
+    assert tables["TraceGRPOConfig"].keys() == own | {"vllm_importance_sampling_correction"}
 
 
 def test_the_table_of_the_recorder_s_options_has_every_option(tables):
@@ -94,7 +95,7 @@ def test_the_table_of_the_presets_has_the_version_and_the_command_of_each(tables
         ("Outcomes", "unjudged", '`"exclude"` or number', '`"exclude"`'),
         ("Forks", "from", '`"failed"` or `"any"`', '`"failed"`'),
         ("Task", "judge", "table", ""),
-        ("TraceGRPOConfig", "mismatch_min", "number", "`0.5`"),
+        ("TraceGRPOConfig", "sharding", '`"none"` or `"full"`', '`"none"`'),
         ("RecorderOptions", "rolltap_out", "text", "required"),
         ("RecorderOptions", "rolltap_fsync", '`"never"` or `"session"` or `"call"`', '`"session"`'),
     ],

@@ -13,7 +13,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from tests.recipes.test_service import page
 from tests.scripted_engine import Answer, Say, ScriptedEngine
 from tests.trainer.service.served import program, serving
-from tests.trainer.training.grpo.tiny import tiny_model
+from tests.trainer.training.step.tiny import tiny_model
 
 TWO_CALLS = """
 import json, urllib.request

@@ -1,4 +1,3 @@
-import copy
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT, vllm_program
 from tests.readme.blocks import blocks_of
 from tests.readme.test_reference import section
-from tests.trainer.training.grpo.tiny_models import FAMILIES
+from tests.trainer.training.step.small_models import configuration
 from tests.trainer.training.test_loop import restore
 
 GPU = ROOT / "recipes" / "gpu"
@@ -316,7 +315,7 @@ class TestTrainer:
 def planned(tmp_path_factory):
     """The plans of three trainings of a tiny model on a GPU of 80 GiB, as JSON."""
     folder = tmp_path_factory.mktemp("plans")
-    config = copy.deepcopy(FAMILIES["qwen3"][1])
+    config = configuration("qwen3")
     config.max_position_embeddings = plans.CONTEXT
     config.save_pretrained(folder / "model")
     setting = plans.Setting(folder / "model", "vllm", False, folder)

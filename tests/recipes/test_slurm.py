@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, free_port
 from tests.recipes import slurm
-from tests.trainer.training.grpo.tiny import largest_difference
+from tests.trainer.training.step.tiny import largest_difference
 from tests.trainer.training.test_nodes import recorded_training
 from tests.trainer.training.trainings import running
 

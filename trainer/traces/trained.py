@@ -47,8 +47,7 @@ class TrainedSession:
         spans: The trained tokens.
         differences: For each trained token, the trainer's log-probability before the step less the recorded one. None
             when it was not computed, because the advantage is 0, and when it was not read.
-        weights: What the advantage is multiplied with at each trained token: the weight of the session times the
-            limited importance weight.
+        weights: The importance weight of each trained token, within its limits; 1 without a correction.
     """
 
     step: int
@@ -83,13 +82,12 @@ class StepAccount:
 
     Attributes:
         batch: The batch, with what has no signal left out.
-        advantages, weights: Session id -> its advantage; its weight in the loss.
+        advantages: Session id -> its advantage.
         computed: The traces that the model is run on.
     """
 
     batch: TraceBatch = field(repr=False)
     advantages: dict[str, float] = field(repr=False)
-    weights: dict[str, float] = field(repr=False)
     computed: Sequence[Trace] = field(repr=False)
 
     def rows(self, step: int, version: str, scored: Iterable[Scored]) -> Iterator[dict[str, Any]]:
@@ -125,7 +123,7 @@ class StepAccount:
                     raise LedgerError(f"session {session_id} trains {counts}")
                 differences = own[0] - self._recorded_logprobs(session_id)
                 row["differences"] = differences.astype(np.float16)
-                row["weights"] = own[1] * np.float32(self.weights.get(session_id, 0.0))
+                row["weights"] = own[1]
             yield row
         if total != self.batch.ledger:
             expected = self.batch.ledger

@@ -24,7 +24,7 @@ _CONSTANT = ("constant", "constant_with_warmup")
 _DIGEST = "sha256:"
 
 _FREE_FIELDS = """
-    gradient_accumulation_steps forward tokens_per_segment memory_gib offload_states activation_checkpointing use_cpu
+    gradient_accumulation_steps forward offload_checkpoints activation_checkpointing use_cpu
     report_to run_name project trackio_space_id disable_tqdm logging_* log_level save_*
 """
 """Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""

@@ -38,10 +38,11 @@ from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import write_step
 from rolltap.trainer.training import arguments
 from rolltap.trainer.training.attempt import Attempt, require_shared
-from rolltap.trainer.training.step.distributed import is_main, lost, object_group, on_main, raise_on_all
-from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
 from rolltap.trainer.training.report import Phases, Reports
+from rolltap.trainer.training.step.checkpoint import load_trained
+from rolltap.trainer.training.step.distributed import is_main, lost, object_group, on_main, raise_on_all
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 
 ADAPTER = "adapter"
 """Folder in the trained model with the adapter, if one was trained."""
@@ -150,7 +151,7 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}")
         if checkpoint_step(checkpoint) >= trainer.args.max_steps:
-            trainer._load_from_checkpoint(str(checkpoint))  # `train` would take one more step
+            load_trained(trainer.model, checkpoint)  # `train` would take one more step
             return checkpoint_step(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return int(trainer.state.global_step)

@@ -17,7 +17,7 @@ from rolltap.trainer.rollouts.resume import RERUN
 from rolltap.trainer.runs.verify import verify_run
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.cli.program import run_rolltap
-from tests.trainer.training.grpo.tiny import gradients, relative_difference, tiny_model
+from tests.trainer.training.step.tiny import gradients, relative_difference, tiny_model
 
 AGENT = """
 import os, sys

@@ -107,7 +107,7 @@ rolltap(["--help"])
     assert "verify" in shown.stdout
 
 
-@pytest.mark.parametrize("module", ["cli.main", "training.recipe", "engine.admin", "training.grpo"])
+@pytest.mark.parametrize("module", ["cli.main", "training.recipe", "engine.admin", "training.step"])
 def test_modules_that_take_seconds_to_import_are_imported_on_use(module):
     code = f"import sys, rolltap.trainer.{module}; print(*sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

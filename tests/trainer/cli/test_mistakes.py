@@ -40,7 +40,7 @@ def said(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", "")  # --engine-key-file sets it, and it is put back afterwards
-    for module in ("training.loop", "training.dry_run.plan", "training.offline"):
+    for module in ("training.loop", "training.plan.plan", "training.offline"):
         monkeypatch.setitem(sys.modules, f"rolltap.trainer.{module}", None)
         monkeypatch.delattr(training, module.removeprefix("training."), raising=False)  # where it was imported before
     monkeypatch.setattr("rolltap.trainer.rollouts.recorder.Mitmdump", None)

@@ -16,7 +16,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
 from tests.conftest import ROOT
 from tests.trainer.engine.acting import acting, agreed
-from tests.trainer.training.grpo.tiny import tiny_model
+from tests.trainer.training.step.tiny import tiny_model
 
 # peft 0.21 uses a name that transformers 5.23 deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -266,7 +266,7 @@ from pathlib import Path
 from rolltap.addons.errors import RunError
 from rolltap.trainer.engine import weights
 from rolltap.trainer.models.saving import save_weights
-from tests.trainer.training.grpo.tiny import tiny_model
+from tests.trainer.training.step.tiny import tiny_model
 base, folder = map(Path, sys.argv[1:])
 try:
     weights.save(folder / "policy", lambda part: save_weights(tiny_model(), part, base))

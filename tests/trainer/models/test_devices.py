@@ -11,10 +11,10 @@ from datasets import Dataset
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models import devices
 from rolltap.trainer.models.devices import require_gpu
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.training.step.config import TraceGRPOConfig
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.deep import cases
-from tests.trainer.training.grpo.tiny import tiny_model
+from tests.trainer.training.step.tiny import tiny_model
 from tests.trainer.training.trainings import RECIPE, Training
 
 OLD = """\

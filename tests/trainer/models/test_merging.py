@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rolltap.trainer.models.merging import merge_again
-from tests.trainer.training.grpo.tiny_models import VOCABULARY, tiny
+from tests.trainer.training.step.small_models import VOCABULARY, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -14,7 +14,7 @@ EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_p
 
 def adapted(family, **config):
     torch.manual_seed(1)
-    return get_peft_model(tiny(family), LoraConfig(r=2, init_lora_weights=False, **config))
+    return get_peft_model(small_model(family), LoraConfig(r=2, init_lora_weights=False, **config))
 
 
 def trained(model):

@@ -33,7 +33,7 @@ def plan(monkeypatch, tmp_path):
     plan_training = rolltap.plan_training  # while it is imported, pydantic looks into every module
 
     def plan(module):
-        monkeypatch.setitem(sys.modules, "rolltap.trainer.training.dry_run.plan", module)
+        monkeypatch.setitem(sys.modules, "rolltap.trainer.training.plan.plan", module)
         plan_training(tmp_path / "recipe.toml")
 
     return plan

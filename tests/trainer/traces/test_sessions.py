@@ -22,7 +22,7 @@ from rolltap.trainer.traces.sessions import (
     make_batch,
     trace_session,
 )
-from rolltap.trainer.training.grpo.advantages import session_advantages
+from rolltap.trainer.training.step.advantages import session_advantages
 from tests.factories import make_call, make_session, write_run
 from tests.trainer.forests import forget_a_call
 

@@ -27,11 +27,11 @@ def recorded(name, reward=1.0):
     return RecordedSession(session_id=name, session=make_session(name, reward=reward, group_id="g"), calls=calls)
 
 
-def account(*sessions, weights=None):
+def account(*sessions):
     batch = make_batch(trace_session(session, TraceOptions()) for session in sessions)
     names = [session.session_id for session in sessions]
     advantages = {name: 0.5 + number for number, name in enumerate(names)}
-    return StepAccount(batch, advantages, weights or dict.fromkeys(names, 2.0), batch.traces)
+    return StepAccount(batch, advantages, batch.traces)
 
 
 def scored(*logprobs, limited=None):
@@ -65,7 +65,7 @@ def test_values_are_of_the_trained_tokens_and_the_last_row_of_a_step_counts(run)
     assert row.spans == (TokenSpan("a", 0, 2), TokenSpan("b", 0, 1))
     assert row.left_out == (TokenSpan("c", 0, 1, "auxiliary"),)
     # the engine said -1, -1 - 1/64 and -1
-    assert (row.differences.tolist(), row.weights.tolist()) == ([-3, -4 + 1 / 64, -5], [2, 1, 0])
+    assert (row.differences.tolist(), row.weights.tolist()) == ([-3, -4 + 1 / 64, -5], [1, 0.5, 0])
     assert row.ledger == Ledger(sampled=4, trained=3, left_out={"auxiliary": 1})
     [numbers] = read_trained(run)
     assert numbers == replace(row, spans=())
@@ -101,7 +101,7 @@ def test_a_step_that_does_not_add_up_is_an_error(tmp_path, given, message):
 def without_t(one, two):
     step = account(one, two)
     del step.batch.accounts["t"]
-    return StepAccount(step.batch, step.advantages, step.weights, step.computed[:1])
+    return StepAccount(step.batch, step.advantages, step.computed[:1])
 
 
 def test_a_folder_that_is_no_run_can_be_read(tmp_path):

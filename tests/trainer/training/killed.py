@@ -33,9 +33,9 @@ from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.trained import TABLE, trained_steps
 from rolltap.trainer.training import attempt, loop, online
-from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.trainer.training.stand_ins import (
     FakeRecorder,
     FolderEngine,

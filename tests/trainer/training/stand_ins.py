@@ -29,7 +29,7 @@ from rolltap.trainer.engine.admin import Models, Sampled
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.session import Stage
 from rolltap.trainer.traces.reader import load_sessions
-from tests.trainer.training.grpo.tiny import VOCABULARY, tiny_model, tokenizer
+from tests.trainer.training.step.tiny import VOCABULARY, tiny_model, tokenizer
 
 PROMPT = 6
 FAULTS = re.compile(r"\.2\.(0-0|2-[01])\.")

@@ -18,7 +18,7 @@ import torch
 from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.rollouts import worker
-from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
 
 

@@ -19,8 +19,8 @@ from rolltap.trainer.training.arguments import (
     training_arguments,
 )
 from rolltap.trainer.training.recipe import Recipe, load_recipe
-from tests.trainer.training.grpo.tiny import tiny_model
-from tests.trainer.training.grpo.tiny_models import FAMILIES
+from tests.trainer.training.step.small_models import configuration
+from tests.trainer.training.step.tiny import tiny_model
 from tests.trainer.training.test_loop import write_recipe
 
 
@@ -128,7 +128,7 @@ class TestChecks:
             ('[grpo]\nreport_to = "pencil"\n', "grpo.report_to = 'pencil': pencil is not supported"),
             ("[grpo]\nmodel_init_kwargs = {dtype = 'float32'}\n", "model_init_kwargs.dtype: set `dtype`"),
             ("[grpo]\nmodel_init_kwargs = 1\n", "grpo.model_init_kwargs = 1: Input should be a valid dictionary"),
-            ("[grpo]\nddp_backend = 'mpi'\n", r"grpo\.ddp_backend = 'mpi': processes average their gradients once"),
+            ("[grpo]\nddp_backend = 'mpi'\n", r"grpo\.ddp_backend = 'mpi': processes average their gradients"),
             ("[grpo]\nfp16 = true\n", r"grpo\.fp16 = True does .*: write the recipe's key dtype: bfloat16 \(bf16\)"),
             ("[lora]\nrr = 8\n", r"lora\.rr = 8 is no argument of LoraConfig: write lora\.r, or remove it"),
             ("[lora]\nwhat = 8\n", r"lora\.what = 8 is no argument of LoraConfig: correct or remove it"),
@@ -179,7 +179,7 @@ class TestChecks:
         "text",
         [
             "[grpo]\nlearning_rate = 1\nscale_rewards = false\noptim = 'sgd'\nreport_to = ['none']\n",
-            "[grpo]\nmemory_gib = 2\nmodel_init_kwargs = {attn_implementation = 'eager'}\nlogging_strategy = 'steps'\n",
+            "[grpo]\noffload_checkpoints = true\nmodel_init_kwargs = {attn_implementation = 'eager'}\nlogging_strategy = 'steps'\n",
             "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
             "[grpo]\nbeta = 0.1\n[lora]\nr = 2\ntarget_modules = ['q_proj']\ninit_lora_weights = 'gaussian'\n",
             "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",
@@ -243,7 +243,7 @@ def test_a_start_refuses_it_only_where_adapters_are_published(tmp_path, model):
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
 def test_a_start_refuses_to_publish_adapters_on_experts(tmp_path):
-    FAMILIES["qwen3-moe"][1].save_pretrained(tmp_path / "moe")
+    configuration("qwen3-moe").save_pretrained(tmp_path / "moe")
     for text in ("target_modules = 'all-linear'\n", "target_parameters = ['mlp.experts.down_proj']\n"):
         values = {"text": "[lora]\nr = 2\n" + text, "model": str(tmp_path / "moe")}
         check_arguments(load_recipe(write_recipe(tmp_path, **values)))

@@ -119,7 +119,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
         {"machine": Machine(processes=2, engines=2)},
         {"evaluation": HeldOut(tasks=Path("held_out.jsonl"))},
         {"grpo": {"report_to": "wandb", "logging_steps": 2, "save_total_limit": 9, "run_name": "x"}},
-        {"grpo": {"tokens_per_segment": 8, "memory_gib": 2.0, "offload_states": True, "forward": "padded"}},
+        {"grpo": {"offload_checkpoints": True, "forward": "padded"}},
         {"recorder": {"rolltap_patience": "9"}},
         {"retries": 5, "give_up_after": 1, "tools": (Path("/opt"),), "container_arguments": ("--cpus=2",)},
     ],

@@ -29,7 +29,7 @@ from tests import tiny_checkpoints
 from tests.conftest import running_engine
 from tests.deep import cases
 from tests.trainer.service.served import serving
-from tests.trainer.training.grpo.tiny import largest_difference
+from tests.trainer.training.step.tiny import largest_difference
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.trainer.training.grpo.tiny import largest_difference
+from tests.trainer.training.step.tiny import largest_difference
 from tests.trainer.training.test_offline import write_run
 from tests.trainer.training.trainings import RECIPE, Training, running
 

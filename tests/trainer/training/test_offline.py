@@ -31,7 +31,7 @@ from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
 from tests import tiny_checkpoints
 from tests.factories import add_rows
-from tests.trainer.training.grpo.tiny import tiny_model
+from tests.trainer.training.step.tiny import tiny_model
 
 GROUPS = {"a": [0.0, 1.0]}
 RECIPE = Recipe(model="m", steps=1)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from rolltap.trainer.training.recipe import FINISHED
 from rolltap.trainer.training.report import METRICS, read_metrics
-from tests.trainer.training.grpo.tiny import largest_difference
+from tests.trainer.training.step.tiny import largest_difference
 from tests.trainer.training.trainings import LORA, RECIPE, Training
 
 

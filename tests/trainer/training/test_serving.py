@@ -13,8 +13,8 @@ from rolltap.trainer.engine import engines
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.serving import Serving, published_folder
-from tests.trainer.training.grpo.tiny import tiny_model
 from tests.trainer.training.stand_ins import FolderEngine, Points, logprobs_of, lora, tiny_folder
+from tests.trainer.training.step.tiny import tiny_model
 
 URLS = "http://127.0.0.1:9,http://127.0.0.1:10"
 

@@ -61,7 +61,7 @@ def compute_in_chunks(model: Any) -> None:
                 _replace_forward(module, layer, _mix)
         for name in FEED_FORWARD:
             module = getattr(layer, name, None)
-            if module is not None and _takes_one_argument(module):
+            if module is not None and takes_one_argument(module):
                 feed_forward_in_chunks(module, layer)
 
 
@@ -70,8 +70,8 @@ def feed_forward_in_chunks(module: nn.Module, layer: nn.Module) -> None:
     _replace_forward(module, layer, _feed_forward)
 
 
-def _takes_one_argument(module: nn.Module) -> bool:
-    # others take the states of earlier tokens (RWKV)
+def takes_one_argument(module: nn.Module) -> bool:
+    """Return True if the part of a layer takes hidden states alone: others take states of earlier tokens (RWKV)."""
     return len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden"))
 
 
@@ -84,7 +84,7 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
 
 def _run(module: Any, function: Callable[..., Any], *arguments: Any, several: bool) -> Any:
     """Call a function of one chunk. Of several, its intermediate values are computed again for the backward pass."""
-    if several and module.gradient_checkpointing and module.training and torch.is_grad_enabled():
+    if several and module.gradient_checkpointing and torch.is_grad_enabled():
         return checkpoint(function, *arguments, use_reentrant=False)
     return function(*arguments)
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOTrainer
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
+from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path, selective_log_softmax, use_adapter
 
 from rolltap.addons.errors import InputError
@@ -48,6 +50,7 @@ from rolltap.trainer.training.step.batch import (
     why_skipped,
     with_signal,
 )
+from rolltap.trainer.training.step.checkpoint import Checkpoints
 from rolltap.trainer.training.step.config import TraceGRPOConfig, check_model
 from rolltap.trainer.training.step.distributed import (
     abort_on_error,
@@ -55,8 +58,14 @@ from rolltap.trainer.training.step.distributed import (
     gathered,
     is_main,
     on_main,
+    reduce_unused,
     register,
+    require_same_parameters,
     scattered,
+    several,
+    trained_parameters,
+    use_fsdp,
+    use_replicas,
 )
 from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics, named_tasks
 from rolltap.trainer.training.step.model import prepare
@@ -145,15 +154,21 @@ class TraceGRPOTrainer(GRPOTrainer):
         """True if any token of the batch has a gradient."""
         self._generation = -1
         self._named_tasks = named_tasks(train_dataset)
+        self._checkpoints = Checkpoints(self)
         self._replay = Replay()
         self._forest: type[Pack | PaddedRows] | None = None
         self._logprobs = torch.zeros(1, 1)
         # neither the device nor the settings of `accelerate config`, which transformers reads, decide
-        args.mixed_precision = "bf16" if model.dtype == torch.bfloat16 else "no"
+        args.bf16 = model.dtype == torch.bfloat16
+        args.mixed_precision = "bf16" if args.bf16 else "no"
         adapted = peft_config is not None or isinstance(model, PeftModel)
         prepare(model.get_base_model() if isinstance(model, PeftModel) else model)
         if not adapted:
             _train_in_float32(model)
+        if args.sharding == "full" and several():
+            use_fsdp(args, model)
+        else:
+            use_replicas(args)
         # TRL would load the reference from the model's folder, with the class that config.json names
         copies = args.beta > 0 and not adapted
         beta = args.beta
@@ -166,7 +181,7 @@ class TraceGRPOTrainer(GRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
-                callbacks=[_StepCallback(self), *(callbacks or [])],
+                callbacks=[self._checkpoints, _StepCallback(self), *(callbacks or [])],
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
@@ -181,6 +196,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         # the ratio is of rolltap's engine, and TRL multiplies the loss with it
         self.use_vllm = args.vllm_importance_sampling_correction
         register("score", self._score_ids)
+        require_same_parameters(trained_parameters(self.model).items())
 
     # What TRL asks: batches, log-probabilities, the loss
 
@@ -248,6 +264,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         weights = ratio * reward * inputs["completion_mask"]
         processes = self.accelerator.num_processes  # whose gradients are averaged
         return -(weights * logprobs).sum() * processes / self.batch.tokens
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._checkpoints.resume_from(Path(resume_from_checkpoint))
 
     # Batches
 
@@ -397,6 +416,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         reference = copy.deepcopy(self.model).requires_grad_(False).eval()
         vars(reference).pop("forward", None)  # that of TRL's head, which knows the original
         prepare(reference, self.args.temperature)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(reference, self.accelerator)
         return self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     @contextmanager
@@ -478,7 +499,8 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: TraceGRPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        reduce_unused(model)
         # the training begins with a batch of its own
         self._trainer._generation = -1
         self._trainer._step = 0

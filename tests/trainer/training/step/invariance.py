@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rolltap.trainer.training.step.distributed import is_main
 from tests.deep import cases as cases_of_suite
 from tests.trainer.training.step import stock, tiny
-from tests.trainer.training.grpo.tiny_models import tiny as small_model
+from tests.trainer.training.step.small_models import small_model
 
 CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 1.1}
 LOSSES: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ from tests.trainer.training.step.tiny import make_trainer, record_session, tiny_
 
 REWARDS = {"a": [0.0, 1.0, 0.5], "b": [1.0, 1.0], "c": [0.0, 1.0, None]}
 """The third session of a has the advantage 0, group b has no signal, the last session is a fault."""
+CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 1.5}
 SHIFT = 0.5
 """The engine's log-probabilities are lower than the trainer's."""
 
@@ -48,7 +49,7 @@ def train(out: Path, accumulation: int, **config):
         gradient_accumulation_steps=accumulation,
         num_iterations=2,
         max_steps=2,
-        **(config or {"normalise": "sessions", "mismatch": "truncate", "mismatch_max": 1.5}),
+        **(config or {"loss_type": "grpo", **CORRECTED}),
     )
     with RunWriter(out) as writer:
         trainer.record = lambda step, *values: write_step(writer, lambda steps: f"run.{steps}.0", step, *values)
