@@ -210,6 +210,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         """Compute and add the gradients of a micro-batch. An error of any process ends all. Collective."""
         step = super().training_step
         loss: Tensor = abort_on_error(lambda: step(model, inputs, num_items_in_batch))
+        self._replay.end()
         self._step_metrics.stop(self.args.device)
         return loss
 
