@@ -24,6 +24,13 @@ from tests.trainer.training.step.small_models import branching_rows, small_model
 class Values(TorchDispatchMode):
     """Answers where a tensor's values matter: Python gets 0, and a mask chooses all."""
 
+    supports_higher_order_operators = True  # FlexAttention is one
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return True, because torch traces functions of FlexAttention only under such modes."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0.0
@@ -79,11 +86,11 @@ def train(family: str, dtype: torch.dtype, *, lora: bool = False) -> None:
         logprobs = pack.unpack(output.log_probs)
         assert logprobs.device.type == "cuda"
         logprobs.float().sum().backward()
-        # layers of one window share a mask
-        config = model.config
-        assert len({id(mask) for mask in calls}) == len({*attention_kinds(config)})
+        kinds = attention_kinds(model.config)
         # the forward pass, and again for the backward pass
-        assert len(calls) == 2 * len(attention_kinds(config))
+        assert len(calls) >= 2 * len(kinds)
+        # layers with the same window share a mask
+        assert len({id(mask) for mask in calls}) == len({*kinds})
         for name, weight in model.named_parameters():
             if not weight.requires_grad:
                 assert weight.grad is None, f"{name} has a gradient"
