@@ -31,8 +31,8 @@ TRUNK = 150
 LONGEST_WINDOW = 1024
 BRANCHES = (37, 23)
 """Tokens of each branch after the trunk. The shorter one is last in the packed row, after the tokens of the other."""
-TWIG = 9
-"""Tokens of a row that leaves the first branch in its middle."""
+TWIG = 4
+"""Tokens of a row that leaves the first branch in its middle. In so few, what leaks into the first of them counts."""
 ALONE = 11
 """Tokens of a row that shares nothing."""
 PADDING = 32

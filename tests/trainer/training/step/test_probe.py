@@ -1,0 +1,199 @@
+"""The probe: which models may run packed rows, and why others may not."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.nn.functional import pad
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.training.step import attention, linear
+from rolltap.trainer.training.step.model import prepare
+from rolltap.trainer.training.step.pack import Pack
+from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
+from tests.deep import cases
+from tests.trainer.training.step.small_models import COMMON, FAMILIES, VOCABULARY, configuration, small_model
+
+# of PEFT, which asks transformers by an older name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def prepared(family, **fields):
+    return prepare(small_model(family, **fields), 1.0).train()
+
+
+in_each_precision = pytest.mark.parametrize("autocast", [nullcontext, bf16], ids=["float32", "bf16"])
+
+
+@in_each_precision
+@pytest.mark.parametrize("family", cases(FAMILIES, 0, 1, 2))
+def test_the_families_that_are_trained_may_run_packed(family, autocast):
+    assert probe(prepared(family), autocast) is None
+
+
+def test_weights_of_16_bits_and_checkpointed_layers_may_run_packed():
+    model = prepared("qwen3.5").bfloat16()
+    model.activation_checkpointing_enable()
+    assert probe(model, nullcontext) is None
+
+
+def test_a_model_that_also_sees_images_may_run_packed():
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=configuration("qwen3.5").to_dict(), vision_config=vision)
+    assert probe(prepare(Qwen3_5ForConditionalGeneration(config).float(), 1.0), nullcontext) is None
+
+
+def test_a_model_with_an_adapter_is_as_before_afterwards():
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.5)
+    model = get_peft_model(prepared("qwen3"), adapter)
+    model.base_model.model.model.layers[1].eval()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradient = torch.ones_like(trained[0])
+    trained[0].grad = gradient
+    before = [(name, p.requires_grad, p.clone(), p.grad) for name, p in model.named_parameters()]
+    training = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    assert probe(model, nullcontext) is None
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    for (name, requires_grad, value, grad), (_, p) in zip(before, model.named_parameters(), strict=True):
+        assert p.requires_grad == requires_grad, name
+        assert p.grad is grad, name
+        assert torch.equal(p, value)
+    assert [module.training for module in model.modules()] == training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+@in_each_precision
+def test_linear_attention_that_is_not_known_leaks_and_is_noticed(autocast, monkeypatch):
+    monkeypatch.setattr(linear, "_has_known_mixer", lambda module: False)
+    assert "differ" in (probe(prepared("qwen3.5"), autocast) or "")
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "initializer_range": 0.2}
+    model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **small))
+    assert probe(prepare(model, 1.0), autocast)
+
+
+@in_each_precision
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family, autocast, monkeypatch):
+    model = prepared(family)
+    part = model.model.layers[0].mlp
+    alone = part.forward
+
+    def mixes(hidden):
+        return alone(hidden + pad(hidden, (0, 0, 1, -1)))
+
+    monkeypatch.setattr(part, "forward", mixes)
+    assert "differ" in (probe(model, autocast) or "")
+
+
+@in_each_precision
+def test_keys_without_their_gradient_are_noticed(autocast, monkeypatch):
+    model = prepared("qwen3")
+    for layer in model.model.layers:
+        project = layer.self_attn.k_proj.forward
+
+        def cut(hidden, project=project):
+            found = project(hidden)
+            return found.detach() if hidden.shape[1] > TRUNK + max(BRANCHES) else found
+
+        monkeypatch.setattr(layer.self_attn.k_proj, "forward", cut)
+    assert "the gradient through earlier tokens differs" in (probe(model, autocast) or "")
+
+
+@in_each_precision
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "adapter"])
+def test_weights_without_their_gradient_are_noticed(adapter, autocast, monkeypatch):
+    model = prepared("qwen3")
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    assert probe(model, autocast) is None
+    body = model.base_model.model.model if adapter else model.model
+    last = [p for p in body.layers[-1].parameters() if p.requires_grad]
+    inputs = Pack.inputs
+
+    def cut(pack):
+        """As with casts of weights that were made without a gradient."""
+        for parameter in last:
+            parameter.requires_grad_(False)
+        return inputs(pack)
+
+    monkeypatch.setattr(Pack, "inputs", cut)
+    forward = body.forward
+
+    def uncut(*args, **options):
+        found = forward(*args, **options)
+        for parameter in last:
+            parameter.requires_grad_(True)
+        return found
+
+    monkeypatch.setattr(body, "forward", uncut)
+    assert "the gradient of the parameters differs by 1 " in (probe(model, autocast) or "")
+
+
+@in_each_precision
+def test_a_window_that_is_not_seen_is_noticed(autocast, monkeypatch):
+    model = prepared("gemma3")
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "sliding_window", None)
+        layer.self_attn.is_sliding = False
+    everywhere = probe(model, autocast)
+    assert "log-probabilities differ" in (everywhere or "")
+
+
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused():
+    fields = COMMON | {"intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}
+    model = Llama4ForCausalLM(Llama4TextConfig(**fields | {"num_hidden_layers": 1}))
+    assert probe(prepare(model, 1.0), nullcontext)
+
+
+@pytest.mark.parametrize(("family", "autocast"), [("qwen3", nullcontext), ("qwen3", bf16), ("qwen3.5", nullcontext)])
+def test_positions_that_do_not_begin_again_at_a_branch_are_noticed(family, autocast, monkeypatch):
+    model = prepared(family)
+    forward = model.model.rotary_emb.forward
+
+    def counted(hidden, positions):
+        return forward(hidden, torch.arange(hidden.shape[1]).expand_as(positions))
+
+    monkeypatch.setattr(model.model.rotary_emb, "forward", counted)
+    assert "differ" in (probe(model, autocast) or "")
+
+
+def test_virtual_tokens_of_an_adapter_are_noticed():
+    model = get_peft_model(prepared("llama"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    assert probe(model, nullcontext)
+
+
+def test_too_little_memory_is_an_error_and_no_reason(monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = prepared("qwen3")
+    monkeypatch.setattr(attention._Attention, "apply", full)
+    with pytest.raises(InputError, match="not enough memory to check"):
+        probe(model, nullcontext)
+    assert model.training
+
+
+def test_plain_rows_run_one_at_a_time():
+    model = prepared("llama")
+    shapes = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, options: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    assert probe(model, nullcontext) is None
+    assert len(shapes) == 1 + 2 * 4
+    assert all(rows == 1 for rows, _ in shapes)
