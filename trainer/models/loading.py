@@ -178,6 +178,8 @@ class StoredWeights:
     folder: Path
     shapes: dict[str, dict[str, tuple[int, ...]]]
     """File name -> weight name -> shape."""
+    types: dict[str, str]
+    """Weight name -> its type, as safetensors names it: "BF16", "F32"."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a weight; None when the checkpoint does not have it."""
@@ -191,14 +193,24 @@ def stored_weights(folder: Path) -> StoredWeights:
     """
     try:
         index = folder / INDEX
-        files = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.is_file() else [_SINGLE]
-        return StoredWeights(folder, {file: _shapes(folder / file) for file in files})
+        files = [_SINGLE]
+        if index.is_file():
+            files = sorted({*json.loads(index.read_text())["weight_map"].values()})
+        stored = StoredWeights(folder, {}, {})
+        for file in files:
+            _add_file(stored, file)
+        return stored
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise InputError(
             f"model: the weights in {folder} cannot be read: {error}; it needs {_SINGLE}, or {INDEX} and its files"
         ) from error
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    with safe_open(file, "pt") as weights:
-        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+def _add_file(stored: StoredWeights, file: str) -> None:
+    """Add what a file contains."""
+    shapes = stored.shapes[file] = {}
+    with safe_open(stored.folder / file, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118
+            part = weights.get_slice(name)
+            shapes[name] = tuple(part.get_shape())
+            stored.types[name] = part.get_dtype()

@@ -38,12 +38,12 @@ class MergedWeights:
         self._module: dict[str, str] = {}
         """Name of a weight -> the module whose adapter changes it."""
         ignored = set(self.model._keys_to_ignore_on_save or ())
-        for name, tensor in self.model.state_dict().items():
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
             if name not in ignored and not any(name.startswith(f"{path}.") for path in self._adapted):
                 self._stored[name] = tensor
         for path, module in self._adapted.items():
             plain: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
-            for key, tensor in plain.state_dict().items():
+            for key, tensor in plain.state_dict(keep_vars=True).items():
                 self._stored[f"{path}.{key}"] = tensor
                 self._module[f"{path}.{key}"] = path
         self.shared = _shared(self._stored)
@@ -61,7 +61,7 @@ class MergedWeights:
     @torch.no_grad()
     def get(self, names: list[str]) -> dict[str, Tensor]:
         """Return weights by name. Those of modules with an adapter are merged copies."""
-        found = self._whole({name: self._stored[name] for name in names if name not in self._module})
+        found = self._whole({name: self._stored[name].detach() for name in names if name not in self._module})
         for path in {self._module[name] for name in names if name in self._module}:
             module = copy.deepcopy(self._adapted[path])
             whole = self._whole({f"{path}.{name}": weight for name, weight in module.named_parameters()})
@@ -73,8 +73,32 @@ class MergedWeights:
         return found
 
     def _whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        sharded = [name for name, weight in weights.items() if isinstance(weight, DTensor)]
-        return weights | dict(zip(sharded, self.model.gather_weights(sharded) if sharded else [], strict=True))
+        return _gathered(self.model, weights)
+
+
+def _gathered(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of a model whole, by name, as they are if they are not sharded."""
+    sharded = [name for name, weight in weights.items() if isinstance(weight, DTensor)]
+    whole: list[Tensor] = []
+    if sharded:
+        whole = model.gather_weights(sharded)
+    return weights | dict(zip(sharded, whole, strict=True))
+
+
+PREFIX = "base_model.model."
+"""PEFT puts it before the names of the model that it wraps."""
+
+
+def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
+    """Return the weights of all adapters whole, by the names of the `PeftModel`."""
+    found: dict[str, Tensor] = {}
+    inner: PreTrainedModel = model.get_base_model()
+    for path, module in _adapted(inner).items():
+        for name, weight in module.state_dict().items():
+            if not name.startswith(("base_layer.", "original_module.")):
+                found[f"{path}.{name}"] = weight
+    whole = _gathered(inner, found)
+    return {f"{PREFIX}{name}": weight for name, weight in whole.items()}
 
 
 def merge_again(model: nn.Module) -> int:
@@ -114,8 +138,12 @@ def _merge(module: Any) -> nn.Module:
 
 
 def _shared(weights: dict[str, Tensor]) -> list[list[str]]:
-    by_place: dict[tuple[torch.device, int, torch.Size], list[str]] = {}
+    """Return groups of names of the same weight."""
+    by_place: dict[object, list[str]] = {}
     for name, tensor in weights.items():
-        if tensor.numel() and not isinstance(tensor, DTensor):  # a layer's own
-            by_place.setdefault((tensor.device, tensor.data_ptr(), tensor.shape), []).append(name)
+        place: object = (tensor.device, tensor.data_ptr(), tensor.shape)
+        if isinstance(tensor, DTensor):
+            place = id(tensor)  # a process's part may be empty
+        if tensor.numel():
+            by_place.setdefault(place, []).append(name)
     return [names for names in by_place.values() if len(names) > 1]

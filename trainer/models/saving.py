@@ -8,6 +8,7 @@ experts of a layer. Its own conversions of the loading are reversed, and compare
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import INDEX, StoredWeights, frozen_modules, stored_weights
-from rolltap.trainer.models.merging import MergedWeights
+from rolltap.trainer.models.merging import PREFIX, MergedWeights, adapter_weights
 
 _LAYER = re.compile(r".*?\.\d+\.")
 """The beginning of a weight's name up to its layer's number. A conversion concerns the weights of one layer."""
@@ -45,6 +46,9 @@ class NamedWeights:
         self._renamed: dict[str, bool] = {}
         """Layer -> whether the base has other names than the model."""
         self._cached: tuple[str, dict[str, Tensor]] = ("", {})
+        self._base = base
+        self._usual = Counter(base.types.values()).most_common(1)[0][0]
+        """Type of most weights of the base."""
         frozen, shapes = {*frozen_modules(weights.model)}, weights.shapes()
         left_out = _written_once(weights, base)
         for name in shapes:
@@ -61,12 +65,29 @@ class NamedWeights:
         return name in self._layer_of
 
     def on_device(self, name: str) -> Tensor:
-        """Return a weight by its name in the base checkpoint, where the model is."""
+        """Return a weight by its name in the base checkpoint, where the model is, in the type in which it is written.
+
+        That is the type in which the model was loaded, for trained weights too, which have 32 bits in memory. A weight
+        whose type in the base is not that of most others keeps it.
+        """
         layer = self._layer_of[name]
         if self._cached[0] != layer:
             tensors = self._weights.get(self._layers[layer])
             self._cached = layer, _converted(self._weights.model, tensors) if self._renamed[layer] else tensors
-        return self._cached[1][name].detach().contiguous()
+        weight = self._cached[1][name].detach()
+        stored = self._base.types[name]
+        kind = type_of(self._weights.model) if stored == self._usual else _TYPES.get(stored, weight.dtype)
+        return weight.to(kind).contiguous()
+
+
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights, by their names in safetensors."""
+
+
+def type_of(model: PreTrainedModel) -> torch.dtype:
+    """Return the type in which a model was loaded. Its trained weights may have 32 bits since."""
+    dtype: torch.dtype | str = model.config.dtype or model.dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _written_once(weights: MergedWeights, base: StoredWeights) -> set[str]:
@@ -100,8 +121,6 @@ def _converted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
     return dict(revert_weight_conversion(model, tensors))
 
 
-_PREFIX = "base_model.model."
-"""PEFT puts it before the model's names."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 """How the names of files with weights end, in all formats. Those of other formats would be out of date."""
 _TEMPLATES = "additional_chat_templates"
@@ -111,7 +130,8 @@ _TEMPLATES = "additional_chat_templates"
 def save_weights(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -> None:
     """Write what training can have changed as a checkpoint that an engine which serves `base` reloads.
 
-    These are all weights but those of `frozen_modules`, in the model's type, with the base's `config.json`. An adapter
+    These are all weights but those of `frozen_modules`, in the type that the model was loaded in, with the base's
+    `config.json`. An adapter
     is merged into what is written. Main memory: three times the largest file of the base. `load_policy` may refuse the
     folder. Raises `InputError` for a model whose weights do not fit `base`, and `OSError`.
     """
@@ -160,15 +180,17 @@ def save_adapter(model: PeftModel, folder: Path, base: Path) -> None:
     """
     inner: PreTrainedModel = model.get_base_model()
     stored = stored_weights(base)
-    model.save_pretrained(str(folder), selected_adapters=["default"], save_embedding_layers=False)
+    model.save_pretrained(
+        str(folder), selected_adapters=["default"], save_embedding_layers=False, state_dict=adapter_weights(model)
+    )
     file = folder / ADAPTER_SAFE_WEIGHTS_NAME
     modules: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     for key, tensor in load_file(file).items():
-        module, lora, rest = key.removeprefix(_PREFIX).partition(".lora_")
+        module, lora, rest = key.removeprefix(PREFIX).partition(".lora_")
         if module not in modules:
             modules[module] = _stored_name(inner, module, stored)
-        tensors[f"{_PREFIX}{modules[module]}{lora}{rest}"] = tensor
+        tensors[f"{PREFIX}{modules[module]}{lora}{rest}"] = tensor
     if any(name != other for name, other in modules.items()):
         _write(tensors, file)
         description = folder / "adapter_config.json"
@@ -211,7 +233,7 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
 def _write_config(model: PreTrainedModel | PeftModel, folder: Path, base: Path) -> None:
     """Write the base's `config.json` with the type of the model's weights, in which readers load them."""
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
-    dtype = str(next(parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point))
+    dtype = str(type_of(model))
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key in part.keys() & {"dtype", "torch_dtype"}:
             part[key] = dtype.removeprefix("torch.")

@@ -9,18 +9,20 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from socket import gethostname
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import DistributedType
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import fsdp2_prepare_model
+from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import Parameter
@@ -296,6 +298,31 @@ def use_fsdp(args: TrainingArguments, model: nn.Module) -> None:
     # else the gradients of all layers would be whole until the last micro-batch
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     args.accelerator_config = replace(args.accelerator_config, **accumulation)
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    register("gather", partial(_gather, inner))
+    inner.gather_weights = partial(call_on_all_ranks, "gather")
+
+
+def _gather(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
+    """Return weights, by name, whole, one after another, on the main process only. Collective."""
+    _reshard(model)
+    found = []
+    for name in names:
+        part: Any = model.get_parameter(name).detach()
+        whole = part.full_tensor()
+        if is_main():
+            found.append(whole)
+    return found
+
+
+def shard_reference(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return a model that is not trained, sharded as the trained one is where that one is. Collective."""
+    prepared: nn.Module
+    if accelerator.is_fsdp2:
+        prepared = fsdp2_prepare_model(accelerator, model)
+    else:
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared
 
 
 def use_replicas(args: TrainingArguments) -> None:
@@ -313,10 +340,15 @@ def reduce_unused(model: nn.Module) -> None:
 
 def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Return the parameters that are trained, by name. Those that FSDP2 shards are the parts of this process."""
+    _reshard(model)
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 keeps whole between two passes: the embeddings, the last norm, the head."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 @cache

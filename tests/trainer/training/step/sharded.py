@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.training.step.checkpoint import Checkpoints
 from rolltap.trainer.training.step.distributed import (
     is_main,
+    on_main,
     reduce_unused,
     several,
     use_fsdp,
@@ -34,6 +36,8 @@ SAVED = 2
 def make_model(case):
     family, *kinds = case.split(", ")
     model = small_model(family)
+    if "bfloat16" in kinds:
+        model.config.dtype = torch.bfloat16
     if "an expert" in kinds:
         _add_expert(model.model.layers[0])
     prepare(model, 1.0)
@@ -148,6 +152,23 @@ def trained(case, sharding, folder, empty=False, resume=None):
     return {"gradients": trainer.spy.gradients, "weights": trainer.spy.weights}
 
 
+def published(case, sharding, folder):
+    """Train, and save the model on the main process. Return its trained weights, and those of the folder."""
+    base = folder / "base"
+    if is_main():
+        make_model(case.partition(",")[0]).save_pretrained(base)
+    trainer = make_trainer(case, sharding, folder / "out", max_steps=1)
+    trainer.train()
+
+    def save():
+        save_whole(trainer.model, folder / "model", base)
+        if isinstance(trainer.model, PeftModel) and "moe" not in case:  # whose experts have adapters too
+            save_adapter(trainer.model, folder / "model", base)
+
+    on_main(save)
+    return trainer.spy.weights
+
+
 def checkpoint(folder, number, sharding, case):
     """Return the folder of the checkpoint that `number` ranks wrote."""
     return folder / str(number) / sharding / case / f"checkpoint-{SAVED}"
@@ -166,6 +187,7 @@ def results(folder, cases, number, began):
                 resumed = checkpoint(folder, others, other_sharding, case)
                 name = f"resumed from {others}, {other_sharding}"
                 found[name, sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
+            found["published", sharding, case] = published(case, sharding, out)
             if several():
                 found["empty", sharding, case] = trained(case, sharding, folder / "out", empty=True)
     return found
