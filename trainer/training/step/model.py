@@ -14,11 +14,13 @@ _TEMPERATURE = "_head_temperature"
 
 
 def prepare(model: Any, temperature: float | None = None) -> Any:
-    """Let a model run packs, and return it. A second call changes nothing.
+    """Let a model run packs, and return it. A second call with the same temperature does nothing.
 
-    The model is called with `Pack.inputs()`, and returns values of the pack's pairs, (1, M). PEFT, DDP or FSDP wrap it
-    after this. `temperature` divides the logits of the head, TRL's, that is added here. None adds no head: it is
-    for a model that `GRPOTrainer` gets, which adds one itself.
+    The model is then called with `Pack.inputs()`. `log_probs` and `entropy` of its output have a
+    value for each pair of the pack, (1, M). PEFT, DDP or FSDP wrap the model after this.
+
+    `temperature` divides the logits of the head, which is TRL's and is added here. None adds no
+    head: `GRPOTrainer` adds it to the model that it gets.
     """
     if not getattr(model, _PREPARED, False):
         setattr(model, _PREPARED, True)
@@ -29,15 +31,15 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
         model.set_attn_implementation(register(stock))
         if hasattr(model.get_decoder(), "layers"):
             compute_in_chunks(model)
-        model.base_model.register_forward_hook(_only_contexts, with_kwargs=True)
+        model.base_model.register_forward_hook(_keep_contexts, with_kwargs=True)
     if temperature is not None and getattr(model, _TEMPERATURE, None) != temperature:
         setattr(model, _TEMPERATURE, temperature)
         add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     return model
 
 
-def _only_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Leave the head only the hidden states before scored tokens: (1, M, H) of (1, N, H)."""
+def _keep_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Leave the head only the hidden states before scored tokens, (1, M, H) of (1, N, H)."""
     pack: Pack | None = kwargs.get(NAME)
     if pack is not None:
         output.last_hidden_state = output.last_hidden_state[:, pack.contexts]

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import attention
+from rolltap.trainer.training.step.attention import block_mask, make_tiles
 from rolltap.trainer.training.step.pack import NAME, Pack
 from tests.trainer.training.step.small_models import WINDOW, branching_rows, make_row
 from tests.trainer.training.step.test_pack import ancestors, many_sessions
@@ -31,16 +32,12 @@ def seen_of(pack: Pack, window: int | None) -> torch.Tensor:
     return seen
 
 
-def tiles(pack: Pack, window: int | None, whole: bool) -> list:
-    return [*attention._Tiles(pack, window, whole)]
-
-
 @given(many_sessions(), WINDOWS, st.booleans())
-def test_each_pair_that_is_seen_is_in_one_tile_and_no_other_is(sessions, window, whole):
+def test_each_pair_that_is_seen_is_in_one_tile_and_no_other_is(sessions, window, masked):
     pack = Pack(sessions)
     found = torch.zeros(pack.tokens, pack.tokens, dtype=torch.int)
     with patch.object(attention, "TILE", 5):
-        for tile in tiles(pack, window, whole):
+        for tile in make_tiles(pack, window, masked=masked):
             part = found[tile.queries][:, tile.keys]
             shown = torch.ones_like(part)
             if tile.causal:
@@ -58,7 +55,7 @@ def test_each_pair_that_is_seen_is_in_one_tile_and_no_other_is(sessions, window,
 def test_a_query_is_in_few_tiles_whose_keys_are_not_copied(sessions):
     pack = Pack(sessions)
     number = torch.zeros(pack.tokens)
-    for tile in tiles(pack, None, whole=True):
+    for tile in make_tiles(pack, None):
         assert tile.hidden is None
         assert isinstance(tile.keys, slice)
         number[tile.queries] += 1
@@ -69,8 +66,8 @@ def test_a_query_is_in_few_tiles_whose_keys_are_not_copied(sessions):
 def test_nothing_is_seen_outside_of_the_blocks_and_a_whole_block_is_seen_by_all(sessions, window):
     pack = Pack(sessions)
     with patch.object(attention, "BLOCK", 4):
-        mask = attention.block_mask(pack, window)
-        again = attention.block_mask(pack, window)
+        mask = block_mask(pack, window)
+        again = block_mask(pack, window)
     assert again is mask
     length = mask.seq_lengths[0]
     assert length - pack.tokens in range(4)
@@ -158,7 +155,7 @@ def test_low_precision_is_joined_in_float32():
 
 def test_a_window_wider_than_the_longest_path_hides_nothing():
     pack = Pack([branching_rows()])
-    assert tiles(pack, pack.depth, whole=True) == tiles(pack, None, whole=True)
+    assert [*make_tiles(pack, pack.depth)] == [*make_tiles(pack, None)]
 
 
 def test_attention_that_packs_cannot_have_is_refused():
@@ -198,7 +195,7 @@ def flex(compiled, pack: Pack, window: int | None) -> None:
     module = SimpleNamespace(training=True)
     kernel = "transformers.integrations.flex_attention.WrappedFlexAttention"
     with torch.no_grad(), patch(kernel, lambda training: lambda: compiled):
-        found = attention._flex(module, *leaves[:3], pack, window, options)
+        found = attention._on_cuda(module, *leaves[:3], pack, window, options)
         wanted = call(pack, leaves, sliding_window=window)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
