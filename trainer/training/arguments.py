@@ -18,7 +18,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
-from rolltap.trainer.training.forward.routing import Replay
+from rolltap.trainer.training.step.routing import Replay
 from rolltap.trainer.training.step.config import (
     ACCEPTED,
     CHANGE_BASE,
@@ -97,7 +97,7 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
     if recipe.publish == "lora":
         require_servable(recipe.lora)
     if recipe.replays_routing:
-        Replay().attach(model)
+        Replay()._attach(model)
     if args.disable_dropout:
         disable_dropout_in_model(model)
     check_model(model, args.beta)

@@ -30,6 +30,7 @@ from tests.conftest import running_engine
 from tests.deep import cases
 from tests.trainer.service.served import serving
 from tests.trainer.training.step.tiny import largest_difference
+from tests.trainer.training.trainings import apart
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "recipes" / "quickstart"
@@ -254,11 +255,7 @@ def test_a_qwen35_is_recorded_and_trained_by_its_defaults(counting_engine, tmp_p
     assert any(name.startswith("model.visual.") for name in finished)
 
 
-def distance(one, two):
-    return sum(((one[name] - two[name]).double() ** 2).sum().item() for name in one) ** 0.5
-
-
-@pytest.mark.deep  # short, grpo/test_replicated has two processes, and engine/test_engines two engines
+@pytest.mark.deep  # short, step/test_checkpoint has two processes, and engine/test_engines two engines
 @pytest.mark.engine
 @pytest.mark.harness
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -287,8 +284,7 @@ def test_two_processes_with_two_engines_train_what_one_process_does(engine, seco
         load_file(folder / "model.safetensors")
         for folder in (tmp_path / "one" / FINISHED, tmp_path / "two" / FINISHED, engine.model_dir)
     )
-    # Adam makes a step of any size out of a gradient that is rounding: not the largest difference counts
     assert largest_difference(one, base) > 1e-5
-    assert distance(one, two) < 0.01 * distance(one, base)
+    assert apart(one, two, base) < 0.01
     for calls in RecordedCalls(tmp_path / "two").values():
         assert all(call.weight_versions for call in calls)

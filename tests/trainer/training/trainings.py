@@ -90,6 +90,9 @@ class Training:
     def weights(self, out: str = "run") -> dict[str, Any]:
         return load_file(self.folder / out / FINISHED / "model.safetensors")
 
+    def base(self) -> dict[str, Any]:
+        return load_file(self.folder / "model" / "model.safetensors")
+
     def owners(self) -> list[str]:
         return [file.read_text() for file in self.folder.glob("engine/*/owner")]
 
@@ -108,3 +111,15 @@ def running(mark: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def apart(one, two, base) -> float:
+    """Return the distance of two trainings' weights, relative to how far they have come from `base`.
+
+    Adam makes a step of any size out of a gradient that is rounding: the largest difference of a weight says little.
+    """
+
+    def distance(first, second) -> float:
+        return sum(float((first[name] - second[name]).double().square().sum()) for name in first) ** 0.5
+
+    return distance(one, two) / distance(one, base)

@@ -38,6 +38,7 @@ from trl.trainer.utils import create_model_from_path, selective_log_softmax, use
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models.devices import require_gpu
+from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import Scored, StepAccount
 from rolltap.trainer.training.step.advantages import session_advantages
@@ -191,6 +192,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             raise InputError(f"the model or its adapter cannot be trained: {error}") from error
         args.beta = self.beta = beta
         check_model(self.model, self.beta)
+        merge_again(self.model)
         if copies:
             self.ref_model = self._copy_of_model()
         # the ratio is of rolltap's engine, and TRL multiplies the loss with it
