@@ -159,6 +159,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._replay = Replay()
         self._forest: type[Pack | PaddedRows] | None = None
         self._logprobs = torch.zeros(1, 1)
+        self._current: Mapping[str, Any] = {}
         # neither the device nor the settings of `accelerate config`, which transformers reads, decide
         args.bf16 = model.dtype == torch.bfloat16
         args.mixed_precision = "bf16" if args.bf16 else "no"
@@ -209,12 +210,30 @@ class TraceGRPOTrainer(GRPOTrainer):
         return DataLoader(numbers, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute and add the gradients of a micro-batch. An error of any process ends all. Collective."""
+        """Compute and add the gradients of a micro-batch. An error of any process ends all. Collective.
+
+        Raises `InputError` for a micro-batch that does not fit into the memory of a GPU.
+        """
         step = super().training_step
-        loss: Tensor = abort_on_error(lambda: step(model, inputs, num_items_in_batch))
+
+        def compute() -> Tensor:
+            try:
+                loss: Tensor = step(model, inputs, num_items_in_batch)
+            except torch.OutOfMemoryError as error:
+                raise InputError(
+                    f"{self._tokens_forwarded():,} tokens in one pass do not fit into the memory of the GPU: raise "
+                    "gradient_accumulation_steps, set offload_checkpoints or sharding, or lower the recipe's "
+                    f"max_tokens ({error})"
+                ) from error
+            return loss
+
+        loss = abort_on_error(compute)
         self._replay.end()
         self._step_metrics.stop(self.args.device)
         return loss
+
+    def _tokens_forwarded(self) -> int:
+        return int(self._current["forest"].tokens) if self._current else 0
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
         _run_as_served(self.model)

@@ -442,6 +442,16 @@ def test_a_corrected_batch_is_not_taken_up_in_the_middle_of_its_iterations(model
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_a_micro_batch_that_does_not_fit_is_said_with_what_to_do(model, traces, tmp_path):
+    def fail(*_):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    trainer = make_trainer(model, tmp_path, traces)
+    trainer.before_batch = lambda: trainer.model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(InputError, match=r"\d+ tokens in one pass do not fit .*: raise gradient_accumulation_steps"):
+        trainer.train()
+
+
 def test_a_second_training_has_batches_of_its_own(model, traces, tmp_path):
     asked = []
     trained(model, tmp_path, lambda rows: asked.append(rows) or traces).train()
