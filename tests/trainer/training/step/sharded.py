@@ -1,6 +1,8 @@
-"""Trainings of packs with transformers' trainer, and the program that several ranks run: `FOLDER`."""
+"""Trainings of packs with transformers' trainer, and the program that several ranks run: `FOLDER CASES [NUMBERS]`.
 
-import os
+With the numbers of ranks that wrote checkpoints they go on from these.
+"""
+
 import sys
 from pathlib import Path
 
@@ -22,11 +24,11 @@ from rolltap.trainer.training.step.distributed import (
     use_replicas,
 )
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack
+from rolltap.trainer.training.step.pack import FEWEST_TOKENS, Pack
 from tests.trainer.training.step.small_models import branching_rows, small_model
 
 CASES = ("qwen3", "qwen3, bfloat16", "qwen3-moe", "qwen3-moe, LoRA", "qwen3, LoRA, bfloat16", "qwen3, an expert")
-"""Family, and what is trained of it. "An expert": a part that only tokens of long packs use."""
+"""Family, and what is trained of it. "An expert": a part that a process without rows does not use."""
 SHARDINGS = ("none", "full")
 STEPS = 4
 SAVED = 2
@@ -57,7 +59,7 @@ def _add_expert(layer):
     layer.expert = torch.nn.Linear(64, 64)
 
     def add(module, args, output):
-        return output + layer.expert(args[0]) if args[0].shape[1] > 100 else output
+        return output + layer.expert(args[0]) if args[0].shape[1] > FEWEST_TOKENS else output
 
     layer.mlp.register_forward_hook(add)
 
@@ -124,7 +126,7 @@ def whole(tensor):
 
 def parts(empty):
     """Return the micro-batches of this rank: its share of all rows, in two; or all on rank 0, where `empty`."""
-    every = range(len(branching_rows()))
+    every = range(0, len(branching_rows()), 3)
     rank, number = (dist.get_rank(), dist.get_world_size()) if several() else (0, 1)
     if empty:
         return [list(every[::2]), list(every[1::2])] if rank == 0 else [[], []]
@@ -156,7 +158,8 @@ def published(case, sharding, folder):
     """Train, and save the model on the main process. Return its trained weights, and those of the folder."""
     base = folder / "base"
     if is_main():
-        make_model(case.partition(",")[0]).save_pretrained(base)
+        plain = [kind for kind in case.split(", ") if kind not in ("LoRA", "bfloat16")]
+        make_model(", ".join(plain)).save_pretrained(base)
     trainer = make_trainer(case, sharding, folder / "out", max_steps=1)
     trainer.train()
 
@@ -174,31 +177,39 @@ def checkpoint(folder, number, sharding, case):
     return folder / str(number) / sharding / case / f"checkpoint-{SAVED}"
 
 
-def results(folder, cases, number, began):
-    """Train each case from the start, with no row on all ranks but one, and from checkpoints that others `began`."""
+def started(folder, cases, number, shardings=SHARDINGS):
+    """Train each case from the start, with all rows on one rank, and from the checkpoint; and publish a model."""
     found = {}
-    for sharding in SHARDINGS if several() else ("none",):
+    for sharding in shardings:
         for case in cases:
             out = folder / str(number) / sharding / case
             found["start", sharding, case] = trained(case, sharding, out)
             resumed = checkpoint(folder, number, sharding, case)
             found["resumed", sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
-            for others, other_sharding in began:
-                resumed = checkpoint(folder, others, other_sharding, case)
-                name = f"resumed from {others}, {other_sharding}"
-                found[name, sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
+            found["empty", sharding, case] = trained(case, sharding, folder / "out", empty=True)
             found["published", sharding, case] = published(case, sharding, out)
-            if several():
-                found["empty", sharding, case] = trained(case, sharding, folder / "out", empty=True)
+    return found
+
+
+def resumed(folder, cases, others, shardings=SHARDINGS):
+    """Go on from the checkpoints that other numbers of ranks have written, each with each sharding."""
+    found = {}
+    for number in others:
+        for began in SHARDINGS if number > 1 else ("none",):
+            for sharding in shardings:
+                for case in cases:
+                    begun = checkpoint(folder, number, began, case)
+                    found[number, began, sharding, case] = trained(case, sharding, folder / "out", resume=begun)
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder, cases, number, began = Path(sys.argv[1]), sys.argv[2].split("; "), int(os.environ["WORLD_SIZE"]), []
-    for others in sys.argv[3].split():
-        began += [(int(others), sharding) for sharding in (SHARDINGS if int(others) > 1 else ("none",))]
-    found = results(folder, cases, number, began)
+    folder = Path(sys.argv[1])
+    cases = sys.argv[2].split("; ")
+    others = [int(number) for number in sys.argv[3:]]
+    number = dist.get_world_size()
+    found = resumed(folder, cases, others) if others else started(folder, cases, number)
     if is_main():
-        torch.save(found, folder / f"{number}.pt")
+        torch.save(found, folder / f"{number}{'-resumed' if others else ''}.pt")

@@ -1,0 +1,188 @@
+"""Trainings by DDP and FSDP2 are those of one process, and any number of processes resumes them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rolltap.addons.errors import InputError
+from rolltap.trainer.training.step.checkpoint import load_trained, save_trained
+from tests.deep import DEEP, cases
+from tests.trainer.training.step.gloo import run_two
+from tests.trainer.training.step.sharded import (
+    CASES,
+    SHARDINGS,
+    checkpoint,
+    make_model,
+    make_trainer,
+    resumed,
+    started,
+    trained,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning"),
+]
+
+CHOSEN = cases(CASES, CASES.index("qwen3, an expert"), CASES.index("qwen3-moe, LoRA"))
+RANKS = (2, 3) if DEEP else (2,)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    """Return what one process trains."""
+    return started(folder, CHOSEN, 1, ["none"])
+
+
+@pytest.fixture(scope="module")
+def several(folder):
+    """Return what several ranks train: number -> what rank 0 has."""
+    found = {}
+    for number in RANKS:
+        run_two("tests.trainer.training.step.sharded", str(folder), "; ".join(CHOSEN), number=number)
+        found[number] = torch.load(folder / f"{number}.pt")
+    return found
+
+
+def relative_difference(given, expected):
+    assert given.keys() == expected.keys()
+    squares = sum((weight.float() - expected[name].float()).square().sum() for name, weight in given.items())
+    return (squares / sum(weight.float().square().sum() for weight in expected.values())).sqrt()
+
+
+def assert_near(given, expected, case):
+    """Assert that weights after a training, of about four steps of 1e-3, differ by rounding."""
+    assert given.keys() == expected.keys()
+    largest = max((weight - expected[name]).abs().max() for name, weight in given.items())
+    assert largest < (2e-3 if "bfloat16" in case else 1e-6)
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("rows", ["start", "empty"])
+def test_gradients_and_weights_are_those_of_one_process(one, several, ranks, sharding, case, rows):
+    expected = one["start", "none", case]
+    given = several[ranks][rows, sharding, case]
+    near = 0.05 if "bfloat16" in case else 5e-6
+    assert relative_difference(given["gradients"], expected["gradients"]) < near
+    assert_near(given["weights"], expected["weights"], case)
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_a_training_that_is_resumed_is_bit_for_bit_the_one_without_a_break(one, several, case):
+    found = [one, *several.values()]
+    for results in found:
+        for sharding in SHARDINGS:
+            if ("start", sharding, case) not in results:
+                continue
+            whole = results["start", sharding, case]["weights"]
+            after = results["resumed", sharding, case]["weights"]
+            assert all(torch.equal(whole[name], weight) for name, weight in after.items())
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_one_process_goes_on_from_what_several_saved(one, several, folder, case):
+    for ranks in several:
+        for found in resumed(folder, [case], [ranks], ["none"]).values():
+            assert_near(found["weights"], one["start", "none", case]["weights"], case)
+
+
+def test_three_processes_go_on_from_what_one_and_two_saved(one, several, folder):
+    chosen = CHOSEN if DEEP else CHOSEN[:1]
+    run_two("tests.trainer.training.step.sharded", str(folder), "; ".join(chosen), "1", "2", number=3)
+    found = torch.load(folder / "3-resumed.pt")
+    assert len(found) == 6 * len(chosen)
+    for (*_, case), results in found.items():
+        assert_near(results["weights"], one["start", "none", case]["weights"], case)
+
+
+def files(folder: Path, pattern: str) -> dict[str, torch.Tensor]:
+    return {name: weight for file in folder.glob(pattern) for name, weight in load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_sharded_weights_are_published_as_one_process_does_it(one, several, folder, sharding, case):
+    expected = files(folder / "1" / "none" / case / "model", "*.safetensors")
+    given = files(folder / "2" / sharding / case / "model", "*.safetensors")
+    assert given.keys() == expected.keys()
+    kind = torch.bfloat16 if "bfloat16" in case else torch.float32
+    for name, weight in given.items():
+        assert weight.dtype == (torch.float32 if "lora" in name else kind)
+        assert (weight.float() - expected[name].float()).abs().max() < (0.02 if kind == torch.bfloat16 else 1e-6)
+
+
+def test_each_process_writes_its_part(one, several, folder):
+    sizes = {}
+    for sharding in SHARDINGS:
+        parts = checkpoint(folder, 2, sharding, CHOSEN[0]) / "trained"
+        sizes[sharding] = [file.stat().st_size for file in sorted(parts.glob("*.distcp"))]
+        assert len(sizes[sharding]) == 2
+        assert min(sizes[sharding]) > 0.4 * sum(sizes[sharding])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a checkpoint of one process."""
+    out = tmp_path_factory.mktemp("saved")
+    trained("qwen3", "none", out)
+    return out / "checkpoint-2"
+
+
+def test_the_state_of_transformers_marks_a_whole_checkpoint_and_is_written_last(saved):
+    times = {path.name: path.stat().st_mtime_ns for path in saved.iterdir()}
+    assert times.keys() == {"trained", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    assert max(times, key=times.get) == "trainer_state.json"
+    assert json.loads((saved / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_the_oldest_checkpoints_beyond_the_limit_are_removed(tmp_path):
+    make_trainer("qwen3", "none", tmp_path, save_steps=1, save_total_limit=2).train()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_a_checkpoint_of_another_kind_is_refused(tmp_path, saved):
+    before = shutil.copytree(saved, tmp_path / "checkpoint-2")
+    shutil.rmtree(before / "trained")
+    with pytest.raises(InputError, match="is of another version of rolltap, or not whole"):
+        make_trainer("qwen3", "none", tmp_path).train(resume_from_checkpoint=str(before))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"lacks 2 weights that the model has, .*more\."),
+        (lambda model: delattr(model.model, "norm"), r"has 1 weights that the model lacks, such as model\.norm\.wei"),
+        (lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(7, bias=False)), "cannot be written or read"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved, change, message):
+    model = make_model("qwen3")
+    change(model)
+    with pytest.raises(InputError, match=message):
+        load_trained(model, saved)
+
+
+def test_a_folder_that_cannot_be_written_ends_with_its_name(tmp_path):
+    (tmp_path / "checkpoint-1").write_text("a file")
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(InputError, match="checkpoint-1 cannot be written or read"):
+        save_trained(model, tmp_path / "checkpoint-1", optimizer)
+
+
+def test_the_weights_alone_are_loaded_into_a_model(saved):
+    model = make_model("qwen3")
+    before = model.model.norm.weight.clone()
+    load_trained(model, saved)
+    assert not torch.equal(model.model.norm.weight, before)
