@@ -252,7 +252,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._step_metrics.start()
         return self._inputs[micro_batch]
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in place of TRL's."""
         logprobs, entropies = self._score(model, self._current["forest"])
         self._logprobs = logprobs
@@ -285,7 +285,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         reward = inputs["teacher_per_token_logps"] - now
         weights = ratio * reward * inputs["completion_mask"]
         processes = self.accelerator.num_processes  # whose gradients are averaged
-        return -(weights * logprobs).sum() * processes / self.batch.tokens
+        loss: Tensor = -(weights * logprobs).sum() * processes / self.batch.tokens
+        return loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._checkpoints.resume_from(Path(resume_from_checkpoint))
