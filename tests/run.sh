@@ -96,7 +96,7 @@ part quick pytest "${parallel[@]}" -m "not engine and not harness"
 # `others` takes longer than `quick`: what it does not need runs here
 if [ -x "$VENVS/rolltap-3.12/bin/pytest" ]; then part python-3.12 addons_312; fi
 if [ -f "$VENVS/kernels/installed" ]; then
-    part kernels "$VENVS/kernels/bin/python" -m pytest "${sequential[@]}" tests/trainer/training/forward/test_fla.py
+    part kernels "$VENVS/kernels/bin/python" -m pytest "${sequential[@]}" tests/trainer/training/step/test_fla.py
 fi
 wait "$others" || echo others >> "$failures"
 for log in "$logs"/*; do

@@ -125,7 +125,7 @@ def test_replayed_experts_are_those_of_a_forced_router(family, forest, monkeypat
     replay = Replay()
     model.activation_checkpointing_enable()
     own, _ = run(model.train(), replay, forest([replace(row, experts=None) for row in rows]), weights)
-    loose = 20 if "3.5" in family else 1
+    loose = 100 if "3.5" in family else 1  # the floor of its recurrence
     for chunk in (linear.CHUNK, 300):
         monkeypatch.setattr(linear, "CHUNK", chunk)
         found, gradient = run(model, replay, forest(rows), weights)
