@@ -1,4 +1,4 @@
-"""The trainer's half of the check: gradients, attention's kernels, and memory against the plan.
+"""The trainer's half of the check: packed rows, attention's kernels, speed, and memory against the plan.
 
 python recipes/gpu/trainer_half.py --out lines.jsonl [--cpu]
 
@@ -8,37 +8,53 @@ The models have random weights. Without `--cpu`, two of 4B dimensions are among 
 
 import json
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import click
 import numpy as np
 import torch
-from lines import Line, at_most, failed
+from lines import Line, at_most, fact, failed, passed
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import hub_kernels
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 from rolltap.trainer.models.devices import use_expandable_segments
 from rolltap.trainer.models.loading import LINEAR_ATTENTION, kernels
-from rolltap.trainer.training.dry_run.memory import Rows, fixed, variable
-from rolltap.trainer.training.dry_run.model import model_numbers
-from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.kernels import Kernel, Spans
-from rolltap.trainer.training.forward.linear import in_float32
-from rolltap.trainer.training.forward.passes import SegmentScorer
+from rolltap.trainer.training.plan.memory import Sizes, fixed, machine_of
+from rolltap.trainer.training.plan.model import fake_step, model_numbers
+from rolltap.trainer.training.plan.trace import StepMemory
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.step.attention import register
+from rolltap.trainer.training.step.model import prepare
+from rolltap.trainer.training.step.pack import NAME, Pack, Row
+from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
 LORA = {"r": 16, "target_modules": "all-linear"}
-SIZE = 1024
-"""Tokens of a segment where memory is measured."""
+MODELS = ("qwen3-4b", "qwen3.5-4b")
+"""Folders of `tests/models`, with attention alone and with linear attention."""
 LENGTH = 16 * 1024
+"""Tokens of the row whose memory and time are measured."""
+FLEX_LENGTH = 32 * 1024
+"""Tokens of the row without branches, of which FlashAttention is compared with FlexAttention."""
+LONGEST = 256 * 1024
+"""Most tokens of the longest row that is tried: it takes minutes."""
+LENGTHS = (500, 1300, 700, 3000, 2000, 2900)
+"""Tokens of the rows that have no kernel of their own, but for the first two."""
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -63,6 +79,8 @@ FLOAT32 = 1e-4
 TF32 = 5e-3
 """The same where flash-linear-attention runs on a GPU: Triton multiplies float32 as TF32."""
 BFLOAT16 = 0.1
+ATTENTION = 0.02
+"""Largest difference of attention and its gradients in bfloat16."""
 GIB = 2**30
 
 
@@ -83,22 +101,42 @@ def main(cpu: bool, out: Path) -> None:
 
 def trainer_lines(device: str) -> Iterator[Line]:
     """Yield the lines of all models."""
-    yield from _attention(device)
+    yield from attention_lines(device)
+    if device == "cuda":
+        yield from flex_lines(FLEX_LENGTH)
     with tempfile.TemporaryDirectory() as made:
-        for name in ("qwen3-4b", "qwen3.5-4b"):
-            tiny = _tiny(Path(made), name)
-            limit = float32_limit(tiny, device)
-            apart = _difference(tiny, device, "float32")
-            yield at_most(f"trainer: gradients of segments, float32, {tiny.name}", apart, limit)
+        for name in MODELS:
+            tiny = tiny_model(Path(made), name)
+            yield from gradient_lines(tiny, device)
             if device == "cuda":
-                apart = _difference(tiny, device, "bfloat16")
-                what = f"trainer: gradients of segments, bfloat16, {tiny.name}"
-                yield at_most(what, apart, BFLOAT16)
-                apart = _difference(tiny, device, "float32", offload_states=True)
-                yield at_most(f"trainer: gradients of offloaded states, {tiny.name}", apart, limit)
-                folder = ROOT / "tests" / "models" / name
-                for lora in ({}, LORA):
-                    yield from _memory_or_none(folder, lora)
+                yield recompilation_line(tiny)
+    if device == "cuda":
+        for name in MODELS:
+            folder = ROOT / "tests" / "models" / name
+            for lora in ({}, LORA):
+                yield from guarded_sizes(folder, lora)
+
+
+# -------------------------------------------------------------------- packed rows of tiny models
+
+
+def gradient_lines(folder: Path, device: str) -> Iterator[Line]:
+    """Yield how far gradients of packed and of padded rows are from those of plain rows."""
+    rows = branching_rows()
+    expected = plain_gradients(folder, device, rows)
+    limits = {"float32": float32_limit(folder, device)}
+    if device == "cuda":
+        limits["bfloat16"] = BFLOAT16
+    for dtype, limit in limits.items():
+        for way, forest in (("packed", Pack), ("padded", PaddedRows)):
+            model = make_model(folder, device)
+            run(model, forest([rows], torch.device(device)), dtype)
+            apart = difference(gradients_of(model), expected)
+            what = f"trainer: gradients of {way} rows, {dtype}, {folder.name}"
+            yield at_most(what, apart, limit)
+        reason = probe(make_model(folder, device), lambda dtype=dtype: autocast(device, dtype))
+        what = f"trainer: probe of packed rows, {dtype}, {folder.name}"
+        yield Line(what, passed(reason is None), note=reason or "")
 
 
 def float32_limit(folder: Path, device: str) -> float:
@@ -107,7 +145,7 @@ def float32_limit(folder: Path, device: str) -> float:
     return TF32 if device == "cuda" and packages.get(LINEAR_ATTENTION) else FLOAT32
 
 
-def _tiny(made: Path, name: str) -> Path:
+def tiny_model(made: Path, name: str) -> Path:
     """Return a folder with the configuration of a tiny model of the same class."""
     config = AutoConfig.from_pretrained(ROOT / "tests" / "models" / name).get_text_config()
     changes = {**TINY, "layer_types": ["full_attention"] * 4}
@@ -122,54 +160,53 @@ def _tiny(made: Path, name: str) -> Path:
     return folder
 
 
-def _model(folder: Path, device: str, dtype: str, lora: dict[str, Any]) -> Any:
+def make_model(folder: Path, device: str, lora: dict[str, Any] | None = None) -> Any:
+    """Return a prepared model as it is trained: in float32, or with an adapter on bfloat16."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder)
+    dtype = torch.bfloat16 if lora else torch.float32
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = prepare(AutoModelForCausalLM.from_config(config, dtype=dtype), 1.0)
         if lora:
             model = get_peft_model(model, LoraConfig(**lora))
-    in_float32(model)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad_dtype = torch.float32
+            model.enable_input_require_grads()
+    model.activation_checkpointing_enable()
     return model.train()
 
 
-def _difference(folder: Path, device: str, dtype: str, **options: Any) -> float:
-    """Return the norm of the difference of all gradients over the norm of all.
-
-    Compared are segments, and whole rows in float32 whose linear attention is transformers' formula
-    in torch.
-    """
-    shared = np.arange(200, dtype=np.int32) % 500
+def branching_rows() -> list[Row]:
+    """Return rows with a shared prompt, one of which leaves another one in its middle."""
     random = np.random.default_rng(0)
-    own = [random.integers(3, 500, 300) for _ in range(2)]
-    rows = [Row(np.append(shared, ids).astype(np.int32), np.arange(150, 500)) for ids in own]
+    shared = random.integers(3, 500, 200)
+    rows = [np.append(shared, random.integers(3, 500, 300)) for _ in range(2)]
+    rows.append(np.append(rows[0][:350], random.integers(3, 500, 90)))
+    return [Row(ids.astype(np.int32), np.arange(150, len(ids))) for ids in rows]
 
-    model = _model(folder, device, dtype, {})
-    scorer = SegmentScorer(_autocast(device, dtype), 1.0, tokens_per_segment=128, **options)
-    scorer(model, rows).logprobs.sum().backward()
-    found = _gradients(model)
 
-    model = _model(folder, device, "float32", {})
-    scorer = SegmentScorer(nullcontext, 1.0, tokens_per_segment=512, keep_graph=True)
+def autocast(device: str, dtype: str) -> AbstractContextManager[Any]:
+    """Return the context of the model's passes."""
+    if dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device, getattr(torch, dtype))
+
+
+def run(model: Any, forest: Pack | PaddedRows, dtype: str) -> None:
+    """Add the gradients of the sum of all log-probabilities."""
+    with autocast(model.device.type, dtype):
+        output = model(**forest.inputs())
+    forest.unpack(output.log_probs).sum().backward()
+
+
+def plain_gradients(folder: Path, device: str, rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Return the gradients of each row alone, in float32, by transformers' own functions."""
+    model = make_model(folder, device)
     with without_kernels():
         for row in rows:
-            scorer(model, [row]).logprobs.sum().backward()
-    expected = _gradients(model)
-
-    difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
-    whole = sum(float(gradient.square().sum()) for gradient in expected.values())
-    return float((difference / whole) ** 0.5)
-
-
-def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, weight in model.named_parameters():
-        if weight.grad is not None:
-            found[name] = weight.grad
-    return found
+            ids = torch.from_numpy(row.ids).long().to(device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, row.scored - 1]
+            every = logits.float().log_softmax(-1)
+            every.gather(-1, ids[row.scored, None]).sum().backward()
+    return gradients_of(model)
 
 
 def without_kernels() -> AbstractContextManager[Any]:
@@ -177,82 +214,232 @@ def without_kernels() -> AbstractContextManager[Any]:
     return patch.object(hub_kernels, "is_torchdynamo_exporting", lambda: True)
 
 
-def _attention(device: str) -> Iterator[Line]:
-    """Yield how far attention and its gradients in bfloat16 are from float32, by their norm."""
-    spans = {
-        "own": Spans([300, 40], [300, 40]),
-        "prefix": Spans([340], [5000], causal=False),
-        "window": Spans([300, 40], [400, 100], window=128),
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """Return the gradients of the weights that have one."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            found[name] = weight.grad.float()
+    return found
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the norm of the difference of all gradients over the norm of all."""
+    apart = sum(float((found[name] - expected[name]).square().sum()) for name in expected)
+    whole = sum(float(gradient.square().sum()) for gradient in expected.values())
+    return (apart / whole) ** 0.5
+
+
+def recompilation_line(folder: Path) -> Line:
+    """Return the line that fails if rows of other lengths have kernels of their own."""
+    model = make_model(folder, "cuda")
+
+    def step(length: int) -> None:
+        ids = np.random.default_rng(length).integers(3, 500, length).astype(np.int32)
+        twin = np.append(ids[: length // 2], [3])
+        rows = [Row(each.astype(np.int32), np.arange(1, len(each))) for each in (ids, twin)]
+        run(model, Pack([rows], "cuda"), "bfloat16")
+
+    what = f"trainer: recompilations after two lengths of rows, {folder.name}"
+    return at_most(what, recompilations(step, LENGTHS), 0, f"{len(LENGTHS)} lengths")
+
+
+def recompilations(step: Callable[[int], None], lengths: Sequence[int]) -> int:
+    """Return how many graphs torch compiles for all lengths but the first two."""
+    compiled = []
+    for length in lengths:
+        step(length)
+        compiled.append(counters["stats"]["unique_graphs"])
+    return compiled[-1] - compiled[1]
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def attention_lines(device: str) -> Iterator[Line]:
+    """Yield how far attention and its gradients in bfloat16 are from the formula in float32."""
+    pack = Pack([branching_rows()], device)
+    cases: dict[str, dict[str, Any]] = {
+        "paths": {},
+        "windows": {"sliding_window": 128},
+        "soft caps": {"softcap": 20.0},
+        "sinks": {"s_aux": torch.linspace(-1, 1, 8, device=device)},
     }
-    for name, span in spans.items():
-        torch.manual_seed(0)
-        keys = (sum(span.keys), 2, 128)
-        queries = (340, 8, 128)
-        tensors = [torch.randn(shape, device=device) for shape in (queries, keys, keys, queries)]
-        rounded = [tensor.to(torch.bfloat16) for tensor in tensors]
-        found = _attended(rounded, span)
-        expected = _attended([tensor.float() for tensor in rounded], span)
-        apart = 0.0
-        for one, other in zip(found, expected, strict=True):
-            apart = max(apart, float((one.float() - other).norm() / other.norm()))
-        yield at_most(f"trainer: attention in bfloat16 against float32, {name}", apart, 0.02)
+    for name, options in cases.items():
+        leaves = attention_inputs(pack.tokens, device)
+        rounded = attended(leaves, pack, options)
+        expected = by_formula([leaf.detach().float().requires_grad_() for leaf in leaves], pack, options)
+        what = f"trainer: attention in bfloat16 against float32, {name}"
+        yield at_most(what, largest_difference(rounded, expected), ATTENTION)
 
 
-def _attended(tensors: list[torch.Tensor], span: Spans) -> list[torch.Tensor]:
-    """Return the output of attention, and the gradients of query, key and value."""
-    query, key, value, grad = tensors
-    kernel = Kernel(query, value, 128**-0.5)
-    out, lse = kernel.forward(query, key, value, span)
-    return [out, *kernel.backward(grad, query, key, value, out, lse, span)]
+def attention_inputs(tokens: int, device: str) -> list[Tensor]:
+    """Return queries of 8 heads, and keys and values of 2, (1, heads, tokens, 128)."""
+    torch.manual_seed(0)
+    shapes = [(1, heads, tokens, 128) for heads in (8, 2, 2)]
+    return [torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_() for shape in shapes]
 
 
-def _memory_or_none(folder: Path, lora: dict[str, Any]) -> Iterator[Line]:
-    """Yield the lines of `_memory`; a failed one when the GPU is too small: the others go on."""
+def attended(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> list[Tensor]:
+    """Return the output of the trainer's attention (1, tokens, heads, 128), and gradients."""
+    module = torch.nn.Module()
+    module.config = SimpleNamespace()
+    attention = ALL_ATTENTION_FUNCTIONS[register("sdpa")]
+    out, _ = attention(module, *leaves, None, **options, **{NAME: pack})
+    return with_gradients(out, leaves)
+
+
+def by_formula(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> list[Tensor]:
+    """Return the same by a mask of all pairs."""
+    query, key, value = leaves
+    groups = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(groups, 1).mT * query.shape[-1] ** -0.5
+    cap = options.get("softcap")
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    places = torch.arange(pack.tokens, device=query.device)
+    seen = (places[None] <= places[:, None]) & (places[:, None] < pack.leave[None])
+    window = options.get("sliding_window")
+    if window is not None:
+        positions = pack.positions[0]
+        seen &= positions[:, None] - positions[None] < window
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = options.get("s_aux")
+    if sinks is not None:
+        more = sinks.view(1, -1, 1, 1).expand(-1, -1, pack.tokens, 1)
+        scores = torch.cat([scores, more], -1)
+    shares = scores.softmax(-1)[..., : pack.tokens]
+    out = shares @ value.repeat_interleave(groups, 1)
+    return with_gradients(out.transpose(1, 2), leaves)
+
+
+def with_gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Return an output (1, tokens, heads, 128), and the gradients of queries, keys and values."""
+    generator = torch.Generator(out.device).manual_seed(1)
+    weights = torch.randn(out.shape, generator=generator, device=out.device)
+    (out.float() * weights).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def largest_difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest norm of a difference over the norm of what is expected."""
+    apart = 0.0
+    for one, other in zip(found, expected, strict=True):
+        apart = max(apart, float((one.float() - other.float()).norm() / other.float().norm()))
+    return apart
+
+
+def flex_lines(tokens: int) -> Iterator[Line]:
+    """Yield how far FlexAttention is from FlashAttention on a row without branches, and its time."""
+    row = Row(np.arange(tokens + 1, dtype=np.int32), np.array([tokens]))
+    pack = Pack([[row]], "cuda")
+    leaves = attention_inputs(tokens, "cuda")
+
+    def flash() -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return with_gradients(out.transpose(1, 2), leaves)
+
+    found = []
+    seconds = []
+    for way in (lambda: attended(leaves, pack, {}), flash):
+        found.append(fresh(way, leaves))
+        seconds.append(min(timed(lambda way=way: fresh(way, leaves)) for _ in range(5)))
+    where = f"one row of {tokens:,} tokens"
+    what = f"trainer: FlexAttention against FlashAttention, {where}"
+    yield at_most(what, largest_difference(*found), ATTENTION)
+    note = f"{1e3 * seconds[0]:.1f} ms and {1e3 * seconds[1]:.1f} ms, forward and backward"
+    what = f"trainer: time of FlexAttention over FlashAttention's, {where}"
+    yield fact(what, seconds[0] / seconds[1], note)
+
+
+def fresh(way: Callable[[], list[Tensor]], leaves: list[Tensor]) -> list[Tensor]:
+    """Return what `way` returns, from gradients of none."""
+    for leaf in leaves:
+        leaf.grad = None
+    return way()
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Return the seconds of a step on the GPU."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------------------------- real sizes
+
+
+def guarded_sizes(folder: Path, lora: dict[str, Any]) -> Iterator[Line]:
+    """Yield the lines of `size_lines`; a failed one when the GPU is too small: the others go on."""
     try:
-        yield from _memory(folder, lora)
+        yield from size_lines(folder, lora, "cuda")
     except torch.OutOfMemoryError:
-        what = f"trainer: memory, {_name(folder, lora)}"
-        yield failed(what, f"a step of {LENGTH:,} tokens has no room")
+        what = f"trainer: memory, {name_of(folder, lora)}"
+        yield failed(what, "a row has no room that has it by the plan")
 
 
-def _name(folder: Path, lora: dict[str, Any]) -> str:
+def name_of(folder: Path, lora: dict[str, Any]) -> str:
+    """Return how the lines call a model."""
     return f"{folder.name}, {'LoRA' if lora else 'all weights'}"
 
 
-def _memory(folder: Path, lora: dict[str, Any]) -> Iterator[Line]:
-    """Yield GiB of CUDA's allocator beside the plan's: always held, and the peak of a step."""
-    grpo = {"tokens_per_segment": SIZE}
-    recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo)
+def planned(folder: Path, lora: dict[str, Any], *, offload: bool = False) -> tuple[Sizes, StepMemory]:
+    """Return the memory of a training process by the plan: always held, and for a row."""
+    grpo = {"offload_checkpoints": offload}
+    recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo, dtype="bfloat16")
+    machine = machine_of(recipe, None, 1, online=False)
     numbers = model_numbers(recipe, "bfloat16", gpu=True)
-    always = fixed(recipe, numbers, 1, cuda=False)
-    traces = variable(recipe, numbers, Rows(1, LENGTH), None)
+    step = fake_step(recipe, numbers, "bfloat16", sharded=False)
+    return fixed(recipe, machine, numbers), step.memory(offload=offload)
+
+
+def size_lines(folder: Path, lora: dict[str, Any], device: str) -> Iterator[Line]:
+    """Yield GiB of CUDA's allocator beside the plan's, tokens a second, and the longest row."""
+    name = name_of(folder, lora)
+    always, of_row = planned(folder, lora)
+    _, of_offloaded = planned(folder, lora, offload=True)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = _model(folder, "cuda", "bfloat16", lora)
-    name = _name(folder, lora)
-    scorer = SegmentScorer(_autocast("cuda", "bfloat16"), 1.0, tokens_per_segment=SIZE)
+    model = make_model(folder, device, lora)
 
-    def step(length: int) -> None:
-        ids = np.random.default_rng(0).integers(3, 1000, length).astype(np.int32)
-        scorer(model, [Row(ids, np.arange(1, length))]).logprobs.sum().backward()
+    def step(length: int, *, offload: bool = False) -> None:
+        ids = np.random.default_rng(0).integers(3, 500, length).astype(np.int32)
+        pack = Pack([[Row(ids, np.arange(1, length))]], device)
+        offloading: Any = nullcontext()
+        if offload:
+            offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+        with autocast(device, "bfloat16"), offloading:
+            output = model(**pack.inputs())
+        pack.unpack(output.log_probs).sum().backward()
 
     step(256)
+    step(512)
     held = torch.cuda.memory_allocated() - before
-    planned = (always["weights"] + always["gradients"]) / GIB
+    planned_held = (always["weights"] + always["gradients"]) / GIB
     what = f"trainer: GiB of weights and gradients, {name}"
-    yield at_most(what, held / GIB, 1.1 * planned, planned=planned)
-    torch.cuda.reset_peak_memory_stats()
-    step(LENGTH)
-    peak = torch.cuda.max_memory_allocated() - before - held
-    planned = traces.sizes.total / GIB
-    what = f"trainer: GiB of a step of {LENGTH:,} tokens, {name}"
-    yield at_most(what, peak / GIB, planned, planned=planned)
+    yield at_most(what, held / GIB, 1.1 * planned_held, planned=planned_held)
 
+    for offload, memory in ((False, of_row), (True, of_offloaded)):
+        how = f"{LENGTH:,} tokens, {name}{', offloaded' if offload else ''}"
+        torch.cuda.reset_peak_memory_stats()
+        step(LENGTH, offload=offload)
+        peak = (torch.cuda.max_memory_allocated() - before - held) / GIB
+        planned_peak = memory.of(memory.peak, LENGTH) / GIB
+        what = f"trainer: GiB of a row of {how}"
+        yield at_most(what, peak, 1.1 * planned_peak, planned=planned_peak)
+        seconds = timed(lambda offload=offload: step(LENGTH, offload=offload))
+        yield fact(f"trainer: tokens a second, a row of {how}", LENGTH / seconds)
 
-def _autocast(device: str, dtype: str) -> Callable[[], Any]:
-    if dtype == "float32":
-        return nullcontext
-    return partial(torch.autocast, device, getattr(torch, dtype))
+    free, _ = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    length = min(LONGEST, of_row.longest(int(0.95 * (free + cached))))
+    torch.cuda.empty_cache()
+    seconds = timed(lambda: step(length))
+    note = f"as the plan says, without an optimizer, at most {LONGEST:,}; in {seconds:.0f} s"
+    yield fact(f"trainer: tokens of the longest row, {name}", length, note)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ SHOWS = 3
 """A step shows if it moves tokens by at least so many times the difference of the base weights."""
 PEAK = 1.1
 """Largest peak of memory, over the planned one."""
-"""The end of a step's line on the console of a training."""
 Metrics = list[dict[str, Any]]
 
 
@@ -249,8 +248,8 @@ def peak(setting: Setting, name: str, metrics: Metrics) -> Line:
 def planned_peak(memory: dict[str, Any]) -> float:
     """Return the peak of CUDA's allocator in GiB, without CUDA itself, by a plan's memory."""
     always = sum(memory["always"].values()) - memory["always"]["CUDA"]
-    traces = sum(memory["traces"]["sizes"].values())
-    return float(always + traces) / 2**30
+    row = sum(memory["row"].values())
+    return float(always + row) / 2**30
 
 
 def verify(setting: Setting) -> Iterator[Line]:

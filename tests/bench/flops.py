@@ -13,11 +13,11 @@ is not.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from rolltap.trainer.training.forward.forest import Row
+from rolltap.trainer.training.step.pack import Pack, Row
 from tests.bench.networks import layers
 
 ATTENTION_BACKWARD = 2.5
@@ -73,26 +73,26 @@ def costs(model: Any) -> Costs:
 
 def of_padded(rows: Sequence[Row], parts: Iterable[Sequence[int]]) -> Work:
     """Return the work of rows as batches, each as wide as its longest row. `parts` are the indices of each batch."""
-    batches = [[rows[i] for i in part] for part in parts]
-    sizes = [(len(batch), max(len(row.ids) for row in batch)) for batch in batches if batch]
-    return Work(
-        tokens=sum(number * width for number, width in sizes),
-        pairs=sum(number * width * (width + 1) // 2 for number, width in sizes),
-        scored=sum(len(row.scored) for batch in batches for row in batch),
-    )
+    tokens = 0
+    pairs = 0
+    scored = 0
+    for part in parts:
+        batch = [rows[i] for i in part]
+        width = max((len(row.ids) for row in batch), default=0)
+        tokens += len(batch) * width
+        pairs += len(batch) * width * (width + 1) // 2
+        scored += sum(len(row.scored) for row in batch)
+    return Work(tokens, pairs, scored)
 
 
-def of_pieces(pieces: Sequence[tuple[int, int]], scored: int) -> Work:
-    """Return the work of pieces of a forest, each (tokens before it, its own tokens). A token sees all before it."""
-    return Work(sum(n for _, n in pieces), sum(n * past + n * (n + 1) // 2 for past, n in pieces), scored)
+def of_pack(pack: Pack) -> Work:
+    """Return the work of a packed row. A token sees itself and all tokens before it on its path."""
+    return Work(pack.tokens, int((pack.positions + 1).sum()), pack.labels.shape[1])
 
 
-def step_flops(model: Costs, work: Work, again: Literal["layers", "segments"]) -> float:
-    """Return the operations of forward and backward.
-
-    `again` is what runs forward a second time: each layer (`layers`, checkpointing), or each segment (`segments`).
-    """
+def step_flops(model: Costs, work: Work) -> float:
+    """Return the operations of forward and backward, with checkpointing."""
     forward = work.tokens * model.forward + work.pairs * model.pair
     backward = work.tokens * model.backward + work.pairs * model.pair * ATTENTION_BACKWARD
-    second = forward - (work.tokens * model.last if again == "layers" else 0.0)
-    return forward + second + backward + 4 * work.scored * model.head
+    again = forward - work.tokens * model.last
+    return forward + again + backward + 4 * work.scored * model.head

@@ -11,7 +11,7 @@ import numpy as np
 from rolltap.addons.store.records import Call, CallRole, VersionSpan
 from rolltap.trainer.traces.build import GroupReward, Trace, TraceBatch, build_traces
 from rolltap.trainer.traces.ledger import Ledger
-from rolltap.trainer.training.forward.forest import Row, trace_row
+from rolltap.trainer.training.step.pack import Row, trace_row
 from tests.factories import make_call
 
 SAMPLED, RESULT = (40, 200), (40, 520)

@@ -70,8 +70,7 @@ def layers(config: Any, kind: str) -> int:
     return int(kinds.count(kind))
 
 
-def state_bytes(model: Any) -> int:
-    """Return the bytes of keys and values of one token, in all layers with full attention."""
+def checkpoint_bytes(model: Any) -> int:
+    """Return the bytes of a token that checkpointing keeps: the inputs of all layers."""
     config = model.config.get_text_config()
-    full = layers(config, "full_attention")
-    return int(2 * full * config.num_key_value_heads * config.head_dim * model.dtype.itemsize)
+    return int(config.num_hidden_layers * config.hidden_size * model.dtype.itemsize)

@@ -1,18 +1,13 @@
-"""Optimizer steps of `TraceGRPOTrainer` with several ways to run the same traces through the same model.
+"""Optimizer steps of `TraceGRPOTrainer` on the same traces and model, as one packed row or as padded rows.
 
-- `segments`: each shared token once (`SegmentScorer`).
-- `padded`: each trace whole, as a row of a batch padded on the right (`PaddedScorer`).
-- `trl`: TRL's own inputs: prompts padded on the left, completions on the right, and an attention mask. Rows of similar
-  length are in one micro-batch, which TRL does not do.
-
-The head is equal: TRL's fused head on CUDA devices computes logits where a label is; here it does so on the CPU too,
-where it would compute all. Labels are only where a token is trained.
+The head is equal: on a CUDA device TRL's fused head computes the scored tokens alone; here it does so on the CPU too,
+where it would compute all tokens of padded rows.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,13 +22,12 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
 from rolltap.trainer.traces.build import TraceBatch
-from rolltap.trainer.training.forward.forest import Row
-from rolltap.trainer.training.forward.passes import PaddedScorer, Scores, SegmentScorer
-from rolltap.trainer.training.grpo.config import TraceGRPOConfig
-from rolltap.trainer.training.grpo.trainer import TraceGRPOTrainer
+from rolltap.trainer.training.step.config import TraceGRPOConfig
+from rolltap.trainer.training.step.pack import Pack
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.bench.groups import single
 from tests.bench.networks import network, vocabulary
-from tests.trainer.training.grpo.tiny import tokenizer
+from tests.trainer.training.step.tiny import tokenizer
 
 WARM_UP = 256
 """Tokens of a step before the measured ones, which allocates what is allocated once."""
@@ -43,57 +37,37 @@ WARM_UP = 256
 class Variant:
     """A way to make the steps of one batch."""
 
-    forward: Literal["segments", "padded", "trl"]
+    forward: Literal["packed", "padded"] = "packed"
     micro_batches: int = 1
     checkpointing: bool = True
-    tokens_per_segment: int | None = None
-    """None: planned by the trainer."""
-
-
-class TRLScorer(PaddedScorer):
-    """Runs rows as TRL's `_get_per_token_logps_and_entropies` does. A prompt ends at the row's first scored token."""
-
-    def __call__(self, model: Any, rows: Sequence[Row]) -> Scores:
-        device = self._device
-        prompt = max(int(row.scored[0]) for row in rows)
-        width = prompt + max(len(row.ids) - int(row.scored[0]) for row in rows)
-        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
-        labels = torch.full((len(rows), width), -100)
-        for i, row in enumerate(rows):
-            start = prompt - int(row.scored[0])
-            ids[i, start : start + len(row.ids)] = torch.from_numpy(row.ids)
-            mask[i, start : start + len(row.ids)] = 1
-            labels[i, start + row.scored] = torch.from_numpy(row.ids[row.scored]).long()
-        self.forwarded = ids.numel()
-        with self._autocast():
-            output = model(
-                input_ids=ids.to(device), attention_mask=mask.to(device), labels=labels.to(device), fused_lm_head=True
-            )
-        scored = (labels[:, 1:] != -100).to(device)
-        return Scores(output.log_probs[scored].float(), output.entropy[scored].float().detach())
+    offload: bool = False
 
 
 class Watch(TrainerCallback):
     """A callback that takes the time of each step (CPU time on the CPU), and the gradients of the first.
 
     Attributes:
-        forwarded: Tokens of the last micro-batch that went through the model, padding included.
+        forwarded: Tokens of a step that went through the model, padding included.
     """
 
     def __init__(self, device: str, *, gradients: bool = False) -> None:
         self.seconds: list[float] = []
         self.gradients: dict[str, Tensor] = {}
         self.forwarded = 0
-        self._device, self._wanted, self._began = device, gradients, 0.0
+        self._device = device
+        self._wanted = gradients
+        self._began = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = self._now()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Keep the gradients of the first step, on the CPU."""
-        if self._wanted and not self.gradients:
-            named = model.named_parameters()
-            self.gradients = {name: p.grad.float().cpu() for name, p in named if p.grad is not None}
+        if not self._wanted or self.gradients:
+            return
+        for name, weight in model.named_parameters():
+            if weight.grad is not None:
+                self.gradients[name] = weight.grad.float().cpu()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds.append(self._now() - self._began)
@@ -125,8 +99,8 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
             max_grad_norm=0.0,
             gradient_accumulation_steps=variant.micro_batches,
             activation_checkpointing=variant.checkpointing,
-            forward="segments" if variant.forward == "segments" else "padded",
-            tokens_per_segment=variant.tokens_per_segment if variant.forward == "segments" else None,
+            offload_checkpoints=variant.offload,
+            forward=variant.forward,
         )
         trainer = TraceGRPOTrainer(
             model,
@@ -139,14 +113,12 @@ def run_steps(model: Any, batch: TraceBatch, variant: Variant, steps: int, *, gr
         )
         trainer.remove_callback(PrinterCallback)
         # here the model is probed, which a training does once
-        forward = trainer._forward
-        if isinstance(forward.scorer, SegmentScorer) != (variant.forward == "segments"):
-            raise RuntimeError("the model does not run as segments: see the warning above")
-        if variant.forward == "trl":
-            forward.scorer = TRLScorer(trainer.accelerator.autocast, trainer.args.device)
+        trainer._choose_forest()
+        if (trainer._forest is Pack) != (variant.forward == "packed"):
+            raise RuntimeError("the model does not run packed rows: see the warning above")
         with patch("trl.trainer.utils._use_triton", return_value=True):
             trainer.train()
-        watch.forwarded = forward.scorer.forwarded
+        watch.forwarded = sum(inputs["forest"].tokens for inputs in trainer._inputs)
         model.zero_grad(set_to_none=True)
     return watch
 

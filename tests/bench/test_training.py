@@ -5,10 +5,11 @@ import torch
 from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
+from rolltap.trainer.training.step.pack import Pack, Row
 from tests.bench import training
-from tests.bench.flops import Work, costs, of_padded, of_pieces, step_flops
+from tests.bench.flops import Work, costs, of_pack, of_padded, step_flops
 from tests.bench.groups import LONG, SHAPES, SHORT, SHORT_SCALE, generate, rows_of, single
-from tests.bench.networks import network, state_bytes
+from tests.bench.networks import checkpoint_bytes, network
 from tests.bench.steps import Variant, run_steps
 
 # PEFT asks for it
@@ -55,14 +56,12 @@ def test_operations_are_those_that_torch_counts():
         hidden.sum().backward()
     assert forward.get_total_flops() == tokens * model_costs.forward + pairs
     assert backward.get_total_flops() == tokens * model_costs.backward + 2 * pairs
-    # checkpointing runs all but the last linear layer of a layer again; segments run all again
+    # checkpointing runs all but the last linear layer of a layer again
     model.activation_checkpointing_enable()
     with FlopCounterMode(display=False) as counter:
         model.get_decoder()(input_ids=torch.ones(rows, length, dtype=torch.long)).last_hidden_state.sum().backward()
     work = Work(tokens, 0, 0)
-    layers = step_flops(model_costs, work, "layers")
-    assert counter.get_total_flops() == layers + 4 * pairs
-    assert step_flops(model_costs, work, "segments") == layers + tokens * model_costs.last
+    assert counter.get_total_flops() == step_flops(model_costs, work) + 4 * pairs
 
 
 def test_an_adapter_saves_the_weights_gradients_and_linear_attention_has_no_pairs():
@@ -73,30 +72,41 @@ def test_an_adapter_saves_the_weights_gradients_and_linear_attention_has_no_pair
     assert full.backward == 2 * full.forward
     assert adapter.backward < 2 * adapter.forward
     assert adapter.pair == full.pair == 4 * hybrid.pair
-    assert state_bytes(network("tiny-hybrid", **CPU)) == state_bytes(network("tiny", **CPU)) / 4
 
 
-def test_work_of_padded_rows_has_padding_and_work_of_pieces_has_what_they_follow():
-    rows = rows_of(small_group())
+def test_work_of_padded_rows_has_padding_and_work_of_a_pack_has_each_shared_token_once():
+    batch = small_group()
+    rows = rows_of(batch)
     whole = of_padded(rows, [[i] for i in range(len(rows))])
     together = of_padded(rows, [range(len(rows))])
     assert whole.tokens == sum(len(row.ids) for row in rows)
     assert together.tokens == len(rows) * max(len(row.ids) for row in rows)
     assert whole.scored == together.scored == sum(len(row.scored) for row in rows)
-    # one row as two pieces is the same work
-    length = len(rows[0].ids)
-    assert of_pieces([(0, 10), (10, length - 10)], len(rows[0].scored)) == of_padded(rows[:1], [[0]])
+    packed = of_pack(Pack([rows]))
+    assert packed.tokens < whole.tokens
+    assert packed.scored == whole.scored
+    # a row alone is the same work, but for the tokens after its last scored one
+    alone = of_pack(Pack([rows[:1]]))
+    cut = Row(rows[0].ids[: rows[0].scored[-1]], rows[0].scored)
+    assert alone == of_padded([cut], [[0]])
+
+
+def test_micro_batches_have_all_rows_of_their_sessions():
+    batch = small_group()
+    sessions = training.sessions_of(batch)
+    assert [len(rows) for rows in sessions].count(2) == 3
+    for number in (1, 3, 20):
+        parts = training.row_parts(sessions, number)
+        assert len(parts) == number
+        assert sorted(row for part in parts for row in part) == [*range(len(batch.traces))]
 
 
 def test_every_way_to_run_a_group_has_the_same_gradients():
-    model, batch = network("tiny", **CPU), small_group()
+    model = network("tiny", **CPU)
+    batch = small_group()
     expected = run_steps(model, batch, Variant("padded"), 1, gradients=True).gradients
     norm = torch.nn.utils.get_total_norm(expected.values())
-    for variant in (
-        Variant("trl", 3),
-        Variant("segments", tokens_per_segment=16),
-        Variant("segments", 2, checkpointing=False, tokens_per_segment=64),
-    ):
+    for variant in (Variant("padded", 3), Variant("packed"), Variant("packed", 2, checkpointing=False)):
         watch = run_steps(model, batch, variant, 2, gradients=True)
         assert len(watch.seconds) == 2
         assert watch.gradients.keys() == expected.keys()
@@ -107,24 +117,29 @@ def test_every_way_to_run_a_group_has_the_same_gradients():
 @pytest.mark.deep
 def test_every_part_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "LENGTHS", [200, 300, 400, 600])
-    monkeypatch.setattr(training, "SINGLE", {"cpu": [100]})
+    monkeypatch.setattr(training, "SINGLE", {"cpu": 100})
     monkeypatch.setattr(training, "MEMORY_NETWORK", "tiny")
+    monkeypatch.setattr(training, "BRANCHES", (2, 3))
     monkeypatch.setattr(training, "LAYOUT_GROUPS", 1)
     monkeypatch.setattr(training, "LAYOUT_SCALE", 100)
     monkeypatch.setattr("tests.bench.steps.WARM_UP", 64)
     out = tmp_path / "figures.json"
-    options = ["--scale", "200", "--rounds", "1", "--tokens-per-segment", "64", "--json", str(out)]
-    result = CliRunner().invoke(training.main, ["--model", "tiny-hybrid", *options], catch_exceptions=False)
+    options = ["--model", "tiny-hybrid", "--scale", "200", "--rounds", "1", "--json", str(out)]
+    result = CliRunner().invoke(training.main, options, catch_exceptions=False)
     assert result.exit_code == 0
     found = json.loads(out.read_text())
     assert set(found) == {"environment", *training.PARTS}
-    assert [row["group"] for row in found["groups"]] == list(SHAPES)
+    assert [row["batch"] for row in found["groups"]] == [*SHAPES, "one trace", "short, no checkpointing"]
     for row in found["groups"]:
         assert 0 < row["flops_ratio"] < 1
-        assert row["tokens_segments"] < row["tokens"]
-        assert row["trl_seconds"].keys() == {"1", "2", "4"}
-        assert row["segments"] > 0
-    assert [(row["forward"], len(row["mib"])) for row in found["memory"]] == [("segments", 4), ("trl", 2)]
+        assert row["forwarded"] == row["tokens_packed"] < row["tokens"]
+        assert min(row["packed"], row["padded"]) > 0
+    assert [row["segments"] for row in found["trees"]] == [7, 13]
+    assert [(row["way"], len(row["mib"])) for row in found["memory"]] == [
+        ("packed", 4),
+        ("packed, no checkpointing", 4),
+        ("padded", 4),
+    ]
 
 
 @pytest.mark.deep
@@ -133,17 +148,18 @@ def test_groups_are_measured_with_the_options_of_a_cuda_device_and_a_step_that_d
     name, monkeypatch
 ):
     def full(model, batch, variant, steps):
-        if variant.forward == "trl" and len(batch.traces) > 1:
+        if variant.forward == "padded":
             raise torch.OutOfMemoryError("a device that is full")
         return run_steps(model, batch, variant, steps)
 
     monkeypatch.setattr(training, "run_steps", full)
-    monkeypatch.setattr(training, "MICRO_BATCH_ROWS", (4,))
-    bench = training.Training(name, "cpu", scale=400, rounds=1, tokens_per_segment=None)
+    monkeypatch.setattr(training, "SESSIONS_AT_ONCE", (4,))
+    monkeypatch.setattr(training, "SINGLE", {"cpu": 100})
+    bench = training.Training(name, "cpu", scale=400, rounds=1)
     bench.options = {"dtype": torch.bfloat16, "lora": True}
     for row in bench.groups():
         assert (row["padded"], row["ratio"]) == (None, None)
-        assert row["segments"] > 0
+        assert row["packed"] > 0
 
 
 def test_a_machine_without_a_cuda_device_is_told_so():
@@ -155,7 +171,7 @@ def test_a_machine_without_a_cuda_device_is_told_so():
 
 
 def test_the_models_of_real_dimensions_have_four_billion_parameters():
-    for name, state in (("4b", 147_456), ("4b-hybrid", 32_768)):
+    for name, checkpoints in (("4b", 36 * 2560 * 2), ("4b-hybrid", 32 * 2560 * 2)):
         model = network(name, device="meta", dtype=torch.bfloat16, lora=False)
         assert 3.5e9 < sum(parameter.numel() for parameter in model.parameters()) < 5e9
-        assert state_bytes(model) == state
+        assert checkpoint_bytes(model) == checkpoints

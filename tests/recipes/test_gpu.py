@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from rolltap.addons.errors import RolltapError
 from rolltap.trainer.cli.main import load
 from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.tasks.sources import load_tasks
-from rolltap.trainer.training.dry_run.plan import plan
+from rolltap.trainer.training.plan.plan import plan
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT, vllm_program
 from tests.readme.blocks import blocks_of
@@ -262,13 +263,67 @@ class TestWalk:
 
 class TestTrainer:
     def test_the_small_form_compares_attention_and_the_gradients_of_both_models(self, setting):
-        *attention, qwen3, hybrid = check.trainer(setting)
-        assert results(attention) == ["passed"] * 3
-        assert max(line.measured for line in attention) < 0.01
-        for line, model in ((qwen3, "qwen3-tiny"), (hybrid, "qwen3.5-tiny")):
-            assert line.result == "passed"
-            assert line.measured < 1e-5
-            assert line.what.endswith(f", {model}")
+        found = named(check.trainer(setting))
+        assert set(results(found.values())) == {"passed"}
+        for case in ("paths", "windows", "soft caps", "sinks"):
+            assert found.pop(f"trainer: attention in bfloat16 against float32, {case}").measured < 0.01
+        for model in ("qwen3-tiny", "qwen3.5-tiny"):
+            for way in ("packed", "padded"):
+                line = found.pop(f"trainer: gradients of {way} rows, float32, {model}")
+                assert line.measured < 1e-5
+            found.pop(f"trainer: probe of packed rows, float32, {model}")
+        assert not found
+
+    def test_gradients_that_differ_and_a_reason_of_the_probe_are_failed_lines(self, tmp_path, monkeypatch):
+        def untouched(model, forest, dtype):
+            model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+
+        monkeypatch.setattr(trainer_half, "run", untouched)
+        monkeypatch.setattr(trainer_half, "gradients_of", lambda model: {"a": torch.ones(2) * (model.training + 1)})
+        monkeypatch.setattr(trainer_half, "plain_gradients", lambda *_: {"a": torch.ones(2)})
+        monkeypatch.setattr(trainer_half, "probe", lambda *_: "a mixer leaks")
+        folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
+        *gradients, probe = trainer_half.gradient_lines(folder, "cpu")
+        assert [(line.result, line.measured) for line in gradients] == [("failed", 1.0)] * 2
+        assert (probe.result, probe.note) == ("failed", "a mixer leaks")
+
+    def test_graphs_that_are_compiled_after_the_second_length_are_counted(self):
+        def double(x):
+            return 2 * x
+
+        lengths = (3, 4, 5, 6)
+        for dynamic, number in ((False, 2), (True, 0)):
+            compiled = torch.compile(double, backend="eager", dynamic=dynamic)
+            assert trainer_half.recompilations(lambda n, compiled=compiled: compiled(torch.ones(n)), lengths) == number
+            torch.compiler.reset()
+
+    def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(self, tmp_path, monkeypatch):
+        gib = trainer_half.GIB
+        folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
+        always, of_row = trainer_half.planned(folder, trainer_half.LORA)
+        weights = always["weights"] + always["gradients"]
+        peak = of_row.of(of_row.peak, 600)
+        memory = {
+            "memory_allocated": iter([0, weights, weights]),
+            "max_memory_allocated": iter([weights + peak, weights + 3 * gib]),
+            "memory_reserved": iter([weights]),
+            "mem_get_info": iter([(of_row.of(of_row.peak, 900), 80 * gib)]),
+        }
+        for name, values in memory.items():
+            monkeypatch.setattr(torch.cuda, name, values.__next__)
+        for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(trainer_half, "get_act_offloading_ctx_manager", lambda *_, **__: contextlib.nullcontext())
+        monkeypatch.setattr(trainer_half, "LENGTH", 600)
+        found = named(trainer_half.size_lines(folder, trainer_half.LORA, "cpu"))
+        name = "qwen3-tiny, LoRA"
+        held = found[f"trainer: GiB of weights and gradients, {name}"]
+        assert (held.result, held.measured) == ("passed", held.planned)
+        row = found[f"trainer: GiB of a row of 600 tokens, {name}"]
+        assert (row.result, row.measured) == ("passed", row.planned)
+        assert found[f"trainer: GiB of a row of 600 tokens, {name}, offloaded"].result == "failed"
+        assert found[f"trainer: tokens a second, a row of 600 tokens, {name}"].measured > 0
+        assert 800 < found[f"trainer: tokens of the longest row, {name}"].measured < 900
 
     def test_lines_before_a_crash_stay_and_its_end_is_one(self, setting, monkeypatch, tmp_path):
         first = lines.fact("trainer: attention")
@@ -298,8 +353,8 @@ class TestTrainer:
             raise torch.OutOfMemoryError("no room")
             yield
 
-        monkeypatch.setattr(trainer_half, "_memory", full)
-        [line] = trainer_half._memory_or_none(QWEN3, trainer_half.LORA)
+        monkeypatch.setattr(trainer_half, "size_lines", full)
+        [line] = trainer_half.guarded_sizes(QWEN3, trainer_half.LORA)
         assert (line.result, line.what) == ("failed", "trainer: memory, qwen3-4b, LoRA")
 
     def test_a_gpu_without_fla_is_a_failed_line(self, on_gpu, monkeypatch):
