@@ -5,6 +5,7 @@ own: tests/run.sh runs this file there.
 """
 
 import os
+from collections import Counter
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
+from rolltap.trainer.training.plan.trace import _fla_delta_rule
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack
@@ -104,6 +106,29 @@ def test_sequences_in_one_row_begin_with_states_of_their_own():
         by_sequence = 0 if name in ("state", "initial_state") else 1
         wanted = torch.cat([one[name] for one in alone], by_sequence)
         assert_close({name: found}, {name: wanted})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("begins", [False, True], ids=["from zeros", "from a state"])
+def test_the_stand_in_of_a_plan_saves_all_tensors_that_the_kernel_saves(dtype, begins):
+    given = inputs(2, 70)
+    for name in ("query", "key", "value", "beta"):
+        given[name] = given[name].to(dtype)
+    if not begins:
+        del given["initial_state"]
+    positional = [given.pop(name).requires_grad_() for name in ("query", "key", "value")]
+
+    def saved(rule: Any) -> Counter[Any]:
+        found: list[Tensor] = []
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        with torch.autograd.graph.saved_tensors_hooks(found.append, lambda _: None):
+            rule(*positional, **given, **options)
+        # fla names beta twice
+        once = {x.data_ptr(): (str(x.dtype), *x.shape) for x in found}
+        return Counter(once.values())
+
+    missing = saved(KERNEL) - saved(_fla_delta_rule)
+    assert not missing
 
 
 def small() -> Any:

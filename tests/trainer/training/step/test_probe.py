@@ -1,10 +1,13 @@
 """The probe: which models may run packed rows, and why others may not."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import pad
 from transformers import (
     Llama4ForCausalLM,
@@ -21,6 +24,7 @@ from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
 from tests.deep import cases
+from tests.trainer.training.step.gloo import run_ranks
 from tests.trainer.training.step.small_models import COMMON, FAMILIES, VOCABULARY, configuration, small_model
 
 # of PEFT, which asks transformers by an older name
@@ -197,3 +201,22 @@ def test_plain_rows_run_one_at_a_time():
     assert probe(model, nullcontext) is None
     assert len(shapes) == 1 + 2 * 4
     assert all(rows == 1 for rows, _ in shapes)
+
+
+def probe_shard(leaks: bool, rank: int) -> str | None:
+    """Probe a model whose weights are sharded over the ranks."""
+    linear_model = prepared("qwen3.5")
+    if leaks:
+        for layer in linear_model.model.layers[:3]:
+            vars(layer.linear_attn).pop("forward")
+    linear_model.activation_checkpointing_enable()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in linear_model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(linear_model, mesh=mesh)
+    return probe(linear_model, nullcontext)
+
+
+def test_each_process_probes_its_part_of_a_sharded_model():
+    assert run_ranks(partial(probe_shard, False)) == [None, None]
+    assert all("differ" in (reason or "") for reason in run_ranks(partial(probe_shard, True)))
