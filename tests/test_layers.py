@@ -20,7 +20,7 @@ LAYERS = [
     ["trainer.rollouts"],
     ["trainer.fleet", "trainer.reruns", "trainer.service"],
     ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],
-    ["trainer.training.dry_run"],
+    ["trainer.training.plan"],
     ["trainer.public"],
     ["trainer.cli"],
     ["__main__"],

@@ -14,7 +14,7 @@ from rolltap.trainer.traces.build import require_collection
 from rolltap.trainer.training.recipe import FINISHED, Recipe, load_recipe, require_steps_left
 
 if TYPE_CHECKING:
-    from rolltap.trainer.training.dry_run.plan import TrainingPlan
+    from rolltap.trainer.training.plan.plan import TrainingPlan
 
 
 def train(
@@ -96,7 +96,7 @@ def plan_training(
     """
     settings = _read(recipe, rollouts=not runs)
     with _importing():
-        from rolltap.trainer.training.dry_run.plan import plan
+        from rolltap.trainer.training.plan.plan import plan
     folders = [Path(run) for run in runs]
     return plan(
         settings,

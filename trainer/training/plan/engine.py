@@ -9,7 +9,7 @@ vLLM's own functions.
 
 from dataclasses import dataclass
 
-from rolltap.trainer.training.dry_run.model import FLOAT32, ModelNumbers
+from rolltap.trainer.training.plan.model import FLOAT32, ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
 
 CALLS_PER_SESSION = 2
@@ -60,17 +60,18 @@ class Blocks:
     @classmethod
     def of(cls, numbers: ModelNumbers) -> "Blocks":
         """Return the blocks of a model's cache."""
-        costs = numbers.costs
         if not numbers.linear_layers:
-            return cls(int(costs.state_per_token * KERNEL_TOKENS), KERNEL_TOKENS, 1, 0)
+            return cls(numbers.token * KERNEL_TOKENS, KERNEL_TOKENS, 1, 0)
         if not numbers.attention_layers:
-            return cls(int(costs.state_per_segment), KERNEL_TOKENS, 0, 1)
-        token = costs.state_per_token / numbers.attention_layers
-        state = costs.state_per_segment / numbers.linear_layers
+            return cls(numbers.state, KERNEL_TOKENS, 0, 1)
+        token = numbers.token / numbers.attention_layers
+        state = numbers.state / numbers.linear_layers
         # as few tokens as take at least as much as a state, which is padded
         tokens = KERNEL_TOKENS * int(-(-state // (token * KERNEL_TOKENS)))
         fewer, more = sorted((numbers.attention_layers, numbers.linear_layers))
-        group = more if more < 1.5 * fewer else fewer
+        group = fewer
+        if more < 1.5 * fewer:
+            group = more
         return cls(
             bytes=int(group * token * tokens),
             tokens=tokens,

@@ -13,9 +13,9 @@ from rolltap.trainer.models.loading import INSTALL, LINEAR_ATTENTION, kernels
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
-from rolltap.trainer.training.dry_run.engine import Blocks
-from rolltap.trainer.training.dry_run.memory import SLACK, Machine, Memory, Rows, gib
-from rolltap.trainer.training.dry_run.model import ModelNumbers
+from rolltap.trainer.training.plan.engine import Blocks
+from rolltap.trainer.training.plan.memory import SLACK, Machine, Memory, Micro, gib
+from rolltap.trainer.training.plan.model import ModelNumbers
 from rolltap.trainer.training.recipe import Recipe
 
 
@@ -33,7 +33,11 @@ class Finding:
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model."""
     if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
-        yield Finding("note", f"the folder {recipe.model.name} has no weights", "put them there before the start")
+        yield Finding(
+            "note",
+            f"the folder {recipe.model.name} has no weights",
+            "put them there before the start",
+        )
     sessions = recipe.groups_per_step * recipe.sessions
     if machine.processes > sessions:
         text = f"{machine.processes} processes have only {sessions} sessions a step to train on"
@@ -54,10 +58,8 @@ def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
             yield Finding("warning", *problem.rsplit(". ", 1))
 
 
-def of_numbers(
-    recipe: Recipe, machine: Machine, numbers: ModelNumbers, traces: Rows, memory: Memory
-) -> Iterator[Finding]:
-    """Yield the findings of the model, and one for each way in which the memory is too small."""
+def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterator[Finding]:
+    """Yield the findings of the model."""
     context = f"the model's context of {numbers.context:,} tokens"
     if recipe.max_tokens is None:
         text = f"max_tokens is not set: traces are planned with {context}"
@@ -83,36 +85,74 @@ def of_numbers(
         fix = "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings"
         yield Finding("error", text, fix)
     if machine.gpu is None:
-        yield Finding("note", "the memory of a GPU is not known: nothing is said about what fits", "machine.gpu_gib")
+        yield Finding(
+            "note",
+            "the memory of a GPU is not known: nothing is said about what fits",
+            "machine.gpu_gib",
+        )
+
+
+def of_memory(
+    recipe: Recipe, machine: Machine, micro: Micro, memory: Memory, offloaded: Memory | None
+) -> Iterator[Finding]:
+    """Yield a finding if the memory of a training process is too small. `offloaded` is the memory with
+    `offload_checkpoints`, if the recipe does not set it."""
+    if machine.gpu is None or memory.room is None or memory.longest_row is None:
         return
-    gpu, always, engine = machine.gpu, memory.always.total, memory.engine
-    planned, traced = memory.planned_traces or 0, memory.traces.sizes.total
-    if always > SLACK * gpu:
-        text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(gpu)}"
-        also = "" if recipe.grpo.get("sharding") == "full" else ', and with grpo.sharding = "full" the weights'
-        fix = f"more machine.processes, which share the optimizer's state{also}"
-        yield Finding("error", text, f"{fix}, or a {'larger GPU' if recipe.lora else '[lora] table'}")
+    always = memory.always.total
+    if always > SLACK * machine.gpu:
+        text = f"weights, gradients and optimizer take {gib(always)} of a GPU's {gib(machine.gpu)}"
+        fixes = ["a larger GPU"]
+        if not recipe.lora:
+            fixes.append("a [lora] table")
+        if recipe.grpo.get("sharding") == "full":
+            fixes.append("more machine.processes")
+        else:
+            fixes.append('grpo.sharding = "full" with several machine.processes, which share them out')
+        yield Finding("error", text, ", or ".join(fixes))
         return
-    if traced > planned:
-        text = f"a trace of {traces.longest:,} tokens takes {gib(traced)}, and {gib(planned)} are left"
-        fix = "a smaller max_tokens" + ("" if recipe.grpo.get("offload_states") else ", or offload_states = true")
-        yield Finding("error", text, fix + (", or a machine with a GPU for each" if machine.shared_gpu else ""))
-    elif always + planned + (engine.sizes.total if engine and machine.shared_gpu else 0) > gpu:
-        text = f"grpo.memory_gib = {recipe.grpo['memory_gib']} is more than the GPU has besides {gib(always)}"
-        yield Finding("error", text, "a smaller grpo.memory_gib, or none")
+    if memory.row.total <= memory.room:
+        return
+    fixes = []
+    text = f"{micro.sessions} sessions of {micro.longest:,} tokens at once take {gib(memory.row.total)}, and "
+    text += f"{gib(memory.room)} are left, for {memory.longest_row:,} tokens"
+    fitting = memory.longest_row // micro.longest
+    offloading = offloaded is not None and offloaded.row.total <= memory.room
+    if offloading:
+        fixes.append("grpo.offload_checkpoints = true")
+    if fitting:
+        given = int(recipe.grpo.get("gradient_accumulation_steps", 1))
+        fixes.append(f"grpo.gradient_accumulation_steps = {given * -(-micro.sessions // fitting)}")
+        fix = ", or ".join(fixes) + ", unless sessions are shorter or share most tokens"
+        yield Finding("warning", text, fix)
+        return
+    fixes.append("a smaller max_tokens")
+    if machine.shared_gpu:
+        fixes.append("a machine with a GPU for each")
+    yield Finding("error", text, ", or ".join(fixes))
+
+
+def of_engine(
+    recipe: Recipe, machine: Machine, numbers: ModelNumbers, micro: Micro, memory: Memory
+) -> Iterator[Finding]:
+    """Yield a finding if the memory of an engine is too small."""
+    engine = memory.engine
     if engine is None:
         return
-    elsewhere = ", or another GPU for the engine" if machine.shared_gpu else ""
+    elsewhere = ""
+    if machine.shared_gpu:
+        elsewhere = ", or another GPU for the engine"
     cache = gib(engine.sizes["cache"])
+    held = engine.sessions * len(machine.engines)
     if engine.sessions < 1:
-        one = gib(Blocks.of(numbers).session_bytes(traces.longest))
-        text = f"the engine's cache of {cache} does not hold a session of {traces.longest:,} tokens ({one})"
+        one = gib(Blocks.of(numbers).session_bytes(micro.longest))
+        text = f"the engine's cache of {cache} does not hold a session of {micro.longest:,} tokens ({one})"
         yield Finding("error", text, f"a smaller max_tokens{elsewhere}")
     elif numbers.linear_layers and engine.blocks < engine.sequences:
         text = f"the engine's cache of {cache} has {engine.blocks} blocks, and each of its {engine.sequences} calls "
         text += "needs one for the state of linear attention: vLLM would not start"
         yield Finding("error", text, f"a smaller concurrency{elsewhere}")
-    elif (held := engine.sessions * len(machine.engines)) < recipe.concurrency:
+    elif held < recipe.concurrency:
         text = f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the longest: vLLM would "
         fix = "a smaller concurrency, unless most sessions are much shorter"
         yield Finding("warning", f"{text}compute some of them again", fix)

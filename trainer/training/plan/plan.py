@@ -16,24 +16,24 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.options import is_loopback
 from rolltap.trainer.models.loading import LINEAR_ATTENTION
 from rolltap.trainer.training.arguments import LORA_RANKS
-from rolltap.trainer.training.dry_run import findings as found
-from rolltap.trainer.training.dry_run.engine import CALLS_PER_SESSION, LEAST_SEQUENCES, sequences_of
-from rolltap.trainer.training.dry_run.findings import Finding
-from rolltap.trainer.training.dry_run.memory import (
+from rolltap.trainer.training.plan import findings as found
+from rolltap.trainer.training.plan.engine import CALLS_PER_SESSION, LEAST_SEQUENCES, sequences_of
+from rolltap.trainer.training.plan.findings import Finding
+from rolltap.trainer.training.plan.memory import (
     GIB,
     UTILIZATION,
     EngineShare,
     Machine,
     Memory,
-    Rows,
+    Micro,
     checkpoints_of,
-    gathered_bytes,
     gib,
     machine_of,
     memory_of,
-    rows,
+    micro_batch,
+    shards,
 )
-from rolltap.trainer.training.dry_run.model import ModelNumbers, model_numbers
+from rolltap.trainer.training.plan.model import ModelNumbers, fake_step, model_numbers
 from rolltap.trainer.training.recipe import Recipe
 
 KEY = "export ROLLTAP_ENGINE_KEY_FILE=$PWD/engine.key"  # in every terminal; the file is made if it does not exist
@@ -52,8 +52,8 @@ class TrainingPlan:
     """None, with all that follows, when a start would be refused, or there is no such model: a finding says why."""
     work: dict[str, int] = dataclasses.field(default_factory=dict)
     """Numbers of the whole training. Sessions are without those that replace groups of equal rewards."""
-    traces_per_pass: Rows | None = None
-    """Longest forward pass of a training process, if sessions are single traces."""
+    micro_batch: Micro | None = None
+    """Largest micro-batch of a training process: one row."""
     memory: Memory | None = None
     lines: list[str] = dataclasses.field(default_factory=list)
 
@@ -65,14 +65,12 @@ class TrainingPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values. Sizes are bytes."""
         own = dataclasses.asdict(self)
-        if self.model is not None:
-            own["model"]["trained"] = sum(own["model"].pop("sizes"))
         return {"can_start": self.can_start, **own, "recipe": self.recipe.model_dump(mode="json")}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the plan: its findings last, where they are read. A command is one line, which can be copied."""
-        if self.model is not None and self.traces_per_pass is not None and self.memory is not None:
-            for name, text in _summary(self, self.model, self.traces_per_pass):
+        if self.model is not None and self.micro_batch is not None and self.memory is not None:
+            for name, text in _summary(self, self.model, self.micro_batch):
                 yield Text.assemble((f"{name:9}", "dim"), text)
             for title, sizes, notes in _sizes(self, self.model, self.memory):
                 yield Text(f"\n{title}", style="bold")
@@ -84,8 +82,11 @@ class TrainingPlan:
             yield Text("\n".join(self.lines))
         yield Text()
         for finding in sorted(self.findings, key=lambda finding: list(_STYLES).index(finding.level)):
-            yield Text.assemble((f"{finding.level}: ", _STYLES[finding.level]), f"{finding.text}. Fix: {finding.fix}.")
-        yield Text("This can start.", "bold green") if self.can_start else Text("This cannot start.", "bold red")
+            yield Text.assemble(
+                (f"{finding.level}: ", _STYLES[finding.level]),
+                f"{finding.text}. Fix: {finding.fix}.",
+            )
+        yield (Text("This can start.", "bold green") if self.can_start else Text("This cannot start.", "bold red"))
 
 
 def plan(
@@ -113,9 +114,16 @@ def plan(
         what, _, fix = str(error).rpartition(": ")  # the remedy comes last
         refused = Finding("error", what or fix, fix if what else "correct the recipe")
         return TrainingPlan(recipe, machine, [refused, *findings])
-    traces = rows(recipe, numbers, machine.processes)
-    memory = memory_of(recipe, machine, numbers, traces)
-    findings += found.of_numbers(recipe, machine, numbers, traces, memory)
+    micro = micro_batch(recipe, numbers, machine.processes)
+    offload = bool(recipe.grpo.get("offload_checkpoints"))
+    traced = fake_step(recipe, numbers, machine.dtype, sharded=shards(recipe, machine.processes))
+    memory = memory_of(recipe, machine, numbers, micro, traced.memory(offload=offload))
+    offloaded = None
+    if not offload and memory.room is not None and memory.row.total > memory.room:
+        offloaded = memory_of(recipe, machine, numbers, micro, traced.memory(offload=True))
+    findings += found.of_model(recipe, machine, numbers)
+    findings += found.of_memory(recipe, machine, micro, memory, offloaded)
+    findings += found.of_engine(recipe, machine, numbers, micro, memory)
     train = [*_training(machine, file, runs, out or Path("runs", file.stem))]
     sessions = recipe.groups_per_step * recipe.sessions
     return TrainingPlan(
@@ -129,9 +137,8 @@ def plan(
             "sessions": sessions * recipe.steps,
             "optimizer_steps": recipe.steps * recipe.iterations,
             **checkpoints_of(recipe, numbers),
-            "gathered_bytes": gathered_bytes(recipe, numbers, machine.processes, traces, memory.traces),
         },
-        traces_per_pass=traces,
+        micro_batch=micro,
         memory=memory,
         lines=train if runs else [KEY, *_serving(recipe, machine, memory.engine), *train],
     )
@@ -169,7 +176,12 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
 def _training(machine: Machine, file: Path, runs: Sequence[Path], out: Path) -> Iterator[str]:
     """Yield the line that starts the training, on each node. Engines of this machine have the first GPUs."""
     each, where = machine.processes // machine.nodes, "--standalone"
-    command = ["rolltap", "train", str(file), *(word for run in runs for word in ("--from", str(run)))]
+    command = [
+        "rolltap",
+        "train",
+        str(file),
+        *(word for run in runs for word in ("--from", str(run))),
+    ]
     if machine.engines:
         command += ["--engine", ",".join(machine.engines)]
     first = 0 if machine.shared_gpu else sum(not _host(urlsplit(url)) for url in machine.engines)
@@ -191,22 +203,35 @@ def _on_gpus(machine: Machine, first: int, number: int) -> str:
     return "" if machine.gpu is None else f"CUDA_VISIBLE_DEVICES={gpus} "
 
 
-def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[tuple[str, str]]:
+def _summary(plan: TrainingPlan, model: ModelNumbers, micro: Micro) -> Iterator[tuple[str, str]]:
     recipe, machine, work = plan.recipe, plan.machine, plan.work
-    default = "" if recipe.dtype else f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
-    yield "model", f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}"
-    trained = f"LoRA of {model.trained / 1e6:,.1f} M" if recipe.lora else "all weights"
-    adapters = f", {recipe.adapters} adapters loaded" if recipe.ahead and recipe.publish == "lora" else ""
-    published = f", published as {recipe.publish}{adapters}" if machine.engines else ", on recorded runs"
+    default = ""
+    if not recipe.dtype:
+        default = f", the default {'with a GPU' if machine.gpu else 'without a GPU'}"
+    yield (
+        "model",
+        f"{model.architecture}, {model.parameters / 1e9:.2f} B parameters in {machine.dtype}{default}",
+    )
+    trained = "all weights, in float32"
+    if recipe.lora:
+        trained = f"LoRA of {model.trained / 1e6:,.1f} M"
+    published = ", on recorded runs"
+    if machine.engines:
+        published = f", published as {recipe.publish}"
+        if recipe.ahead and recipe.publish == "lora":
+            published += f", {recipe.adapters} adapters loaded"
     yield "trains", trained + published
-    engines = f", engines: {len(machine.engines)}" if machine.engines else ""
-    shared = ", one GPU for both" if machine.shared_gpu else ""
-    memory = f", GPUs of {machine.gpu / GIB:.0f} GiB" if machine.gpu else ""
-    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
-    yield "machine", f"training processes: {machine.processes}" + nodes + engines + shared + memory
-    if model.linear_layers:
-        package = LINEAR_ATTENTION if model.fla else "torch"
-        yield "kernels", f"{package} computes linear attention"
+    where = f"training processes: {machine.processes}"
+    if machine.nodes > 1:
+        where += f" on {machine.nodes} nodes"
+    if machine.engines:
+        where += f", engines: {len(machine.engines)}"
+    if machine.shared_gpu:
+        where += ", one GPU for both"
+    if machine.gpu:
+        where += f", GPUs of {machine.gpu / GIB:.0f} GiB"
+    yield "machine", where
+    yield "kernels", _kernels(plan, model)
     if machine.engines:
         number = sequences_of(recipe, len(machine.engines))
         why = f"{CALLS_PER_SESSION} for each session, as sub-agents and side questions call too"
@@ -214,44 +239,59 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, traces: Rows) -> Iterator[
     sessions = f"{work['steps']:,} steps of {work['sessions_per_step']:,} sessions = {work['sessions']:,} sessions"
     yield "work", f"{sessions}, optimizer steps: {work['optimizer_steps']:,}"
     size = gib(work["checkpoint_bytes"], 2)
-    yield "disk", f"checkpoints: {work['checkpoints']:,} of {size} each, {work['checkpoints_at_once']} at once"
-    if gathered := work["gathered_bytes"]:
-        yield "traffic", f"{gib(gathered)} of layers gathered by each process for an optimizer step"
-    yield "traces", f"{traces.count:,} of {traces.longest:,} tokens in a forward pass, if each session is one trace"
+    yield (
+        "disk",
+        f"checkpoints: {work['checkpoints']:,} of {size} each, {work['checkpoints_at_once']} at once",
+    )
+    row = f"{micro.tokens:,} tokens in a micro-batch: {micro.sessions:,} sessions of {micro.longest:,}, "
+    yield "row", f"{row}if each is one trace and none shares a prefix"
+
+
+def _kernels(plan: TrainingPlan, model: ModelNumbers) -> str:
+    """Return which kernels the memory is counted with."""
+    attention = "torch's FlashAttention"
+    if plan.machine.gpu is not None and plan.recipe.grpo.get("forward") != "padded":
+        attention = "FlexAttention"
+    if not model.linear_layers:
+        return attention
+    package = LINEAR_ATTENTION if model.fla else "torch"
+    return f"{attention}; {package} computes linear attention"
 
 
 def _sizes(
     plan: TrainingPlan, model: ModelNumbers, memory: Memory
 ) -> Iterator[tuple[str, dict[str, int], dict[str, str]]]:
     """Yield titles, bytes by names, and notes on the names."""
-    recipe, traces, engine, tokens = plan.recipe, memory.traces, memory.engine, memory.traces.tokens_in_memory
-    suggested = f": grpo.memory_gib = {memory.suggested_memory_gib}" if memory.suggested_memory_gib else ""
-    full = bool(plan.work["gathered_bytes"])
-    shared = full or (plan.machine.processes > 1 and not recipe.lora)
-    states = f"of {tokens:,} tokens at once, the rest computed again" if tokens else "of all traces of a pass"
-    if model.linear_layers:
-        states += f"; {gib(model.costs.branch, 2)} more for each branch of a session"
-    together = {"together": memory.always.total + traces.sizes.total, "room for traces": memory.planned_traces or 0}
-    yield (
-        "A training process",
-        memory.always | traces.sizes | together,
-        {
-            "weights": f"a share of 1 / {plan.machine.processes} of each layer" if full else "",
-            "gathered layers": "two, and the gradient of one" if not recipe.lora else "two",
-            "gradients": "float32",
-            "optimizer": "float32, the largest share" if shared else "float32",
-            "reference model": "grpo.beta",
-            "merged experts": "a layer's, with the adapter",
-            "CUDA": "assumed",
-            "states": states,
-            "activations": f"a batch of {traces.tokens_per_segment:,} tokens, and a quarter of it",
-            "logits": "a chunk",
-            "room for traces": f"states, activations and logits{suggested}",
-        },
-    )
+    recipe, engine = plan.recipe, memory.engine
+    share = ""
+    if shards(recipe, plan.machine.processes):
+        share = f"a share of 1 / {plan.machine.processes}"
+    room = ""
+    if memory.longest_row is not None:
+        room = f"for a row of at most {memory.longest_row:,} tokens"
+    offloaded = ""
+    if memory.on_host:
+        offloaded = f"{gib(memory.on_host)} more in the host's memory"
+    sizes = memory.always | memory.row
+    sizes |= {"together": memory.always.total + memory.row.total, "room": memory.room or 0}
+    notes = {
+        "weights": share,
+        "gradients": f"float32{share and ', ' + share}",
+        "optimizer": f"float32{share and ', ' + share}",
+        "reference model": "grpo.beta",
+        "buckets": "in which processes average gradients",
+        "gathered layers": "two, what is outside of layers, and gradients",
+        "CUDA": "assumed",
+        "checkpoints": offloaded or "what layers are computed again from",
+        "a layer": "computed again, with its gradients",
+        "room": room,
+    }
+    yield "A training process", sizes, notes
     if engine is not None:
-        longest = f"{engine.sessions} of the longest sessions at once"
-        share = f"--gpu-memory-utilization {engine.utilization:.2f}"
-        logits = f"and counts of penalties, of {engine.sequences} calls"
-        notes = {"logits": logits, "working memory": "assumed", "cache": longest, "together": share}
+        notes = {
+            "logits": f"and counts of penalties, of {engine.sequences} calls",
+            "working memory": "assumed",
+            "cache": f"{engine.sessions} of the longest sessions at once",
+            "together": f"--gpu-memory-utilization {engine.utilization:.2f}",
+        }
         yield "An engine", engine.sizes | {"together": engine.sizes.total}, notes
