@@ -1,13 +1,16 @@
 """Linear attention and feed-forward parts of a packed row, computed in chunks of its tokens.
 
-A row is depth first, so the ancestors of a token lie before it. A chunk is a stretch of the row. The mixer of a layer
-(projections, convolution, recurrence, norm) runs once a chunk; in it
+A row is depth first, so the ancestors of a token lie before it. A chunk is a stretch of the row.
+The mixer of a layer (projections, convolution, recurrence, norm) runs once a chunk; in it
 
-- the convolution gets, before each stretch that does not follow the token before it, the inputs of its ancestors,
-- the recurrence runs level by level of the tree: each piece of a segment begins with the state after its parent.
+- the convolution gets, before each stretch that does not follow the token before it, the inputs of
+  its ancestors,
+- the recurrence runs level by level of the tree: each piece of a segment begins with the state
+  after its parent.
 
-A chunk hands inputs and states that later chunks continue to them. With several chunks, each is under
-`torch.utils.checkpoint`: besides the row's own states, a layer holds the intermediate values of one chunk at a time.
+A chunk hands inputs and states that later chunks continue to them. With several chunks, each is
+under `torch.utils.checkpoint`: besides the row's own states, a layer holds the intermediate values
+of one chunk at a time.
 """
 
 import inspect
@@ -19,23 +22,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from rolltap.trainer.training.step.pack import NAME, Pack
+from rolltap.trainer.training.step.pack import NAME, Ints, Pack
 
 CHUNK = 16384
-"""Tokens that a layer computes at once. A row of so many fills a GPU; chunks of longer rows are computed once more for
-the backward pass. A layer of Qwen3.5-4B holds 0.4 MB for each token of a chunk with torch's formula."""
+"""Tokens that a layer computes at once. A row of so many fills a GPU; chunks of longer rows are
+computed once more for the backward pass. A layer of Qwen3.5-4B holds 0.4 MB for each token of a
+chunk with torch's formula."""
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 SCAN = "mamba2_chunk_scan"
 FUSED_SCAN = "mamba2_split_conv1d_scan_combined"
-"""Functions of transformers' models that look at other tokens, each with a kernel of a package or a formula.
-Source: transformers 5.23, models/*/modeling_*.py, use_kernel_func_from_hub_with_fallback."""
+"""Functions of transformers' models that look at other tokens, each with a kernel of a package or a
+formula. Source: transformers 5.23, models/*/modeling_*.py,
+use_kernel_func_from_hub_with_fallback."""
 
 WITHOUT_STATE = "ShortConv"
 """How the names of mixers end that have the convolution alone (LFM2)."""
@@ -48,11 +52,13 @@ FORMULA_CHUNK = 64
 
 
 def compute_in_chunks(model: Any) -> None:
-    """Let the linear attention of a causal language model take packs, and bound what its layers hold at once.
+    """Let the linear attention of a causal language model take packs, and bound what its layers
+    hold at once.
 
-    PEFT, DDP or FSDP wrap the model after this. Calls without a pack give the same values as before, except under
-    autocast: there linear attention stays in float32. Autocast would multiply in bfloat16, although the code has cast
-    to float32. A mixer that is not known here leaks between branches, without an error: the probe finds that.
+    PEFT, DDP or FSDP wrap the model after this. Calls without a pack give the same values as
+    before, except under autocast: there linear attention stays in float32. Autocast would multiply
+    in bfloat16, although the code has cast to float32. A mixer that is not known here leaks between
+    branches, without an error: the probe finds that.
     """
     for layer in getattr(model.get_decoder(), "layers", ()):
         for module in layer.modules():
@@ -66,12 +72,14 @@ def compute_in_chunks(model: Any) -> None:
 
 
 def feed_forward_in_chunks(module: nn.Module, layer: nn.Module) -> None:
-    """Let a part of a layer that looks at one token at a time compute a chunk of tokens at a time."""
+    """Let a part of a layer that looks at one token at a time compute a chunk of tokens at a
+    time."""
     _replace_forward(module, layer, _feed_forward)
 
 
 def takes_one_argument(module: nn.Module) -> bool:
-    """Return True if the part of a layer takes hidden states alone: others take states of earlier tokens (RWKV)."""
+    """Return True if the part of a layer takes hidden states alone: others take states of earlier
+    tokens (RWKV)."""
     return len(inspect.signature(type(module).forward).parameters) == len(("self", "hidden"))
 
 
@@ -83,7 +91,8 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
 
 
 def _run(module: Any, function: Callable[..., Any], *arguments: Any, several: bool) -> Any:
-    """Call a function of one chunk. Of several, its intermediate values are computed again for the backward pass."""
+    """Call a function of one chunk. Of several, its intermediate values are computed again for the
+    backward pass."""
     if several and module.gradient_checkpointing and torch.is_grad_enabled():
         return checkpoint(function, *arguments, use_reentrant=False)
     return function(*arguments)
@@ -97,7 +106,8 @@ def _feed_forward(module: Any, hidden: Tensor) -> Any:
     start = 0
     for part in parts:
         tokens = slice(start, start + part.shape[1])
-        outputs.append(_run(module, _feed_forward_part, module, part, tokens, several=len(parts) > 1))
+        several = len(parts) > 1
+        outputs.append(_run(module, _feed_forward_part, module, part, tokens, several=several))
         start = tokens.stop
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1).view(hidden.shape)
@@ -116,7 +126,8 @@ def _feed_forward_part(module: Any, part: Tensor, tokens: slice) -> Any:
 # -------------------------------------------------------------------------- chunks of a packed row
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a packed row: pieces of segments. Pieces count over the row, `levels` within the chunk."""
+    """A stretch of a packed row: pieces of segments. Pieces count over the row, `levels` within the
+    chunk."""
 
     begin: int
     end: int
@@ -132,18 +143,20 @@ class Chunk:
     """Pieces of earlier chunks that pieces of this one continue."""
     handed_on: list[int]
     """Pieces of this chunk that pieces of later ones continue."""
-    given_inputs: NDArray[np.int64]
+    given_inputs: Ints
     """Tokens of earlier chunks whose inputs the convolution reads here."""
-    handed_on_inputs: NDArray[np.int64]
+    handed_on_inputs: Ints
     """Tokens of this chunk whose inputs the convolution reads in later ones."""
     runs: list[int]
     """Tokens of each stretch whose tokens follow one another on a path."""
-    tails: NDArray[np.int64]
-    """Before each run the tokens that the convolution reads (runs, width - 1), -1 before the root."""
+    tails: Ints
+    """Before each run the tokens that the convolution reads (runs, width - 1), -1 before the
+    root."""
 
 
 def chunks_of(pack: Pack, width: int) -> list[Chunk]:
-    """Return the chunks of a pack for a convolution that reads `width` tokens. The pack's layers share them."""
+    """Return the chunks of a pack for a convolution that reads `width` tokens. The pack's layers
+    share them."""
     key = (__name__, CHUNK, width)
     if key not in pack.derived:
         pack.derived[key] = _cut(pack, width)
@@ -199,8 +212,9 @@ def _cut(pack: Pack, width: int) -> list[Chunk]:
     return chunks
 
 
-def _ancestors(above: NDArray[np.int64], tokens: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Return the `number` tokens before each of `tokens` on its path (n, number), -1 before the root."""
+def _ancestors(above: Ints, tokens: Ints, number: int) -> Ints:
+    """Return the `number` tokens before each of `tokens` on its path (n, number), -1 before the
+    root."""
     found = np.empty((len(tokens), number), np.int64)
     for column in reversed(range(number)):
         tokens = np.where(tokens >= 0, above[tokens], -1)
@@ -228,6 +242,12 @@ def _wrap_functions(namespace: Any) -> None:
             setattr(namespace, name, wrapper(function))
 
 
+Streams = Sequence[Sequence[Tensor]]
+"""For each input of a recurrence its pieces, (1, n, ...)."""
+OutputsAndStates = tuple[list[Tensor], list[Tensor]]
+"""Of each piece the output (1, n, ...), and the state after its last token (1, ...)."""
+
+
 class _Work:
     """What the functions of a mixer need for a chunk, and what they leave for later ones."""
 
@@ -248,7 +268,9 @@ def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
     pack = options.pop(NAME, None)
     if pack is None:
         return type(mixer).forward(mixer, hidden_states, **options)
-    options = {name: x for name, x in options.items() if name not in ("attention_mask", "cache_params")}
+    # of padded rows, and of sampling
+    options.pop("attention_mask", None)
+    options.pop("cache_params", None)
     width = max(part.kernel_size[0] for part in mixer.modules() if isinstance(part, nn.Conv1d))
     chunks = chunks_of(pack, width)
     inputs: dict[int, Tensor] = {}
@@ -269,7 +291,12 @@ def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
 
 
 def _mix_chunk(
-    mixer: Any, chunk: Chunk, options: dict[str, Any], part: Tensor, inputs: Tensor | None, *states: Tensor
+    mixer: Any,
+    chunk: Chunk,
+    options: dict[str, Any],
+    part: Tensor,
+    inputs: Tensor | None,
+    *states: Tensor,
 ) -> tuple[Any, ...]:
     work = _Work(chunk, inputs, states)
     output = type(mixer).forward(mixer, part, **options, **{NAME: work})
@@ -282,10 +309,16 @@ class _Wrapped:
 
 
 class _Convolution(_Wrapped):
-    """The causal convolution (1, channels, N) of a chunk, by whichever kernel the model has for it."""
+    """The causal convolution (1, channels, N) of a chunk, by whichever kernel the model has for
+    it."""
 
     def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **options: Any
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: Any = None,
+        **options: Any,
     ) -> Any:
         work = options.pop(NAME, None)
         if not isinstance(work, _Work):
@@ -295,14 +328,17 @@ class _Convolution(_Wrapped):
             work.inputs_handed_on = x[..., chunk.handed_on_inputs - chunk.begin]
         if len(chunk.runs) == 1 and not len(chunk.given_inputs):
             return self.of_the_library(x, weight, bias, activation=activation)
-        tails = _tails(work, x)
+        before = chunk.tails.shape[1]
+        tails = _tails(work, x).split(before, -1)
+        runs = x.split(chunk.runs, -1)
         pieces = []
         lengths = []
-        for tail, run in zip(tails.split(chunk.tails.shape[1], -1), x.split(chunk.runs, -1), strict=True):
+        for tail, run in zip(tails, runs, strict=True):
             pieces += [tail, run]
-            lengths += [tail.shape[-1], run.shape[-1]]
+            lengths += [before, run.shape[-1]]
         out = self.of_the_library(torch.cat(pieces, -1), weight, bias, activation=activation)
-        return torch.cat(out.split(lengths, -1)[1::2], -1)
+        of_runs = out.split(lengths, -1)[1::2]
+        return torch.cat(of_runs, -1)
 
 
 def _tails(work: _Work, x: Tensor) -> Tensor:
@@ -323,24 +359,22 @@ class _DeltaRule(_Wrapped):
     knows_lengths = True
     """False once the library has said that it runs its formula, which takes no `cu_seqlens`."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         work = options.pop(NAME, None)
         with torch.autocast(query.device.type, enabled=False):
             if not isinstance(work, _Work):
-                plain: tuple[Tensor, Tensor | None] = self.of_the_library(query, key, value, **options)
-                return plain
+                return self.of_the_library(query, key, value, **options)
             streams = [query, key, value, options.pop("g"), options.pop("beta")]
-            zero = value.new_zeros(1, value.shape[2], key.shape[-1], value.shape[-1], dtype=torch.float32)
+            heads, size = value.shape[2:]
+            zero = value.new_zeros(1, heads, key.shape[-1], size, dtype=torch.float32)
             options["output_final_state"] = True
 
-            def level(pieces: Sequence[Sequence[Tensor]], state: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            def level(pieces: Streams, state: Tensor) -> OutputsAndStates:
                 return self._level(pieces, state, options)
 
             return _by_level(work, streams, zero, level), None
 
-    def _level(
-        self, pieces: Sequence[Sequence[Tensor]], state: Tensor, options: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _level(self, pieces: Streams, state: Tensor, options: dict[str, Any]) -> OutputsAndStates:
         lengths = [piece.shape[1] for piece in pieces[0]]
         if len(lengths) == 1:
             out, last = self._call([piece for (piece,) in pieces], state, options)
@@ -369,9 +403,11 @@ class _DeltaRule(_Wrapped):
 
 
 def padded_length(length: int) -> int:
-    """Return the length of the rows that a piece is computed with: so few lengths that many pieces are one call.
+    """Return the length of the rows that a piece is computed with: so few lengths that many pieces
+    are one call.
 
-    A piece that is shorter than the formula's chunk is padded to a power of 2, a longer one by at most a quarter.
+    A piece that is shorter than the formula's chunk is padded to a power of 2, a longer one by at
+    most a quarter.
     """
     if length <= FORMULA_CHUNK:
         return 1 << (length - 1).bit_length()
@@ -393,12 +429,14 @@ class _Scan(_Wrapped):
 
             def group(rows: Sequence[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
                 x, dt, b, c = rows
-                found: tuple[Tensor, Tensor] = self.of_the_library(x, dt, a, b, c, initial_states=states, **options)
-                return found
+                found = self.of_the_library(x, dt, a, b, c, initial_states=states, **options)
+                out, last = found
+                return out, last
 
-            def level(pieces: Sequence[Sequence[Tensor]], state: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            def level(pieces: Streams, state: Tensor) -> OutputsAndStates:
                 # padding would change the states
-                return _by_length(pieces, state, [piece.shape[1] for piece in pieces[0]], group)
+                lengths = [piece.shape[1] for piece in pieces[0]]
+                return _by_length(pieces, state, lengths, group)
 
             zero = x.new_zeros(1, *x.shape[2:], b.shape[-1], dtype=torch.float32)
             return _by_level(work, [x, dt, b, c], zero, level)
@@ -417,10 +455,11 @@ def _by_level(
     work: _Work,
     streams: Sequence[Tensor],
     zero: Tensor,
-    run: Callable[[Sequence[Sequence[Tensor]], Tensor], tuple[list[Tensor], list[Tensor]]],
+    run: Callable[[Streams, Tensor], OutputsAndStates],
 ) -> Tensor:
-    """Return the output (1, n, ...) of a recurrence for streams (1, n, ...). Each level of pieces begins with the
-    states after their parents. `run` takes for each stream its pieces, and states (pieces, ...)."""
+    """Return the output (1, n, ...) of a recurrence for streams (1, n, ...). Each level of pieces
+    begins with the states after their parents. `run` takes for each stream its pieces, and states
+    (pieces, ...)."""
     chunk = work.chunk
     pieces = [stream.split(chunk.lengths, 1) for stream in streams]
     outputs: list[Tensor] = [zero] * len(chunk.lengths)
@@ -434,13 +473,13 @@ def _by_level(
 
 
 def _by_length(
-    pieces: Sequence[Sequence[Tensor]],
+    pieces: Streams,
     state: Tensor,
     lengths: Sequence[int],
     run: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return outputs and states of pieces, (1, n, ...) and (1, ...) each. Those of the same of `lengths` are rows of
-    one call, with zeros after their tokens."""
+) -> OutputsAndStates:
+    """Return outputs and states of pieces, (1, n, ...) and (1, ...) each. Those of the same of
+    `lengths` are rows of one call, with zeros after their tokens."""
     number = len(lengths)
     outputs: list[Tensor] = [state] * number
     states: list[Tensor] = [state] * number

@@ -1,10 +1,12 @@
 """Finds out whether packed rows give a model's own scores and gradients.
 
-Models differ in how a token sees earlier ones, and layers that are not known mix branches without an error. So a trunk
-of random tokens with branches is run as one packed row, and compared with each row alone, in that very model.
+Models differ in how a token sees earlier ones, and layers that are not known mix branches without
+an error. So a trunk of random tokens with branches is run as one packed row, and compared with each
+row alone, in that very model.
 
-In low precision no two ways to run a model agree. What they may differ by is measured: the rows run again with their
-embeddings off by one unit in the last place, and with padding, which changes kernels and their order of sums.
+In low precision no two ways to run a model agree. What they may differ by is measured: the rows run
+again with their embeddings off by one unit in the last place, and with padding, which changes
+kernels and their order of sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,19 +32,23 @@ TRUNK = 150
 """Tokens of the trunk. It is longer by the size of a sliding window, up to `LONGEST_WINDOW`."""
 LONGEST_WINDOW = 1024
 BRANCHES = (37, 23)
-"""Tokens of each branch after the trunk. The shorter one is last in the packed row, after the tokens of the other."""
+"""Tokens of each branch after the trunk. The shorter one is last in the packed row, after the
+tokens of the other."""
 TWIG = 4
-"""Tokens of a row that leaves the first branch in its middle. In so few, what leaks into the first of them counts."""
+"""Tokens of a row that leaves the first branch in its middle. In so few, what leaks into the first
+of them counts."""
 ALONE = 11
 """Tokens of a row that shares nothing."""
 PADDING = 32
 """Tokens on the right of a row when the noise is measured."""
 TRUNK_IDS = 1024
-"""Ids that the trunk's tokens are of, or half of a smaller vocabulary. No other token has one of them."""
+"""Ids that the trunk's tokens are of, or half of a smaller vocabulary. No other token has one of
+them."""
 
 NOISE = 4.0
-"""Differences may be this many times the noise, besides the tolerances. In bfloat16 on a CPU they are a quarter of it
-for models of 2 layers, and up to two thirds for 24. Experts that are chosen differently may make them as large."""
+"""Differences may be this many times the noise, besides the tolerances. In bfloat16 on a CPU they
+are a quarter of it for models of 2 layers, and up to two thirds for 24. Experts that are chosen
+differently may make them as large."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Measure:
     tolerance: float
     """By how much they may differ without the noise of low precision."""
     most: float
-    """By how much they may differ however large the noise is. A gradient that is cut is off by 1."""
+    """By how much they may differ however large the noise is. A gradient that is cut is off by
+    1."""
 
 
 MEASURES = (
@@ -61,20 +68,23 @@ MEASURES = (
     Measure("the gradient through earlier tokens differs", 0.01, 0.5),
     Measure("the gradient of the parameters differs", 0.01, 0.5),
 )
-"""Log-probabilities: root mean square of a row, in nats. Gradients: norm of the difference, relative to their own."""
+"""Log-probabilities: root mean square of a row, in nats. Gradients: norm of the difference,
+relative to their own."""
 
 Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""One way to run the rows: in the order of `MEASURES`, log-probabilities of each row, the gradient of the trunk's
-embeddings, and gradients of some parameters."""
+"""One way to run the rows: in the order of `MEASURES`, log-probabilities of each row, the gradient
+of the trunk's embeddings, and gradients of some parameters."""
 
 
 def probe(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> str | None:
-    """Return None if packed rows agree with plain ones in a prepared `model`, or the reason not to use them.
+    """Return None if packed rows agree with plain ones in a prepared `model`, or the reason not to
+    use them.
 
-    The model may be wrapped. The model, the gradients of its parameters and the random numbers are as before
-    afterwards. Takes a forward and backward pass of a packed row of a few hundred tokens and those of a sliding window,
-    and two of each row alone. Collective with sharded weights: each process sees the gradients of its part, so a reason
-    of one holds for all. An error of the model is a reason. Raises `InputError` if memory is short.
+    The model may be wrapped. The model, the gradients of its parameters and the random numbers are
+    as before afterwards. Takes a forward and backward pass of a packed row of a few hundred tokens
+    and those of a sliding window, and two of each row alone. Collective with sharded weights: each
+    process sees the gradients of its part, so a reason of one holds for all. An error of the model
+    is a reason. Raises `InputError` if memory is short.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -190,7 +200,8 @@ def _largest(found: list[Tensor], wanted: list[Tensor], *, mean: bool) -> float:
 def _rows(config: Any, ids: int) -> list[Row]:
     """Return rows: three begin with a trunk, whose tokens are below `ids`, and no others are.
 
-    The trunk's own tokens are not scored. So the gradient of its embeddings comes from later tokens alone.
+    The trunk's own tokens are not scored. So the gradient of its embeddings comes from later tokens
+    alone.
     """
     random = np.random.default_rng(0)
     window = getattr(config, "sliding_window", None) or 0

@@ -1,7 +1,9 @@
-"""Replay of routing: the experts of a pass are those that the engine chose, whatever the router prefers.
+"""Replay of routing: the experts of a pass are those that the engine chose, whatever the router
+prefers.
 
-The router's choice, a call of `torch.topk`, gets the recorded indices, and its own values at them: gradients flow to
-the router as before. This holds when a layer, or a chunk of its tokens, runs again for the backward pass.
+The router's choice, a call of `torch.topk`, gets the recorded indices, and its own values at them:
+gradients flow to the router as before. This holds when a layer, or a chunk of its tokens, runs
+again for the backward pass.
 """
 
 from functools import partial
@@ -31,14 +33,16 @@ class Replay:
         self._chosen: Tensor | None = None
         self._attached: WeakSet[Any] = WeakSet()
         self.counts = torch.zeros(2, dtype=torch.float64)
-        """Choices of one token in one layer that were replayed, and those of them that differ from its own. A layer
-        that is computed again counts again."""
+        """Choices of one token in one layer that were replayed, and those of them that differ from
+        its own. A layer that is computed again counts again."""
 
     def begin(self, model: Any, experts: Tensor | NDArray[np.integer[Any]] | None) -> None:
-        """Set the experts of a model's next pass, and of its backward pass: (tokens, layers, top_k), or None.
+        """Set the experts of a model's next pass, and of its backward pass: (tokens, layers,
+        top_k), or None.
 
-        Tokens are in the order of the pass. Those with `OWN` route by themselves, as all do without experts. The model
-        may be wrapped by PEFT or DDP. Raises `InputError` if its experts cannot be replayed.
+        Tokens are in the order of the pass. Those with `OWN` route by themselves, as all do without
+        experts. The model may be wrapped by PEFT or DDP. Raises `InputError` if its experts cannot
+        be replayed.
         """
         self._chosen = None
         if experts is None:
@@ -88,7 +92,8 @@ class Replay:
         self._attached.add(model)
 
     def _replayed(self, layer: int, experts: int, block: nn.Module, hidden: Tensor, tokens: slice) -> Any:
-        """Return what the block of a layer with experts, of which one call of topk chooses, does for some tokens."""
+        """Return what the block of a layer with experts, of which one call of topk chooses, does
+        for some tokens."""
         if self._chosen is None:
             return type(block).forward(block, hidden)
         with _Choice(self._chosen[tokens, layer].long(), experts) as choice:
@@ -103,7 +108,8 @@ class Replay:
 
 
 class _Choice(TorchFunctionMode):
-    """Replaces the result of topk of all experts' values by the recorded `chosen` (tokens, k). A context manager."""
+    """Replaces the result of topk of all experts' values by the recorded `chosen` (tokens, k). A
+    context manager."""
 
     def __init__(self, chosen: Tensor, experts: int) -> None:
         super().__init__()

@@ -43,7 +43,8 @@ def routed(model: Any, rows: list[Row] | None = None) -> list[Row]:
 
 
 def forced(model: Any, rows: list[Row], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of plain passes whose routers are written here again, and the gradient of their sum."""
+    """Log-probabilities of plain passes whose routers are written here again, and the gradient of
+    their sum."""
     now: list[Any] = []
     routers = [m for m in model.modules() if type(m).__name__.endswith(("TopKRouter", "TopkRouter"))]
     assert routers
