@@ -249,7 +249,7 @@ OutputsAndStates = tuple[list[Tensor], list[Tensor]]
 
 
 class _Work:
-    """What the functions of a mixer need for a chunk, and what they leave for later ones."""
+    """Inputs of the functions of a mixer for a chunk, and results that they leave for later ones."""
 
     def __init__(self, chunk: Chunk, inputs: Tensor | None, states: Iterable[Tensor]) -> None:
         self.chunk = chunk
