@@ -97,7 +97,7 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
     if recipe.publish == "lora":
         require_servable(recipe.lora)
     if recipe.replays_routing:
-        Replay()._attach(model)
+        Replay().attach(model)
     if args.disable_dropout:
         disable_dropout_in_model(model)
     check_model(model, args.beta)

@@ -49,7 +49,7 @@ class Replay:
             return
         model = getattr(model, "module", model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._attach(model)
+        self.attach(model)
         layers = len(model.get_decoder().layers)
         if experts.shape[1] != layers:
             raise InputError(
@@ -68,7 +68,8 @@ class Replay:
         self.counts = torch.zeros_like(counts)
         return counts
 
-    def _attach(self, model: Any) -> None:
+    def attach(self, model: Any) -> None:
+        """Let passes of a model be replayed. Raises `InputError` if its experts cannot be."""
         if model in self._attached:
             return
         config = model.config.get_text_config(decoder=True)
