@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -63,7 +64,7 @@ class MergedWeights:
         """Return weights by name. Those of modules with an adapter are merged copies."""
         found = self._whole({name: self._stored[name].detach() for name in names if name not in self._module})
         for path in {self._module[name] for name in names if name in self._module}:
-            module = copy.deepcopy(self._adapted[path])
+            module = _copied(self._adapted[path])
             whole = self._whole({f"{path}.{name}": weight for name, weight in module.named_parameters()})
             for name, weight in module.named_parameters():
                 parent, _, own = name.rpartition(".")
@@ -74,6 +75,20 @@ class MergedWeights:
 
     def _whole(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return _gathered(self.model, weights)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without the hooks of FSDP2, which cannot be copied. Its weights stay sharded."""
+    if not isinstance(module, FSDPModule):
+        return copy.deepcopy(module)
+    _, kind = type(module).__bases__  # that of the module before FSDP2 changed it
+    found: nn.Module = object.__new__(kind)
+    for name, value in vars(module).items():
+        if name.endswith("_hooks"):
+            vars(found)[name] = type(value)()
+        elif not name.startswith("__composable"):
+            vars(found)[name] = copy.deepcopy(value)
+    return found
 
 
 def _gathered(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -333,9 +333,23 @@ def use_replicas(args: TrainingArguments) -> None:
 
 
 def reduce_unused(model: nn.Module) -> None:
-    """Let FSDP2 reduce a gradient that only some processes have, as of experts that no token of the others chose."""
-    if isinstance(model, FSDPModule):
-        model.set_reduce_scatter_unused_params(True)
+    """Let FSDP2 reduce the gradients that it would leave out, of a model that it has sharded. Call it once, on all.
+
+    These are gradients that only some processes have, as of experts that no token of the others chose, and those of the
+    output embeddings: TRL reads their weights without a call of the module, which FSDP2 waits for.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_reduce_scatter_unused_params(True)
+    whole: Any = model
+    inner = whole.get_base_model() if isinstance(model, PeftModel) else whole
+    head = inner.get_output_embeddings()
+
+    def gather_head(*_: Any) -> None:
+        head.unshard()
+
+    if isinstance(head, FSDPModule):
+        inner.base_model.register_forward_hook(gather_head)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Parameter]:
