@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
@@ -20,7 +20,8 @@ from tests.trainer.training.step.small_models import WINDOW, branching_rows, mak
 from tests.trainer.training.step.test_pack import ancestors, many_sessions
 
 WINDOWS = st.sampled_from([None, 1, 3, 10])
-HEADS, GROUPS, SIZE = 4, 2, 16
+HEADS = 4
+SIZE = 16
 
 
 def seen_of(pack: Pack, window: int | None) -> torch.Tensor:
@@ -33,6 +34,7 @@ def seen_of(pack: Pack, window: int | None) -> torch.Tensor:
 
 
 @given(many_sessions(), WINDOWS, st.booleans())
+@example([branching_rows()], None, False)
 def test_each_pair_that_is_seen_is_in_one_tile_and_no_other_is(sessions, window, masked):
     pack = Pack(sessions)
     found = torch.zeros(pack.tokens, pack.tokens, dtype=torch.int)
@@ -91,17 +93,25 @@ def listed(numbers: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def tensors(tokens: int, width: int = SIZE, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Random queries, keys and values, whose size is `width`, and sinks."""
+def tensors(
+    tokens: int,
+    groups: int = 2,
+    width: int = SIZE,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    """Random queries, keys and values, of which the last have the size `width`, and sinks."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, HEADS, tokens, SIZE), (1, GROUPS, tokens, SIZE), (1, GROUPS, tokens, width), (HEADS,)]
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    query = torch.randn(1, HEADS, tokens, SIZE, generator=generator)
+    key = torch.randn(1, groups, tokens, SIZE, generator=generator)
+    value = torch.randn(1, groups, tokens, width, generator=generator)
+    sinks = torch.randn(HEADS, generator=generator)
+    return [x.to(dtype).requires_grad_() for x in (query, key, value, sinks)]
 
 
 def formula(pack: Pack, leaves: list[torch.Tensor], window: int | None, cap: float | None, sinks: bool):
     """Attention in float64 with a mask of N x N, (1, N, heads, size)."""
     q, k, v, s = (x.double() for x in leaves)
-    k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
+    k, v = (x.repeat_interleave(HEADS // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * SIZE**-0.5
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
@@ -116,7 +126,7 @@ def call(pack: Pack | None, leaves: list[torch.Tensor], sinks: bool = False, con
     module = torch.nn.Module()
     module.config = config or SimpleNamespace()
     module.is_causal = True
-    module.num_key_value_groups = HEADS // GROUPS
+    module.num_key_value_groups = HEADS // leaves[1].shape[1]
     if sinks:
         options["s_aux"] = leaves[3]
     if pack is not None:
@@ -124,12 +134,19 @@ def call(pack: Pack | None, leaves: list[torch.Tensor], sinks: bool = False, con
     return AttentionInterface()[name](module, *leaves[:3], None, scaling=SIZE**-0.5, **options)[0]
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_values_and_gradients_are_those_of_the_formula(window, cap, sinks):
+@pytest.mark.parametrize(
+    ("window", "cap", "sinks", "groups", "width"),
+    [
+        (None, None, False, 2, SIZE),
+        (None, None, True, 1, 12),
+        (WINDOW, None, True, 2, 20),
+        (None, 2.0, False, 1, 12),
+        (WINDOW, 2.0, True, 2, 20),
+    ],
+)
+def test_values_and_gradients_are_those_of_the_formula(window, cap, sinks, groups, width):
     pack = Pack([branching_rows()])
-    leaves = tensors(pack.tokens, width=12)
+    leaves = tensors(pack.tokens, groups, width)
     used = leaves if sinks else leaves[:3]
     wanted = formula(pack, leaves, window, cap, sinks)
     found = call(pack, leaves, sinks, sliding_window=window, softcap=cap)
@@ -153,8 +170,9 @@ def test_low_precision_is_joined_in_float32():
     torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=2**-8)
 
 
-def test_a_window_wider_than_the_longest_path_hides_nothing():
+def test_a_window_that_hides_nothing_needs_no_masks():
     pack = Pack([branching_rows()])
+    assert all(tile.hidden is not None for tile in make_tiles(pack, pack.depth - 1))
     assert [*make_tiles(pack, pack.depth)] == [*make_tiles(pack, None)]
 
 

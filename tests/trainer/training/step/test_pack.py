@@ -13,19 +13,24 @@ from tests.trainer.training.step.small_models import make_row
 
 @st.composite
 def many_rows(draw) -> list[Row]:
-    """Rows that begin with earlier rows, of two tokens, so that they share prefixes by chance as well."""
+    """Rows that begin with earlier rows, of two tokens: they share prefixes by chance as well."""
     rows: list[Row] = []
+    recorded = draw(st.booleans())
     for _ in range(draw(st.integers(0, 8))):
         ids: list[int] = []
-        if rows and draw(st.booleans()):
+        if rows and draw(st.integers(0, 3)):
             before = draw(st.sampled_from(rows)).ids.tolist()
             ids = before[: draw(st.integers(0, len(before)))]
-        ids = ids + draw(st.lists(st.sampled_from([7, 8]), min_size=1, max_size=40))
-        scored = draw(st.sets(st.integers(1, len(ids) - 1))) if len(ids) > 1 else []
+        ids = ids + draw(st.lists(st.sampled_from([7, 8]), min_size=1, max_size=30))
+        positions = st.integers(1, max(1, len(ids) - 1))
+        scored = draw(st.sets(positions)) if len(ids) > 1 else set()
+        if len(ids) > 1 and draw(st.integers(0, 3)):
+            scored.add(len(ids) - 1)
         experts = None
-        if draw(st.booleans()):
-            chosen = draw(st.lists(st.integers(0, 1), min_size=len(ids) - 1, max_size=len(ids) - 1))
-            experts = np.array(chosen, np.uint8).reshape(-1, 1, 1)
+        if recorded and draw(st.booleans()):
+            # those of other rows that begin with these tokens, but for some
+            experts = np.array(ids[:-1], np.uint8).reshape(-1, 1, 1) % 2
+            experts[[p - 1 for p in draw(st.sets(positions, max_size=1)) if p < len(ids)]] = 3
         one = make_row(ids, sorted(scored))
         rows.append(Row(one.ids, one.scored, experts))
     return rows
