@@ -110,10 +110,19 @@ def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     inner: PreTrainedModel = model.get_base_model()
     for path, module in _adapted(inner).items():
         for name, weight in module.state_dict().items():
-            if not name.startswith(("base_layer.", "original_module.")):
+            if not _is_of_the_base(name):
                 found[f"{path}.{name}"] = weight
     whole = _gathered(inner, found)
     return {f"{PREFIX}{name}": weight for name, weight in whole.items()}
+
+
+def _is_of_the_base(name: str) -> bool:
+    """Return True for a weight below a module with an adapter that is the base model's.
+
+    Adapters on several parameters of a module are around one another: their own weights are below `base_layer` too.
+    """
+    own = name.startswith("lora_") or ".lora_" in name
+    return name.startswith(("base_layer.", "original_module.")) and not own
 
 
 def merge_again(model: nn.Module) -> int:

@@ -66,8 +66,7 @@ def remove_incomplete(folder: Path) -> Path | None:
 
 
 def _whole(checkpoint: Path) -> bool:
-    # transformers writes trainer_state.json after all other files, and no beginning of a JSON object is JSON.
-    # Source: transformers 5.23, Trainer._save_checkpoint. It removes old checkpoints only after that.
+    # `Checkpoints` writes trainer_state.json after all other files, and no beginning of a JSON object is JSON
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
     except (OSError, ValueError):

@@ -41,7 +41,7 @@ from rolltap.trainer.training.attempt import Attempt, require_shared
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
 from rolltap.trainer.training.report import Phases, Reports
 from rolltap.trainer.training.step.checkpoint import load_trained
-from rolltap.trainer.training.step.distributed import is_main, lost, object_group, on_main, raise_on_all
+from rolltap.trainer.training.step.distributed import abort_on_error, is_main, lost, object_group, on_main, raise_on_all
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 
 ADAPTER = "adapter"
@@ -121,8 +121,8 @@ def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Cons
         trainer.remove_callback(PrinterCallback)  # the reports print the line of a step
         trainer.check_step = source.check_step
         trainer.record = partial(write_step, stack.enter_context(RunWriter(run)), attempt.version)
-        on_main(partial(source.begin, trainer))
-        steps = train_to_end(trainer, console)
+        trainer.before_training = partial(on_main, partial(source.begin, trainer))
+        steps = abort_on_error(partial(train_to_end, trainer, console))
         on_main(partial(save_finished, trainer, recipe, run))  # whether or not the engines take it
         on_main(partial(source.finish, steps))
         on_main(partial(reports.end, steps))
@@ -151,7 +151,10 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}")
         if checkpoint_step(checkpoint) >= trainer.args.max_steps:
-            load_trained(trainer.model, checkpoint)  # `train` would take one more step
+            # `train` would take one more step
+            if trainer.before_training is not None:
+                trainer.before_training()
+            load_trained(trainer.model, checkpoint)
             return checkpoint_step(checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return int(trainer.state.global_step)

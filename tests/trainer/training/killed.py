@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers.trainer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
@@ -35,6 +34,7 @@ from rolltap.trainer.traces.trained import TABLE, trained_steps
 from rolltap.trainer.training import attempt, loop, online
 from rolltap.trainer.training.recipe import FINISHED, load_recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
+from rolltap.trainer.training.step import checkpoint
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.trainer.training.stand_ins import (
     FakeRecorder,
@@ -96,9 +96,8 @@ POINTS = {
         ["3: after a micro-batch 1"],
         ["3: before the optimizer's step 1"],
         ["3: after the optimizer's step 1"],
-        ["3: before the trainer saves the model 1"],
-        ["3: half of training_args.bin 1"],
-        ["3: half of optimizer.pt 1"],
+        ["3: before the trainer saves the weights 1"],
+        ["3: after the trainer saves the weights 1"],
         ["3: half of scheduler.pt 1"],
         ["3: half of rng_state.pth 1"],
         ["3: half of trainer_state.json 1"],
@@ -125,7 +124,7 @@ POINTS = {
 }
 """Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch; `ahead`: adapters, and rollouts one
 step ahead) -> lists of points at which one
-training is killed, one after the other. The file before `training_args.bin` is the model. The sessions from the fifth
+training is killed, one after the other. The sessions from the fifth
 on are those of a further group."""
 
 SHORT = {
@@ -150,15 +149,15 @@ def make_points(points: Points) -> None:
     points.around(online, "read_batch")
     points.around(TraceGRPOTrainer, "training_step", lambda *_: "a micro-batch")
     points.around(torch.optim.AdamW, "step", lambda *_: "the optimizer's step")
-    points.around(TraceGRPOTrainer, "save_model", lambda *_: "the trainer saves the model")
-    points.around(transformers.trainer, "rotate_checkpoints")
+    points.around(checkpoint, "save_trained", lambda *_: "the trainer saves the weights")
+    points.around(checkpoint, "rotate_checkpoints")
     points.around(loop, "save_finished")
 
     save, remove, to_json = torch.save, shutil.rmtree, TrainerState.save_to_json
 
     def save_in_two(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         save(what, path, *args, **kwargs)
-        if not isinstance(path, str | Path):  # a tensor in the file of `ShardedOptimizer.save`
+        if not isinstance(path, str | Path):  # a tensor in the file of `save_trained`
             return points.reach("a tensor of the state was saved")
         whole = Path(path).read_bytes()
         Path(path).write_bytes(whole[: len(whole) // 2])

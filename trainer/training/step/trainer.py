@@ -33,7 +33,6 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOTrainer
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.utils import prepare_fsdp
 from trl.trainer.utils import create_model_from_path, selective_log_softmax, use_adapter
 
 from rolltap.addons.errors import InputError
@@ -64,6 +63,7 @@ from rolltap.trainer.training.step.distributed import (
     require_same_parameters,
     scattered,
     several,
+    shard_reference,
     trained_parameters,
     use_fsdp,
     use_replicas,
@@ -117,6 +117,9 @@ class TraceGRPOTrainer(GRPOTrainer):
     check_step: Callable[[int, Mapping[str, float]], None] | None = None
     """Called as `record` is, and before it, with the steps that were taken before and the metrics of the step. What it
     raises ends all processes, and the weights stay as they are."""
+    before_training: Callable[[], None] | None = None
+    """Called on every process when a training begins, before a checkpoint is loaded: the weights are those that the
+    trainer was given."""
     _step: int
 
     def __init__(
@@ -168,6 +171,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         if not adapted:
             _train_in_float32(model)
         if args.sharding == "full" and several():
+            _require_sharded_optimizer(args, model, optimizers)
             use_fsdp(args, model)
         else:
             use_replicas(args)
@@ -183,7 +187,7 @@ class TraceGRPOTrainer(GRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
-                callbacks=[self._checkpoints, _StepCallback(self), *(callbacks or [])],
+                callbacks=[_StepCallback(self), self._checkpoints, *(callbacks or [])],
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
@@ -439,9 +443,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         reference = copy.deepcopy(self.model).requires_grad_(False).eval()
         vars(reference).pop("forward", None)  # that of TRL's head, which knows the original
         prepare(reference, self.args.temperature)
-        if self.is_fsdp_enabled:
-            return prepare_fsdp(reference, self.accelerator)
-        return self.accelerator.prepare_model(reference, evaluation_mode=True)
+        return shard_reference(self.accelerator, reference)
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -509,10 +511,11 @@ class TraceGRPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _score_ids(self, ids: Sequence[int], base: bool) -> list[float]:
         model = self.model
+        device = model.get_input_embeddings().weight.device
         without = base and hasattr(model, "disable_adapter")
         with model.disable_adapter() if without else nullcontext(), self.accelerator.autocast():
-            logits = model(input_ids=torch.tensor([ids], device=self.args.device), use_cache=False).logits[0, :-1]
-        logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=self.args.device))
+            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
+        logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=device))
         return [float(value) for value in logprobs]
 
 
@@ -527,6 +530,8 @@ class _StepCallback(TrainerCallback):
         # the training begins with a batch of its own
         self._trainer._generation = -1
         self._trainer._step = 0
+        if self._trainer.before_training is not None:
+            self._trainer.before_training()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         abort_on_error(self._trainer.finish_gradients)
@@ -548,6 +553,15 @@ def importance_weights(difference: Tensor, mode: str, low: float | None, high: f
         return weights.clamp(low, high)
     # not a product with 0: a weight may be infinite
     return weights.masked_fill((weights < low) | (weights > high), 0.0)
+
+
+def _require_sharded_optimizer(args: TraceGRPOConfig, model: Any, optimizers: tuple[Any, Any]) -> None:
+    """Raise `InputError` for an optimizer whose state FSDP2 would not shard with the weights."""
+    if any(optimizers):
+        raise InputError('sharding="full" makes the optimizer itself: leave optimizers out, and set optim')
+    kind, _ = GRPOTrainer.get_optimizer_cls_and_kwargs(args, model)
+    if not kind.__module__.startswith("torch.optim."):
+        raise InputError(f"optim={args.optim!r} looks at whole matrices: choose adamw_torch_fused, or sgd")
 
 
 def _train_in_float32(model: Any) -> None:
