@@ -268,7 +268,7 @@ def _masked_tiles(pack: Pack, window: int | None) -> Iterator[Tile]:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the attention of one layer computes of its tensors."""
+    """Everything that the attention of one layer takes besides its tensors."""
 
     pack: Pack
     window: int | None
