@@ -1,1 +1,0 @@
-"""GRPO on recorded traces, with torch and TRL."""
