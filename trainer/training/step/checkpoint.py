@@ -43,7 +43,7 @@ _SCHEDULER = "scheduler.pt"
 _STATE = "trainer_state.json"
 
 
-class Checkpoints(TrainerCallback):  # type: ignore[misc]
+class Checkpoints(TrainerCallback):
     """Writes the checkpoints of a trainer in place of transformers, and reads the one that it resumes from.
 
     Of a model that FSDP2 shards each process writes and reads its own parts, of one that DDP replicates an even share.

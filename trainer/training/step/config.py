@@ -42,8 +42,8 @@ class TraceGRPOConfig(GRPOConfig):
     offload_checkpoints: bool = False
     """Keep the activations that a layer is computed again from in pinned host memory, where the model is on a GPU."""
     sharding: Literal["none", "full"] = "none"
-    """What the processes share out. `none`: nothing, each has the whole model. `full`: weights, gradients and the
-    optimizer's state, by FSDP2; layers are gathered as they run."""
+    """Share of each process. `none`: each has the whole model. `full`: of weights, gradients and the optimizer's state,
+    by FSDP2; layers are gathered as they run."""
     routing: Literal["own", "recorded"] = "own"
     """Experts that compute a token. `own`: the trainer's router chooses them. `recorded`: the
     engine has chosen them, so that trainer and engine compute the same. An online training records
