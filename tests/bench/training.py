@@ -13,7 +13,7 @@ seconds are wall-clock time. Each figure is the least of its rounds.
 - groups: 8 sessions with a shared prompt, of which two are compacted and one has a sub-agent, as `prefix_merging`
   traces; one trace that shares nothing; the steps of the quickstart, without checkpointing. Padded rows have the best
   of several numbers of micro-batches. "flops ratio" is that of the operations.
-- trees: the time of a token in trees of 21 to 931 segments.
+- trees: the time of a token in trees of 12k tokens with 21 to 931 segments.
 - layout: the time of spreading sessions over micro-batches and of packing them, for each token of rows of full length.
 - memory: the peak of a step by the length of a trace, and its slope, next to the bytes of the layers' inputs.
 """
@@ -56,8 +56,8 @@ LAYOUT_SCALE = 1.0
 """Their scale: sessions of full length."""
 BRANCHES = (4, 14, 30)
 """Branches of a tree's trunk, each of which has as many."""
-TREE_TOKENS = 64
-"""Tokens of each segment of such a tree."""
+TREE_TOKENS = 12_096
+"""Tokens of such a tree."""
 PARTS = ("layout", "groups", "trees", "memory")
 
 
@@ -89,7 +89,7 @@ class Training:
         return found
 
     def trees(self) -> Rows:
-        """Return one row for each tree. All have three levels, and so the same attention of a token."""
+        """Return one row for each tree. All have three levels."""
         model = prepare(self._network(self.name), 1.0)
         model.activation_checkpointing_enable()
         found = []
@@ -247,13 +247,16 @@ def row_parts(sessions: list[list[Row]], number: int) -> list[list[int]]:
 
 def tree(branches: int, words: int) -> list[Row]:
     """Return the rows of a tree: a trunk with so many branches, each with as many leaves, which are scored."""
+    segments = 1 + branches + branches**2
+    length = TREE_TOKENS // segments
     random = np.random.default_rng(0)
-    trunk, *parts = random.integers(3, words, (1 + branches + branches**2, TREE_TOKENS)).astype(np.int32)
+    trunk, *parts = random.integers(3, words, (segments, length)).astype(np.int32)
+    scored = np.arange(2 * length, 3 * length)
     rows = []
     for i in range(branches):
         for leaf in parts[branches + i * branches :][:branches]:
             ids = np.concatenate([trunk, parts[i], leaf])
-            rows.append(Row(ids, np.arange(2 * TREE_TOKENS, 3 * TREE_TOKENS)))
+            rows.append(Row(ids, scored))
     return rows
 
 
