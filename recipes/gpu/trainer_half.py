@@ -35,7 +35,7 @@ from rolltap.trainer.models.devices import use_expandable_segments
 from rolltap.trainer.models.loading import LINEAR_ATTENTION, kernels
 from rolltap.trainer.training.plan.memory import Sizes, fixed, machine_of
 from rolltap.trainer.training.plan.model import fake_step, model_numbers
-from rolltap.trainer.training.plan.trace import StepMemory
+from rolltap.trainer.training.plan.trace import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.attention import register
 from rolltap.trainer.training.step.model import prepare
@@ -427,7 +427,7 @@ def size_lines(folder: Path, lora: dict[str, Any], device: str) -> Iterator[Line
         torch.cuda.reset_peak_memory_stats()
         step(LENGTH, offload=offload)
         peak = (torch.cuda.max_memory_allocated() - before - held) / GIB
-        planned_peak = memory.of(memory.peak, LENGTH) / GIB
+        planned_peak = at(memory.peak, LENGTH) / GIB
         what = f"trainer: GiB of a row of {how}"
         yield at_most(what, peak, 1.1 * planned_peak, planned=planned_peak)
         seconds = timed(lambda offload=offload: step(LENGTH, offload=offload))

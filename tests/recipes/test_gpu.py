@@ -297,17 +297,19 @@ class TestTrainer:
             assert trainer_half.recompilations(lambda n, compiled=compiled: compiled(torch.ones(n)), lengths) == number
             torch.compiler.reset()
 
+    # of PEFT
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     def test_memory_is_held_against_the_plan_and_the_longest_row_is_the_planned_one(self, tmp_path, monkeypatch):
         gib = trainer_half.GIB
         folder = trainer_half.tiny_model(tmp_path, "qwen3-4b")
         always, of_row = trainer_half.planned(folder, trainer_half.LORA)
         weights = always["weights"] + always["gradients"]
-        peak = of_row.of(of_row.peak, 600)
+        peak = trainer_half.at(of_row.peak, 600)
         memory = {
             "memory_allocated": iter([0, weights, weights]),
             "max_memory_allocated": iter([weights + peak, weights + 3 * gib]),
             "memory_reserved": iter([weights]),
-            "mem_get_info": iter([(of_row.of(of_row.peak, 900), 80 * gib)]),
+            "mem_get_info": iter([(trainer_half.at(of_row.peak, 900), 80 * gib)]),
         }
         for name, values in memory.items():
             monkeypatch.setattr(torch.cuda, name, values.__next__)
