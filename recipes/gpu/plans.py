@@ -158,9 +158,6 @@ def write_recipe(setting: Setting, name: str, plan: dict[str, Any] | None = None
     elif not setting.cpu:
         machine["shared_gpu"] = True
     grpo = step_arguments(training)
-    memory = (plan or {}).get("memory")
-    if memory and memory["suggested_memory_gib"]:
-        grpo["memory_gib"] = memory["suggested_memory_gib"]
     tables = {"budget": {"sampled_tokens": CONTEXT // 4}, "machine": machine, "grpo": grpo}
     if training.publish == "lora":
         tables["lora"] = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear"}

@@ -18,7 +18,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.trainer.models.loading import Dtype, frozen_modules, meta_policy
 from rolltap.trainer.models.merging import merge_again
-from rolltap.trainer.training.step.routing import Replay
+from rolltap.trainer.training.recipe import CHECKPOINTS, Machine, Recipe, checkpoint_step
 from rolltap.trainer.training.step.config import (
     ACCEPTED,
     CHANGE_BASE,
@@ -27,7 +27,7 @@ from rolltap.trainer.training.step.config import (
     check_type,
     why_refused,
 )
-from rolltap.trainer.training.recipe import CHECKPOINTS, Machine, Recipe, checkpoint_step
+from rolltap.trainer.training.step.routing import Replay
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes for `--max-lora-rank`: the last is the largest of an adapter. vLLM 0.32."""

@@ -25,9 +25,9 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.training.arguments import sampling
-from rolltap.trainer.training.step.metrics import MOST_TASKS
 from rolltap.trainer.training.recipe import HeldOut, Recipe
 from rolltap.trainer.training.report import append_metrics
+from rolltap.trainer.training.step.metrics import MOST_TASKS
 from rolltap.trainer.training.steps import FinishedSessions, step_group
 
 

@@ -34,9 +34,9 @@ from rolltap.trainer.traces.sessions import (
 )
 from rolltap.trainer.training.arguments import biased, check_arguments, require_rows
 from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
-from rolltap.trainer.training.step.advantages import rewards_differ
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.step.advantages import rewards_differ
 
 
 class RecordedGroup(NamedTuple):

@@ -40,11 +40,11 @@ from rolltap.trainer.training.ahead import Ahead, Flow
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
 from rolltap.trainer.training.attempt import Attempt, begun_online, claimed_attempt
 from rolltap.trainer.training.evaluation import Evaluations
-from rolltap.trainer.training.step.metrics import FORK
-from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import FINISHED, Recipe
 from rolltap.trainer.training.serving import Serving, published_folder
+from rolltap.trainer.training.step.metrics import FORK
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.steps import (
     BATCHES,
     FinishedSessions,

@@ -20,8 +20,8 @@ from rolltap.trainer.engine.publish import make_publisher
 from rolltap.trainer.engine.weights import COMPARED, LIMITS, Base, expected_limit, fixed_ids, published_name
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.training.arguments import dtype_of
-from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from rolltap.trainer.training.recipe import Recipe
+from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 
 _log = logging.getLogger(__name__)
 

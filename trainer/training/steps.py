@@ -24,8 +24,8 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.toml import describe
 from rolltap.trainer.traces.reader import SessionRows
 from rolltap.trainer.traces.sessions import RewardRules, label_session
-from rolltap.trainer.training.step.advantages import rewards_differ
 from rolltap.trainer.training.recipe import Forks
+from rolltap.trainer.training.step.advantages import rewards_differ
 
 BATCHES = "batches.jsonl"
 """Name of the file in the run folder."""

@@ -179,7 +179,7 @@ class TestChecks:
         "text",
         [
             "[grpo]\nlearning_rate = 1\nscale_rewards = false\noptim = 'sgd'\nreport_to = ['none']\n",
-            "[grpo]\noffload_checkpoints = true\nmodel_init_kwargs = {attn_implementation = 'eager'}\nlogging_strategy = 'steps'\n",
+            "[grpo]\noffload_checkpoints = true\nmodel_init_kwargs = {attn_implementation = 'eager'}\n",
             "[lora]\nr = 2\ntarget_modules = 'all-linear'\ninit_lora_weights = 'pissa_niter_16'\n",
             "[grpo]\nbeta = 0.1\n[lora]\nr = 2\ntarget_modules = ['q_proj']\ninit_lora_weights = 'gaussian'\n",
             "[lora]\nr = 2\ntarget_modules = ['q_proj']\nmodules_to_save = ['embed_tokens']\n",

@@ -256,7 +256,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._step_metrics.start()
         return self._inputs[micro_batch]
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, None]:
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in place of TRL's."""
         logprobs, entropies = self._score(model, self._current["forest"])
         self._logprobs = logprobs
