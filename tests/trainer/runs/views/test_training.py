@@ -29,7 +29,7 @@ def run(tmp_path):
     write(
         folder := write_run(tmp_path / "run", *rows),
         0,
-        (type(step)(step.batch, {"s": 1.0}, {"s": 1.0}, step.computed[:1]), scored(-1, -2, -3)),
+        (type(step)(step.batch, {"s": 1.0}, step.computed[:1]), scored(-1, -2, -3)),
     )
     return folder
 
