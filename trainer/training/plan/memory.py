@@ -13,7 +13,7 @@ from rolltap.trainer.models.loading import Dtype
 from rolltap.trainer.training.arguments import SAVE_TOTAL_LIMIT
 from rolltap.trainer.training.plan.engine import Blocks, sequence_bytes, sequences_of
 from rolltap.trainer.training.plan.model import BFLOAT16, FLOAT32, ModelNumbers
-from rolltap.trainer.training.plan.trace import StepMemory
+from rolltap.trainer.training.plan.trace import StepMemory, at
 from rolltap.trainer.training.recipe import Machine as DeclaredMachine
 from rolltap.trainer.training.recipe import Recipe
 
@@ -146,7 +146,9 @@ def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, micro: Mi
     sessions need, at least for one and for the states of all its sequences; the trainer the rest.
     """
     always = fixed(recipe, machine, numbers)
-    kept, peak, on_host = (step.of(values, micro.tokens) for values in (step.kept, step.peak, step.on_host))
+    kept = at(step.kept, micro.tokens)
+    peak = at(step.peak, micro.tokens)
+    on_host = at(step.on_host, micro.tokens)
     row = Sizes({"checkpoints": kept, "a layer": peak - kept})
     if machine.gpu is None:
         return Memory(always, row, on_host, None, None, None)
@@ -201,8 +203,8 @@ def fixed(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Sizes:
     """Return what each of the training processes always holds, whatever the length of its row.
 
     All weights are trained in float32, and an adapter's in float32 beside weights of the machine's type. The reference
-    model comes with `grpo.beta` and full weights. With `sharding = "full"` a process has a share of all that. It gathers
-    two layers at once and what is outside of them, and gradients of a layer in both types.
+    model comes with `grpo.beta` and full weights. With `sharding = "full"` a process has a share of all that. It
+    gathers two layers at once and what is outside of them, and gradients of a layer in both types.
     """
     processes = machine.processes
     sharded = shards(recipe, processes)

@@ -108,8 +108,8 @@ def model_numbers(recipe: Recipe, dtype: Dtype, *, gpu: bool = False) -> ModelNu
 def fake_step(recipe: Recipe, numbers: ModelNumbers, dtype: Dtype, *, sharded: bool) -> FakeStep:
     """Return the model as it is trained, for steps without values.
 
-    All its weights are trained in float32, under autocast if `dtype` is bfloat16. Of `sharded` ones, layers are gathered
-    in `dtype`.
+    All its weights are trained in float32, under autocast if `dtype` is bfloat16. Layers of `sharded` weights are
+    gathered in `dtype`.
     """
     model = _adapted(recipe, dtype if recipe.lora or sharded else "float32")
     merge_again(model)

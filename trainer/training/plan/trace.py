@@ -1,15 +1,14 @@
 """Memory of a training step, traced: a forward and a backward pass of the very model, on tensors without values.
 
 torch's `FakeTensorMode` has the shapes and types of all tensors, and no data, so a model of any size is traced on any
-machine in seconds. Kernels of a GPU that have no CPU form are replaced by functions that allocate and save the tensors
-that these kernels allocate and save.
+machine in seconds. Functions stand for kernels that run on a GPU alone, which allocate and save the same tensors.
 """
 
 import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -30,65 +30,46 @@ from rolltap.trainer.training.step.padded import PaddedRows
 
 LENGTHS = (8192, 32768, 98304)
 """Tokens of the rows that are traced."""
-FEW = 1024
-"""Tokens with which torch's formula of linear attention is traced, a loop over 64 tokens."""
-ATTENTION = "rolltap_plan"
-"""Name of the attention that stands for FlexAttention."""
+FEW = 4096
+"""Tokens with which torch's formula of linear attention is traced: a loop over 64 tokens."""
 MOST_TOKENS = 2**30
 """Rows are not planned longer than this."""
+ATTENTION = "rolltap_plan"
+"""Name of the attention that stands for FlexAttention."""
+KEPT, FORWARD, BACKWARD, ON_HOST = range(4)
+"""Bytes of a step: between both passes, at the peak of each, and in the host's memory."""
 FLA_CHUNK = 64
 """Tokens of a chunk of fla's kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that a step takes for rows of several lengths, besides weights, their gradients and the optimizer."""
+    """Bytes that a step takes for rows of `LENGTHS`, besides weights, their gradients and the optimizer's state."""
 
-    lengths: tuple[int, ...]
-    """Tokens of the rows, ascending."""
-    kept: tuple[int, ...]
-    """Bytes between the forward and the backward pass: above all, the checkpoints of the layers."""
-    peak: tuple[int, ...]
-    """Most bytes at once."""
-    on_host: tuple[int, ...]
-    """Bytes of checkpoints in the host's memory."""
-
-    def of(self, values: Sequence[int], tokens: int) -> int:
-        """Return the value for a row of `tokens`: on the lines from 0 through the traced ones, and beyond the last."""
-        lengths = (0, *self.lengths)
-        bytes_ = (0, *values)
-        right = min(max(1, bisect_left(lengths, tokens)), len(values))
-        left = right - 1
-        slope = (bytes_[right] - bytes_[left]) / (lengths[right] - lengths[left])
-        return int(bytes_[left] + slope * (tokens - lengths[left]))
+    kept: Sequence[int]
+    """Between the forward and the backward pass: above all, the checkpoints of the layers."""
+    peak: Sequence[int]
+    """At most."""
+    on_host: Sequence[int]
+    """Checkpoints in the host's memory."""
 
     def longest(self, memory: int) -> int:
         """Return the tokens of the longest row that takes at most `memory` bytes."""
-        return max(
-            0,
-            bisect_right(range(MOST_TOKENS), memory, key=lambda tokens: self.of(self.peak, tokens)) - 1,
-        )
+
+        def peak(tokens: int) -> int:
+            return at(self.peak, tokens)
+
+        return max(0, bisect_right(range(MOST_TOKENS), memory, key=peak) - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """What a step took."""
-
-    kept: int
-    forward: int
-    """At the peak of the forward pass."""
-    backward: int
-    """At the peak of the backward pass."""
-    on_host: int
-
-    @property
-    def peak(self) -> int:
-        return max(self.forward, self.backward)
-
-    def plus(self, times: int, more: "_Bytes", base: "_Bytes") -> "_Bytes":
-        """Return this with `times` the difference of two others."""
-        names = self.__dataclass_fields__
-        return _Bytes(*(getattr(self, x) + times * (getattr(more, x) - getattr(base, x)) for x in names))
+def at(traced: Sequence[int], tokens: int) -> int:
+    """Return the value for a row of `tokens`: on the lines from 0 through the traced values, and beyond the last."""
+    right = min(max(1, bisect_left((0, *LENGTHS), tokens)), len(LENGTHS))
+    left = right - 1
+    lengths = (0, *LENGTHS)
+    values = (0, *traced)
+    slope = (values[right] - values[left]) / (lengths[right] - lengths[left])
+    return int(values[left] + slope * (tokens - lengths[left]))
 
 
 class FakeStep:
@@ -103,84 +84,81 @@ class FakeStep:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._packed = packed
         self._autocast = low_precision
-        self._fla = fla
         self._rules = delta_rules(model)
         model.set_attn_implementation(ATTENTION)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         with self._mode:
             self._model = model.to_empty(device="cpu").train()
-            self._model.tie_weights()
+            model.tie_weights()
         self._weights = [*model.parameters(), *model.buffers()]
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                # gradients are counted once, by arithmetic
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                # gradients are counted by arithmetic
+                weight.register_post_accumulate_grad_hook(_drop_gradient)
         self._decoder = model.get_decoder()
         self._layers = [*self._decoder.layers]
         self._types = getattr(self._decoder.config, "layer_types", None)
         kinds: dict[Any, list[int]] = {}
         for i, layer in enumerate(self._layers):
-            shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
+            shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
             kinds.setdefault(shapes, []).append(i)
         self._kinds = [*kinds.values()]
+        self._chosen = {kind[-1] for kind in self._kinds}
+        others = {*range(len(self._layers))} - self._chosen
+        if others:
+            self._chosen.add(max(others))  # with one layer alone, what is between layers would not count
+        self._formula = 0
+        """Bytes that torch's formula takes more than fla's kernels for each token that a layer computes at once."""
+        if self._rules and not fla:
+            more = self._trace([], FEW, False, rules=[]) - self._trace([], FEW, False, self._rules)
+            self._formula = max(0, more[BACKWARD]) // FEW
 
     def memory(self, *, offload: bool = False) -> StepMemory:
         """Return the memory of steps, with checkpoints in the host's memory if `offload`."""
-        traced = [self._all_layers(length, offload, self._rules) for length in LENGTHS]
-        peaks = [step.peak for step in traced]
-        if self._rules and not self._fla:
-            # the formula takes more than the kernels for each token that a layer computes at once
-            kernels = self._all_layers(FEW, offload, self._rules).peak
-            more = max(0, self._all_layers(FEW, offload, []).peak - kernels) / FEW
-            for i, length in enumerate(LENGTHS):
-                at_once = min(length, CHUNK) if self._packed else length
-                peaks[i] += int(more * at_once)
-        return StepMemory(
-            lengths=LENGTHS,
-            kept=tuple(step.kept for step in traced),
-            peak=tuple(peaks),
-            on_host=tuple(step.on_host for step in traced),
-        )
+        kept = []
+        peak = []
+        on_host = []
+        for tokens in LENGTHS:
+            traced = self._all_layers(tokens, offload)
+            at_once = min(tokens, CHUNK) if self._packed else tokens
+            kept.append(int(traced[KEPT]))
+            peak.append(int(max(traced[FORWARD], traced[BACKWARD]) + self._formula * at_once))
+            on_host.append(int(traced[ON_HOST]))
+        return StepMemory(kept, peak, on_host)
 
-    def _all_layers(self, tokens: int, offload: bool, rules: Sequence[Any]) -> _Bytes:
-        chosen = {kind[-1] for kind in self._kinds}
-        others = {*range(len(self._layers))} - chosen
-        if others:
-            chosen.add(max(others))  # with one layer alone, what is between layers would not count
-        base = self._trace(sorted(chosen), tokens, offload, rules)
-        every = base
+    def _all_layers(self, tokens: int, offload: bool) -> Any:
+        base = self._trace([], tokens, offload, self._rules)
+        every = base.copy()
         for kind in self._kinds:
-            missing = [i for i in kind if i not in chosen]
+            missing = [i for i in kind if i not in self._chosen]
             if missing:
-                more = self._trace([missing[0], *sorted(chosen)], tokens, offload, rules)
-                every = every.plus(len(missing), more, base)
+                more = self._trace(missing[:1], tokens, offload, self._rules)
+                every += len(missing) * (more - base)
         return every
 
-    def _trace(self, layers: Sequence[int], tokens: int, offload: bool, rules: Sequence[Any]) -> _Bytes:
-        """Trace a step of some layers. `rules` of linear attention are computed by fla's kernels."""
+    def _trace(self, more: Sequence[int], tokens: int, offload: bool, rules: Sequence[Any]) -> Any:
+        """Return the bytes (4,) of a step of the chosen layers, and `more` before them. `rules` are fla's."""
+        layers = [*more, *sorted(self._chosen)]
         self._decoder.layers = torch.nn.ModuleList([self._layers[i] for i in layers])
         if self._types is not None:
             self._decoder.config.layer_types = [self._types[i] for i in layers]
         row = Row(np.zeros(tokens, np.int32), np.arange(1, tokens))
         forest: Any = Pack([[row]]) if self._packed else PaddedRows([[row]], torch.device("cpu"))
         host = _Host()
-        hooks = host.hooks() if offload else nullcontext()
-        with ExitStack() as stack:
-            stack.enter_context(without_values(rules))
-            stack.enter_context(self._mode)
-            live = stack.enter_context(_Live(self._weights))
+        hooks = saved_tensors_hooks(host.save, host.load) if offload else nullcontext()
+        with without_values(rules), self._mode, _Live(self._weights) as live:
             with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast), hooks:
                 output = self._model(**forest.inputs())
             kept = live.bytes
             forward = live.peak
             live.peak = kept
             output.log_probs.sum().backward()
-        return _Bytes(kept, forward, live.peak, host.bytes)
+        return np.array([kept, forward, live.peak, host.bytes])
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+def _drop_gradient(weight: Tensor) -> None:
+    weight.grad = None
 
 
 class _Live(TorchDispatchMode):
@@ -201,11 +179,11 @@ class _Live(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        self._known.add(_identity(tensor))
-        self.bytes += size
+        identity = _identity(tensor)
+        self._known.add(identity)
+        self.bytes += storage.nbytes()
         self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._remove, _identity(tensor), size)
+        weakref.finalize(storage, self._remove, identity, storage.nbytes())
 
     def _remove(self, identity: int, size: int) -> None:
         self._known.discard(identity)
@@ -223,16 +201,13 @@ class _Host:
     def __init__(self) -> None:
         self.bytes = 0
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self._save, self._load)
-
-    def _save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
             return tensor
         self.bytes += tensor.nbytes
         return tensor.shape, tensor.dtype
 
-    def _load(self, saved: Any) -> Tensor:
+    def load(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         shape, dtype = saved
@@ -242,25 +217,32 @@ class _Host:
 # ------------------------------------------------------------------------- kernels
 
 
+def _yes(*_: Any) -> bool:
+    return True
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
 @contextmanager
 def without_values(rules: Sequence[Any]) -> Iterator[None]:
-    """Replace functions that need values, and those that stand for kernels of a GPU: `rules` are of linear attention."""
-
-    def exporting() -> bool:
-        return True
-
-    def in_place(*_: Any, **__: Any) -> None:
-        """TRL's kernels fold a tile of logits into statistics, and make it its own gradient."""
-
-    with ExitStack() as stack:
+    """Replace functions that need values, and those that stand for kernels: `rules` are of linear attention."""
+    replaced: list[tuple[Any, str, Any]] = [
         # transformers' functions for an export know shapes alone; its experts in a form that has them in every type
-        for name in ("is_torchdynamo_exporting", "is_torchdynamo_compiling"):
-            stack.enter_context(patch.object(hub_kernels, name, exporting))
-        stack.enter_context(patch.object(moe, "_can_use_grouped_mm", lambda *_: False))
-        stack.enter_context(patch.multiple(chunked_logprob, _forward_tile=in_place, _backward_tile=in_place))
-        for rule in rules:
-            stack.enter_context(patch.object(rule, "of_the_library", _fla_delta_rule))
-            stack.enter_context(patch.object(rule, "knows_lengths", True))
+        (hub_kernels, "is_torchdynamo_exporting", _yes),
+        (hub_kernels, "is_torchdynamo_compiling", _yes),
+        (moe, "_can_use_grouped_mm", _nothing),
+        # TRL's kernels fold a tile of logits into statistics, and make it its own gradient, in place
+        (chunked_logprob, "_forward_tile", _nothing),
+        (chunked_logprob, "_backward_tile", _nothing),
+    ]
+    for rule in rules:
+        replaced.append((rule, "of_the_library", _fla_delta_rule))
+        replaced.append((rule, "knows_lengths", True))
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(patch.object(owner, name, value))
         yield
 
 
@@ -268,24 +250,14 @@ def delta_rules(model: Any) -> list[Any]:
     """Return the gated delta rules that the layers of a prepared model call."""
     found = {}
     for module in model.modules():
-        namespace = sys.modules[type(module).__module__]
-        for name in DELTA_RULES:
-            rule = getattr(namespace, name, None)
-            if hasattr(rule, "of_the_library"):
-                found[id(rule)] = rule
+        names = vars(sys.modules[type(module).__module__])
+        for rule in DELTA_RULES:
+            if hasattr(names.get(rule), "of_the_library"):
+                found[rule] = names[rule]
     return [*found.values()]
 
 
-def _flex_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+def _flex_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """Return (1, N, heads, D). Source: transformers 5.23, integrations/flex_attention.py."""
     dtype = query.dtype
     if torch.is_autocast_enabled("cpu"):
@@ -294,35 +266,28 @@ def _flex_attention(
     if heads & (heads - 1):  # the kernel knows groups of heads for powers of 2 alone
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     padded = [x.to(dtype).clone() for x in (query, key, value)]
-    out, lse = _Flex.apply(*padded)  # type: ignore[no-untyped-call]
-    if s_aux is not None:
-        out = out * (lse[..., None] - s_aux.view(-1, 1, 1)).exp().to(out.dtype)
+    out = _Flex.apply(*padded)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
-
-
 AttentionInterface.register(ATTENTION, _flex_attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, _nothing)
 
 
 class _Flex(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
-        return out, lse
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, ...]:
-        query, key, value, _out, lse = ctx.saved_tensors
-        grad = grad.contiguous()
-        deltas = torch.empty_like(lse)
-        gradients = tuple(torch.empty_like(x) for x in (query, key, value))
-        del grad, deltas
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        *inputs, _, lse = ctx.saved_tensors
+        working = grad.contiguous(), torch.empty_like(lse)
+        gradients = tuple(torch.empty_like(x) for x in inputs)
+        del working
         return gradients
 
 
