@@ -18,7 +18,7 @@ checked, and a difference is a `LedgerError` or stops the training, where
 
 - `build_traces` has counted the calls of a session: the masks of its traces hold the trained tokens;
 - `trace_session` has built a session: its calls hold the sampled tokens;
-- the trainer (`training/grpo/trainer.py`) takes a batch, from wherever: sampled = trained + left out, and the masks of
+- the trainer (`training/step/trainer.py`) takes a batch, from wherever: sampled = trained + left out, and the masks of
   the batch again;
 - an optimizer step is recorded (`trained.py`): the accounts of its sessions add up to the ledger of its batch.
 
