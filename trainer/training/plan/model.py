@@ -138,7 +138,7 @@ def _values(module: Any) -> int:
 
 
 class _Cache:
-    """What an engine keeps of a sequence, by the caches of transformers."""
+    """The caches that an engine keeps of a sequence, by the caches of transformers."""
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
