@@ -21,10 +21,10 @@ from rich.console import Console
 from rolltap.trainer.engine.serve import Parts, engine_command
 from rolltap.trainer.models.loading import kernels
 from rolltap.trainer.rollouts.harness import Harness
-from rolltap.trainer.training.dry_run import findings, plan
-from rolltap.trainer.training.dry_run.engine import Blocks, sequences_of
-from rolltap.trainer.training.dry_run.model import model_numbers
-from rolltap.trainer.training.dry_run.plan import TrainingPlan
+from rolltap.trainer.training.plan import findings, plan
+from rolltap.trainer.training.plan.engine import Blocks, sequences_of
+from rolltap.trainer.training.plan.model import model_numbers
+from rolltap.trainer.training.plan.plan import TrainingPlan
 from rolltap.trainer.training.recipe import load_recipe
 from tests.conftest import ROOT
 from tests.deep import cases

@@ -93,7 +93,7 @@ def test_checkpoints_are_a_hidden_state_of_each_layer_and_may_rest_in_the_hosts_
     assert here.kept[-1] >= LAYERS * hidden
     # and those around the last norm
     assert LAYERS <= (here.kept[-1] - there.kept[-1]) / hidden < LAYERS + 4
-    assert LAYERS <= there.on_host[-1] / hidden < LAYERS + 4
+    assert LAYERS <= there.on_host[-1] / hidden < LAYERS + 5
     assert here.on_host[-1] == 0
     assert there.peak[-1] < here.peak[-1]
 
