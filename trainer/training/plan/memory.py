@@ -210,7 +210,7 @@ def fixed(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Sizes:
     sharded = shards(recipe, processes)
     weights = numbers.weights + FLOAT32 * numbers.adapter
     if not recipe.lora:
-        weights = FLOAT32 * numbers.parameters
+        weights = FLOAT32 * numbers.trained + numbers.item * (numbers.parameters - numbers.trained)
     gradients = FLOAT32 * numbers.trained
     sizes = {
         "weights": weights,

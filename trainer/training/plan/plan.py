@@ -243,8 +243,8 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, micro: Micro) -> Iterator[
         "disk",
         f"checkpoints: {work['checkpoints']:,} of {size} each, {work['checkpoints_at_once']} at once",
     )
-    row = f"{micro.tokens:,} tokens in a micro-batch: {micro.sessions:,} sessions of {micro.longest:,}, "
-    yield "row", f"{row}if each is one trace and none shares a prefix"
+    row = f"{micro.tokens:,} tokens in a micro-batch: {micro.sessions:,} x {micro.longest:,}"
+    yield "row", f"{row}, if each session is one trace and none shares a prefix"
 
 
 def _kernels(plan: TrainingPlan, model: ModelNumbers) -> str:

@@ -8,8 +8,9 @@ import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -36,8 +36,6 @@ MOST_TOKENS = 2**30
 """Rows are not planned longer than this."""
 ATTENTION = "rolltap_plan"
 """Name of the attention that stands for FlexAttention."""
-KEPT, FORWARD, BACKWARD, ON_HOST = range(4)
-"""Bytes of a step: between both passes, at the peak of each, and in the host's memory."""
 FLA_CHUNK = 64
 """Tokens of a chunk of fla's kernel."""
 
@@ -46,12 +44,12 @@ FLA_CHUNK = 64
 class StepMemory:
     """Bytes that a step takes for rows of `LENGTHS`, besides weights, their gradients and the optimizer's state."""
 
-    kept: Sequence[int]
+    kept: list[int]
     """Between the forward and the backward pass: above all, the checkpoints of the layers."""
-    peak: Sequence[int]
+    peak: list[int]
     """At most."""
-    on_host: Sequence[int]
-    """Checkpoints in the host's memory."""
+    on_host: list[int]
+    """Checkpoints in the host's memory, but for a few layers."""
 
     def longest(self, memory: int) -> int:
         """Return the tokens of the longest row that takes at most `memory` bytes."""
@@ -76,7 +74,8 @@ class FakeStep:
     """Steps of a model without values. The model, which was on the meta device, is of no other use afterwards.
 
     Layers with parameters of the same shapes take the same. So steps are traced with the last layer of each kind, and
-    with one more of a kind before these: all that are missing take what this one adds.
+    with one more of a kind before these. All that are missing take what this one adds: with checkpointing, the input
+    of a layer, which may rest elsewhere.
     """
 
     def __init__(self, model: Any, *, packed: bool, checkpointing: bool, low_precision: bool, fla: bool) -> None:
@@ -111,50 +110,54 @@ class FakeStep:
         self._formula = 0
         """Bytes that torch's formula takes more than fla's kernels for each token that a layer computes at once."""
         if self._rules and not fla:
-            more = self._trace([], FEW, False, rules=[]) - self._trace([], FEW, False, self._rules)
-            self._formula = max(0, more[BACKWARD]) // FEW
+            more = self._trace([], FEW, []) - self._trace([], FEW, self._rules)
+            self._formula = max(0, int(more[2])) // FEW
 
     def memory(self, *, offload: bool = False) -> StepMemory:
         """Return the memory of steps, with checkpoints in the host's memory if `offload`."""
-        kept = []
-        peak = []
-        on_host = []
+        found = StepMemory([], [], [])
+        for kept, peak, checkpoints in self._steps:
+            on_host = checkpoints if offload else 0
+            found.kept.append(kept - on_host)
+            found.peak.append(peak - on_host)
+            found.on_host.append(on_host)
+        return found
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int, int]]:
+        """For each length the bytes that are kept, the peak, and the checkpoints of the layers that are not traced."""
+        found = []
         for tokens in LENGTHS:
-            traced = self._all_layers(tokens, offload)
+            base = self._trace([], tokens, self._rules)
+            more = np.zeros_like(base)
+            for kind in self._kinds:
+                missing = [i for i in kind if i not in self._chosen]
+                if missing:
+                    more += len(missing) * (self._trace(missing[:1], tokens, self._rules) - base)
             at_once = min(tokens, CHUNK) if self._packed else tokens
-            kept.append(int(traced[KEPT]))
-            peak.append(int(max(traced[FORWARD], traced[BACKWARD]) + self._formula * at_once))
-            on_host.append(int(traced[ON_HOST]))
-        return StepMemory(kept, peak, on_host)
+            kept, forward, backward = (base + more).tolist()
+            found.append((kept, max(forward, backward) + self._formula * at_once, int(more[0])))
+        return found
 
-    def _all_layers(self, tokens: int, offload: bool) -> Any:
-        base = self._trace([], tokens, offload, self._rules)
-        every = base.copy()
-        for kind in self._kinds:
-            missing = [i for i in kind if i not in self._chosen]
-            if missing:
-                more = self._trace(missing[:1], tokens, offload, self._rules)
-                every += len(missing) * (more - base)
-        return every
+    def _trace(self, more: Sequence[int], tokens: int, rules: Sequence[Any]) -> Any:
+        """Return what a step of the chosen layers takes, and `more` before them. fla's kernels stand for `rules`.
 
-    def _trace(self, more: Sequence[int], tokens: int, offload: bool, rules: Sequence[Any]) -> Any:
-        """Return the bytes (4,) of a step of the chosen layers, and `more` before them. `rules` are fla's."""
+        The bytes, (3,), are those between both passes, and at the peak of each.
+        """
         layers = [*more, *sorted(self._chosen)]
         self._decoder.layers = torch.nn.ModuleList([self._layers[i] for i in layers])
         if self._types is not None:
             self._decoder.config.layer_types = [self._types[i] for i in layers]
         row = Row(np.zeros(tokens, np.int32), np.arange(1, tokens))
         forest: Any = Pack([[row]]) if self._packed else PaddedRows([[row]], torch.device("cpu"))
-        host = _Host()
-        hooks = saved_tensors_hooks(host.save, host.load) if offload else nullcontext()
         with without_values(rules), self._mode, _Live(self._weights) as live:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast), hooks:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
                 output = self._model(**forest.inputs())
             kept = live.bytes
             forward = live.peak
             live.peak = kept
             output.log_probs.sum().backward()
-        return np.array([kept, forward, live.peak, host.bytes])
+        return np.array([kept, forward, live.peak])
 
 
 def _drop_gradient(weight: Tensor) -> None:
@@ -193,25 +196,6 @@ class _Live(TorchDispatchMode):
 def _identity(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage while it lives. Tensors without data have no address to tell it by."""
     return int(tensor.untyped_storage()._cdata)
-
-
-class _Host:
-    """The memory of the host, to which saved tensors go."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def save(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
-            return tensor
-        self.bytes += tensor.nbytes
-        return tensor.shape, tensor.dtype
-
-    def load(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        shape, dtype = saved
-        return torch.empty(shape, dtype=dtype)
 
 
 # ------------------------------------------------------------------------- kernels
