@@ -64,8 +64,9 @@ def test_an_adapter_does_in_the_engine_what_it_does_in_the_trainer(admin, qwen35
     try:
         assert difference(own(model), own(base)) > 10 * NOISE
         assert difference(engines(admin, "named"), own(model)) < NOISE
-        # the trap: vLLM takes an adapter with the trainer's names, and applies nothing
-        assert difference(engines(admin, "unnamed"), engines(admin)) == 0
+        # the trap: vLLM 0.32 takes an adapter with the trainer's names, and applies nothing; 0.33 knows the names
+        unnamed = engines(admin, "unnamed")
+        assert difference(unnamed, engines(admin)) == 0 or difference(unnamed, own(model)) < NOISE
     finally:
         for name in ("named", "unnamed"):
             admin.unload_adapter(name)

@@ -63,7 +63,7 @@ def choice(engine):
     return prompt, replies[0], next(i for i, tokens in enumerate(zip(*replies, strict=True)) if len({*tokens}) > 1)
 
 
-@pytest.mark.deep  # short, grpo/test_teacher has it without an engine
+@pytest.mark.deep  # short, step/test_teacher has it without an engine
 @pytest.mark.parametrize("seed", range(3))
 def test_a_training_on_the_scores_of_a_teacher_brings_the_student_near_it(engine, choice, tmp_path, seed):
     prompt, right, place = choice
@@ -77,8 +77,16 @@ def test_a_training_on_the_scores_of_a_teacher_brings_the_student_near_it(engine
         """Return sessions that the student samples, and their scores by the teacher."""
         admin.serve(student, name)
         how = {"max_tokens": 60}
+        # a seed for each session makes the test repeatable; a recorded call has none
         calls = [
-            sample(engine, "c", prompt, session_id=f"{i}", parameters={**how, "seed": 1000 * seed + i})
+            sample(
+                engine,
+                "c",
+                prompt,
+                session_id=f"{i}",
+                parameters={**how, "seed": 1000 * seed + i},
+                sampling='{"temperature": 1.0}',
+            )
             for i in range(48)
         ]
         admin.serve(tmp_path / "teacher", "teacher")
