@@ -159,7 +159,11 @@ async def test_a_path_that_a_runner_takes_as_its_own_is_not_the_agents(tmp_path,
 
 
 TELLS = "cat /hidden/expected.txt tests/expected.txt 2> /dev/null || echo 5\n"
-REWRITES = "echo 5; (while sleep 0.01; do echo 4 > out.txt; done) > /dev/null 2>&1 &\n"
+REWRITES = (
+    "echo 5; (until test -e before; do sleep 0.01; done; while sleep 0.01; do echo 4 > out.txt; done) "
+    "> /dev/null 2>&1 &\n"
+)
+"""It begins when the judge has: what a program writes before that is its answer."""
 WAITS = "cp out.txt before; for i in 1 2 3 4 5; do cmp -s out.txt before || exit 0; sleep 0.02; done"
 
 
