@@ -96,6 +96,8 @@ def test_the_loop_trains_a_step_and_publishes_it(service, engine, tmp_path):
 def test_the_loop_raises_the_reward(service, engine, tmp_path):
     page("loop").train(service.url, str(service.run / "service.token"), str(tmp_path))
     check_learned(service, engine)
+    client = rolltap.Client(service.url, service.token)
+    client.wait(client.submit("count-lines", sessions=1).id)
     assert versions(service) == ["default", "loop.1", "loop.2", "loop.3"]
 
 

@@ -16,7 +16,9 @@ from tests.trainer.training.step.tiny import relative_difference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-TOLERANCE = {"attention": 1e-5, "hybrid": 2e-4}
+TOLERANCE = {"attention": 1e-5, "hybrid": 5e-4}
+"""That of the hybrid is its rounding: with chunks of another size the formula of linear attention differs by 2e-4, and
+a step before doubles it."""
 
 
 @pytest.fixture(scope="module")
