@@ -39,8 +39,7 @@ from rolltap.trainer.training.plan.trace import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.attention import register
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import NAME, Pack, Row
-from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.pack import NAME, Pack, PaddedRows, Row
 from rolltap.trainer.training.step.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]

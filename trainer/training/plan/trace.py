@@ -25,8 +25,7 @@ from transformers.integrations import hub_kernels, moe
 from trl.kernels import chunked_logprob
 
 from rolltap.trainer.training.step.linear import CHUNK, DELTA_RULES
-from rolltap.trainer.training.step.pack import Pack, Row
-from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
 
 LENGTHS = (8192, 32768, 98304)
 """Tokens of the rows that are traced."""

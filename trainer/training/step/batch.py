@@ -89,6 +89,18 @@ class MicroBatch:
         return {name: value.to(device) for name, value in values.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessBatch:
+    """A process's part of a generation batch."""
+
+    micro_batches: list[MicroBatch]
+    tokens: int
+    """Trained tokens of all processes, those without a gradient included; at least 1."""
+    trains: bool
+    """True if any token of any process has a gradient."""
+    on_policy: bool
+
+
 def rows_of_step(step: int, num_rows: int, rows_per_step: int, *, seed: int, shuffle: bool = True) -> list[int]:
     """Return the indices of the `rows_per_step` rows of generation step `step`, counted from 0. They are all different.
 

@@ -49,8 +49,9 @@ class TraceGRPOConfig(GRPOConfig):
     engine has chosen them, so that trainer and engine compute the same. An online training records
     them; recorded runs need `rolltap_routing`. The engine needs `rolltap serve --routing`."""
     teacher_share: _Share = 0.0
-    """Share of a teacher in the loss, for traces with its scores: (1 - share) * loss + share * the reverse KL
-    divergence from the teacher, by the trainer's weights as they are. A recipe with `teacher` has 1 by default."""
+    """Share of a teacher in place of the rewards, for traces with its scores: the advantages of sessions count
+    (1 - share), and share * the reverse KL divergence from the teacher is added, by the trainer's weights as they are.
+    A recipe with `teacher` has 1 by default."""
 
     # TRL's, with limits
     loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = "dapo"

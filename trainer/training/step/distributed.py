@@ -26,7 +26,7 @@ from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import Parameter
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolltap.addons.errors import InputError, RankError
@@ -265,6 +265,15 @@ def require_same_parameters(parameters: Iterable[tuple[str, Parameter]]) -> None
                     f"the processes train different models: process 0 has {first}, process {rank} has {here}: load the "
                     "same folder, with the same adapter and dtype, on each"
                 )
+
+
+def require_sharded_optimizer(args: TrainingArguments, model: Any, optimizers: tuple[Any, Any]) -> None:
+    """Raise `InputError` for an optimizer whose state FSDP2 would not shard with the weights."""
+    if any(optimizers):
+        raise InputError('sharding="full" makes the optimizer itself: leave optimizers out, and set optim')
+    kind, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if not kind.__module__.startswith("torch.optim."):
+        raise InputError(f"optim={args.optim!r} looks at whole matrices: choose adamw_torch_fused, or sgd")
 
 
 def use_fsdp(args: TrainingArguments, model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from rolltap.trainer.training.step.attention import register
@@ -44,3 +46,23 @@ def _keep_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output:
     if pack is not None:
         output.last_hidden_state = output.last_hidden_state[:, pack.contexts]
     return output
+
+
+def train_in_float32(model: Any) -> None:
+    """Let trained weights have 32 bits: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart.
+
+    Autocast computes in the 16 bits that they were loaded in.
+    """
+    for weight in model.parameters():
+        if weight.requires_grad and weight.itemsize < torch.float32.itemsize:
+            weight.data = weight.data.float()
+
+
+def run_as_served(model: Any) -> None:
+    """Let a model compute as engines do: some families clip weights, or choose experts otherwise, in training mode.
+
+    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's metrics.
+    """
+    model.eval()
+    for module in model.modules():
+        module.training = module is model or isinstance(module, GradientCheckpointingLayer)

@@ -1,4 +1,4 @@
-"""Traces as rows of token ids, and the rows of a micro-batch as one packed row.
+"""Traces as rows of token ids, and the rows of a micro-batch as one packed row, or padded.
 
 The rows are the paths of a prefix forest, in which each shared token is once. The forest is laid
 out depth first. So the descendants of a token are the tokens after it, up to `leave`, and a query q
@@ -24,6 +24,8 @@ NAME = "prefix_pack"
 """Name of the argument with which a pack goes through a model to its layers."""
 UNSCORED = -100
 """Label of a token that is not scored, as in transformers."""
+OWN = -1
+"""In place of an expert: the token routes by itself."""
 FEWEST_TOKENS = 2
 """Tokens of a pack without a scored one: kernels of linear attention have no gradient for one."""
 
@@ -302,3 +304,50 @@ def _experts(rows: Sequence[Row], forest: _Forest) -> NDArray[np.int16]:
             found[first : first + len(known)] = known
         first += end - start
     return found
+
+
+class PaddedRows:
+    """The rows of sessions as one batch, padded on the right. It is used as a `Pack` is.
+
+    There is no attention mask: under causal attention nothing on the right of a token changes it. A mask would make
+    torch's attention build a matrix of T x T values for each row.
+    """
+
+    def __init__(self, sessions: Sequence[Sequence[Row]], device: torch.device) -> None:
+        """Without a trained token there is one row of two tokens."""
+        rows = [row for session in sessions for row in session if len(row.scored)]
+        shape = (max(1, len(rows)), max([2, *(len(row.ids) for row in rows)]))
+        ids = torch.zeros(shape, dtype=torch.long)
+        labels = torch.full(shape, -100)
+        for i, row in enumerate(rows):
+            ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
+            labels[i, row.scored] = torch.from_numpy(row.ids[row.scored]).long()
+        self.tokens = ids.numel()
+        self.experts = _padded_experts(rows, shape)
+        self._ids = ids.to(device)
+        self._labels = labels.to(device)
+        counts = [sum(len(row.scored) for row in session) for session in sessions]
+        self.mask = torch.zeros(len(sessions), max([1, *counts]), dtype=torch.bool, device=device)
+        for i, count in enumerate(counts):
+            self.mask[i, :count] = True
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of the model's forward pass."""
+        return {"input_ids": self._ids, "labels": self._labels, "fused_lm_head": True, "use_cache": False}
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Return (B, S), a session's trained tokens row by row, then zeros, for the values of a pass (R, T - 1)."""
+        scored = self._labels[:, 1:] != -100  # the value of position p is at p - 1
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values[scored])
+
+
+def _padded_experts(rows: Sequence[Row], shape: tuple[int, int]) -> NDArray[np.int16] | None:
+    """Return the experts of all positions (R * T, layers, k), or None if no row has any."""
+    recorded = [row.experts for row in rows if row.experts is not None]
+    if not recorded:
+        return None
+    experts = np.full((*shape, *recorded[0].shape[1:]), OWN, np.int16)
+    for i, row in enumerate(rows):
+        if row.experts is not None:
+            experts[i, : len(row.experts)] = row.experts
+    return experts.reshape(-1, *experts.shape[2:])

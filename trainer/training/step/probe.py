@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.step.pack import UNSCORED, Pack, Row
-from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.pack import UNSCORED, Pack, PaddedRows, Row
 
 TRUNK = 150
 """Tokens of the trunk. It is longer by the size of a sliding window, up to `LONGEST_WINDOW`."""

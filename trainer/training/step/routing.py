@@ -18,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step.linear import feed_forward_in_chunks, takes_one_argument
-
-OWN = -1
-"""In place of an expert: the token routes by itself."""
+from rolltap.trainer.training.step.pack import OWN
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in the configurations of models."""

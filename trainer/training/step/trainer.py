@@ -19,7 +19,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOTrainer
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.trainer.utils import create_model_from_path, selective_log_softmax, use_adapter
@@ -43,6 +42,7 @@ from rolltap.trainer.traces.trained import Scored, StepAccount
 from rolltap.trainer.training.step.advantages import session_advantages
 from rolltap.trainer.training.step.batch import (
     MicroBatch,
+    ProcessBatch,
     micro_batches,
     rows_of_step,
     session_tokens,
@@ -61,6 +61,7 @@ from rolltap.trainer.training.step.distributed import (
     reduce_unused,
     register,
     require_same_parameters,
+    require_sharded_optimizer,
     scattered,
     several,
     shard_reference,
@@ -68,26 +69,14 @@ from rolltap.trainer.training.step.distributed import (
     use_fsdp,
     use_replicas,
 )
+from rolltap.trainer.training.step.losses import importance_weights, teacher_loss
 from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics, named_tasks
-from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack, Row
-from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.model import prepare, run_as_served, train_in_float32
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
 from rolltap.trainer.training.step.probe import probe
 from rolltap.trainer.training.step.routing import Replay
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessBatch:
-    """A process's part of a generation batch."""
-
-    micro_batches: list[MicroBatch]
-    tokens: int
-    """Trained tokens of all processes, those without a gradient included; at least 1."""
-    trains: bool
-    """True if any token of any process has a gradient."""
-    on_policy: bool
 
 
 class TraceGRPOTrainer(GRPOTrainer):
@@ -169,9 +158,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         adapted = peft_config is not None or isinstance(model, PeftModel)
         prepare(model.get_base_model() if isinstance(model, PeftModel) else model)
         if not adapted:
-            _train_in_float32(model)
+            train_in_float32(model)
         if args.sharding == "full" and several():
-            _require_sharded_optimizer(args, model, optimizers)
+            require_sharded_optimizer(args, model, optimizers)
             use_fsdp(args, model)
         else:
             use_replicas(args)
@@ -240,7 +229,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         return int(self._current["forest"].tokens) if self._current else 0
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
-        _run_as_served(self.model)
+        run_as_served(self.model)
         generation, iteration = divmod(self.state.global_step, self.num_iterations)
         if generation != self._generation:
             if self._generation < 0 and iteration and self.args.vllm_importance_sampling_correction:
@@ -256,9 +245,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._step_metrics.start()
         return self._inputs[micro_batch]
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, None]:
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in place of TRL's."""
         logprobs, entropies = self._score(model, self._current["forest"])
         self._logprobs = logprobs
@@ -274,24 +261,16 @@ class TraceGRPOTrainer(GRPOTrainer):
         loss: Tensor = super()._compute_loss(model, inputs) * micro_batch.weight
         self._step_metrics.add_of_loss(self._metrics["train"], micro_batch.tokens)
         self._metrics["train"] = logged
-        share = self.args.teacher_share
-        if share:
-            loss = (1 - share) * loss + share * self._teacher_loss(inputs)
-        return loss
-
-    def _teacher_loss(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the mean over all trained tokens of the reverse KL divergence from the teacher.
-
-        Its gradient is that of a reward log p_teacher - log p_trainer of each token, weighted by the ratio to the
-        weights that sampled it, at most 1 + epsilon_high. Source: "On-Policy Distillation", Thinking Machines, 2025.
-        """
-        logprobs = self._logprobs
-        now = logprobs.detach()
-        ratio = (now - inputs["old_per_token_logps"]).exp().clamp(max=1 + self.epsilon_high)
-        reward = inputs["teacher_per_token_logps"] - now
-        weights = ratio * reward * inputs["completion_mask"]
-        processes = self.accelerator.num_processes  # whose gradients are averaged
-        loss: Tensor = -(weights * logprobs).sum() * processes / self.batch.tokens
+        if self.args.teacher_share:
+            divergence = teacher_loss(
+                self._logprobs,
+                inputs["old_per_token_logps"],
+                inputs["teacher_per_token_logps"],
+                inputs["completion_mask"],
+                limit=1 + self.epsilon_high,
+            )
+            processes = self.accelerator.num_processes  # whose gradients are averaged
+            loss = loss + self.args.teacher_share * divergence * processes / self.batch.tokens
         return loss
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -348,7 +327,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         tokens = tokens_by_session(trained.traces)
         sessions = session_tokens(
             computed,
-            advantages,
+            # the teacher's share takes the place of rewards, not of the reference or the entropies
+            {session: (1 - args.teacher_share) * advantage for session, advantage in advantages.items()},
             routing=args.routing == "recorded",
             embeddings=self.model.get_input_embeddings().weight.shape[0],
         )
@@ -406,13 +386,12 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     # The way through the model
 
-    def _score(self, model: Any, forest: Pack | PaddedRows) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies (B, S) of a micro-batch. A reference model gives no entropies."""
+    def _score(self, model: Any, forest: Pack | PaddedRows) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies (B, S) of a micro-batch."""
         self._replay.begin(model, forest.experts)
         with self.accelerator.autocast(), self._offloaded(model):
             output = model(**forest.inputs())
-        entropies = None if output.entropy is None else forest.unpack(output.entropy)
-        return forest.unpack(output.log_probs).float(), entropies
+        return forest.unpack(output.log_probs).float(), forest.unpack(output.entropy)
 
     def _offloaded(self, model: Any) -> Any:
         """Return a context in which what the backward pass needs rests in host memory, if that is asked for."""
@@ -537,53 +516,6 @@ class _StepCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         abort_on_error(self._trainer.finish_gradients)
-
-
-def importance_weights(difference: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
-    """Return the weights exp(trainer - engine) within the limits, from the differences of log-probabilities (B, S).
-
-    They are those of tokens, (B, S), or of sessions, (B, 1), whose differences are summed; beyond a limit the limit
-    itself, or 0. Source: TRL 1.16, `GRPOTrainer._generate_and_score_completions`.
-    """
-    level, _, action = mode.partition("_")
-    if level == "sequence":
-        difference = difference.sum(-1, keepdim=True)
-    weights = difference.exp()
-    low = 0.0 if low is None else low
-    high = torch.inf if high is None else high
-    if action == "truncate":
-        return weights.clamp(low, high)
-    # not a product with 0: a weight may be infinite
-    return weights.masked_fill((weights < low) | (weights > high), 0.0)
-
-
-def _require_sharded_optimizer(args: TraceGRPOConfig, model: Any, optimizers: tuple[Any, Any]) -> None:
-    """Raise `InputError` for an optimizer whose state FSDP2 would not shard with the weights."""
-    if any(optimizers):
-        raise InputError('sharding="full" makes the optimizer itself: leave optimizers out, and set optim')
-    kind, _ = GRPOTrainer.get_optimizer_cls_and_kwargs(args, model)
-    if not kind.__module__.startswith("torch.optim."):
-        raise InputError(f"optim={args.optim!r} looks at whole matrices: choose adamw_torch_fused, or sgd")
-
-
-def _train_in_float32(model: Any) -> None:
-    """Let trained weights have 32 bits: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart.
-
-    Autocast computes in the 16 bits that they were loaded in.
-    """
-    for weight in model.parameters():
-        if weight.requires_grad and weight.itemsize < torch.float32.itemsize:
-            weight.data = weight.data.float()
-
-
-def _run_as_served(model: Any) -> None:
-    """Let a model compute as engines do: some families clip weights, or choose experts otherwise, in training mode.
-
-    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's metrics.
-    """
-    model.eval()
-    for module in model.modules():
-        module.training = module is model or isinstance(module, GradientCheckpointingLayer)
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
-from rolltap.trainer.training.step.pack import Pack, Row
-from rolltap.trainer.training.step.padded import PaddedRows
+from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
 from rolltap.trainer.training.step.routing import Replay
 from tests.deep import cases
 from tests.trainer.training.step.small_models import branching_rows, plain_pass, small_model, take_gradient

@@ -93,6 +93,16 @@ def test_the_gradient_is_that_of_the_formula_of_recorded_policies_too(student, t
     assert relative_difference(by_formula(student, traces, share / 2), found) > 1e-2
 
 
+def test_a_reference_counts_beside_a_teacher_that_takes_the_place_of_all_rewards(student, teacher, tmp_path):
+    traces = stale(taught(teacher, record(student, random.Random(0))))
+    found = []
+    for beta in (0.0, 0.5):
+        options = {"beta": beta, "num_iterations": 2, "max_steps": 2, "optim": "sgd", "learning_rate": 0.05}
+        trainer = trained(student, tmp_path, traces, teacher_share=1.0, **options, **WIDE)
+        found.append(trainer.spy.gradients[1])
+    assert relative_difference(*found) > 1e-2
+
+
 def test_over_every_token_of_a_place_it_is_the_gradient_of_the_reverse_kl_divergence(student, teacher, tmp_path):
     prompt = [2, 3, 4]
     fields = {"prompt": prompt, "group_id": "a", "reward": 0.0, "logprobs": [-log(VOCABULARY)]}
