@@ -46,9 +46,10 @@ part() {
     say "$name: $(tail -n 1 "$logs/$name")"
 }
 
-# one that hangs fails, with the stacks of its threads; tests of one file share their processes
-sequential=(--timeout 1200 --durations 20 -q)
-parallel=("${sequential[@]}" --dist loadfile -n $((processors < 4 ? processors : 4)))
+# A test that hangs ends its process, with the stacks of all threads, because an exception may be caught, or wait in
+# turn for a child. xdist would wait for ever for the tests of a process that ended: it starts no other one.
+sequential=(--timeout 1200 --timeout-method thread --durations 20 -q)
+parallel=("${sequential[@]}" --dist loadfile --max-worker-restart 0 -n $((processors < 4 ? processors : 4)))
 
 # Those in which mitmproxy takes part; of the attacks, those on its layers.
 addons_312() {

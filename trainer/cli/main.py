@@ -3,8 +3,9 @@
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
@@ -49,6 +50,7 @@ COMMANDS = {
 """Command -> its module and its line of the help, in the order of work. A module is imported when its command runs."""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a command as Ctrl-C does."""
+_AGAIN_SECONDS = 0.05
 RESUMED = ("rollout", "train", "score", "judge")
 """Commands that go on where they were stopped."""
 
@@ -103,7 +105,8 @@ def run(command: click.Command) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)
     try:
-        command.main(standalone_mode=False)
+        with _dropped_signals_come_again():
+            command.main(standalone_mode=False)
     except click.ClickException as error:
         if runs_first():
             error.show()
@@ -126,6 +129,32 @@ def said_when_stopped(arguments: Sequence[str]) -> str:
     if name == "record":
         return "stopped by a signal; committed calls stay in the run"
     return "stopped by a signal"
+
+
+@contextmanager
+def _dropped_signals_come_again() -> Iterator[None]:
+    """Raise a signal's `KeyboardInterrupt` again which Python has dropped.
+
+    Python drops an exception of `__del__` and of a weak reference's callback, and calls `sys.unraisablehook`. Each
+    import ends with such a callback, so without this a signal during one is lost, and the command goes on for ever.
+    """
+    hook = sys.unraisablehook
+
+    def again(dropped: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            hook(dropped)
+            return
+        # from another thread, because this function's own exceptions are dropped too
+        main_thread = threading.main_thread().ident
+        timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main_thread, signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

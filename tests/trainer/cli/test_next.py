@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+import sys
+import threading
 
 import click
 import pytest
@@ -49,6 +51,27 @@ def test_every_signal_that_asks_a_command_to_end_does_what_ctrl_c_does(signals, 
         run(click.Command("work", callback=lambda: signal.raise_signal(number)))
     assert ended.value.code == 130
     assert "stopped by a signal" in capsys.readouterr().err
+
+
+class SignalledAtItsEnd:
+    """Python drops an exception of `__del__`, as of the callbacks with which an import ends."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_that_python_drops_while_it_collects_an_object_comes_again(signals, capsys):
+    hook = sys.unraisablehook
+
+    def work():
+        SignalledAtItsEnd()
+        threading.Event().wait(60)
+
+    with pytest.raises(SystemExit) as ended:
+        run(click.Command("work", callback=work))
+    assert ended.value.code == 130
+    assert "Exception ignored" not in capsys.readouterr().err
+    assert sys.unraisablehook is hook
 
 
 def test_a_command_of_nohup_goes_on_without_its_terminal(signals):
