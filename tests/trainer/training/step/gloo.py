@@ -1,87 +1,95 @@
-"""Several gloo ranks: one program as two processes, or one function as forks of this process.
+"""Several gloo ranks as forks of this process: they run one function, or one program."""
 
-`python -m tests.trainer.training.step.gloo MODULE NUMBER ARGUMENTS` imports the trainer once and forks the ranks.
-"""
-
-import gc
 import importlib
 import multiprocessing
 import os
 import runpy
-import subprocess
 import sys
 import traceback
-from pathlib import Path
-from queue import Empty
+import warnings
+from functools import partial
+from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
 
 from tests.conftest import free_port
 
-ROOT = Path(__file__).resolve().parents[4]
 
-
-def run_two(module: str, *arguments: str, number: int = 2) -> None:
-    """Run `python -m MODULE ARGUMENTS` as two gloo ranks. Raises CalledProcessError unless all end with status 0."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(number)}
-    once = {"OMP_NUM_THREADS": "1", "HF_DEACTIVATE_ASYNC_LOAD": "1"}  # no threads before the forks
-    launcher = [sys.executable, "-m", __name__, module, str(number), *arguments]
-    subprocess.run(launcher, cwd=ROOT, env=os.environ | shared | once, check=True)
+def run_two(module, *arguments, number=2):
+    """Run `python -m MODULE ARGUMENTS` as each rank. Raises RuntimeError unless all reach its
+    end."""
+    program = importlib.import_module(module).__file__  # with what it imports, once for all
+    _fork(partial(_run, program, arguments), number, seconds=600)
 
 
 def run_ranks(function, number=2, dead=(), seconds=120):
     """Run `function(rank)` as each rank of a gloo group.
 
-    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in `function`. Raises
-    TimeoutError for ranks that are silent for so long.
+    Return per rank its result, or "Error: message"; None of the `dead` ones, which end in
+    `function`. Raises RuntimeError if another one ends, and TimeoutError for ranks that are silent
+    for so long.
     """
-    port = free_port()
+    return _fork(partial(_join, function), number, dead, seconds)
+
+
+def _fork(function, number, dead=(), seconds=120):
     context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(function, rank, number, port, results)) for rank in range(number)]
-    for rank in ranks:
-        rank.start()
-    found = dict.fromkeys(dead)
+    port = free_port()
+    silent = {}
+    processes = []
+    for rank in range(number):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(number),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+        process = context.Process(target=_rank, args=(function, rank, environment, sender))
+        process.start()
+        sender.close()  # the rank has the only one: its end is the end of the pipe
+        silent[receiver] = rank
+        processes.append(process)
+    found = {}
     try:
-        while len(found) < number:
-            rank, outcome = results.get(timeout=seconds)
-            found[rank] = outcome
-    except Empty:
-        raise TimeoutError(f"only {sorted(found)} of {number} ranks have ended") from None
+        while silent:
+            ready = wait(silent, seconds)
+            if not ready:
+                raise TimeoutError(f"the ranks {[*silent.values()]} of {number} do not end")
+            for receiver in ready:
+                rank = silent.pop(receiver)
+                try:
+                    found[rank] = receiver.recv()
+                except EOFError:
+                    if rank not in dead:
+                        raise RuntimeError(f"rank {rank} has ended without a result") from None
+                    found[rank] = None
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
     return [found[rank] for rank in range(number)]
 
 
-def _rank(function, rank, number, port, results):
+def _rank(function, rank, environment, sender):
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=number)
-    try:
-        outcome = function(rank)
-    except Exception as error:
-        traceback.print_exc()
-        outcome = f"{type(error).__name__}: {error}"
-    results.put((rank, outcome))
+    os.environ |= environment
+    sender.send(function(rank))
     if dist.is_initialized():
         dist.barrier()
 
 
-def _run(program, rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+def _join(function, rank):
+    dist.init_process_group("gloo")
+    try:
+        return function(rank)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+
+
+def _run(program, arguments, rank):
+    sys.argv = [program, *arguments]
+    warnings.simplefilter("ignore")
     runpy.run_path(program, run_name="__main__")
-
-
-if __name__ == "__main__":
-    program = importlib.import_module(sys.argv.pop(1)).__file__  # with the trainer, once for all
-    number = int(sys.argv.pop(1))
-    gc.freeze()
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run, args=(program, rank)) for rank in range(number)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(max(abs(rank.exitcode) for rank in ranks))

@@ -1,9 +1,5 @@
-"""Trainings of packs with transformers' trainer, and the program that several ranks run: `FOLDER CASES [NUMBERS]`.
+"""Trainings of packs with transformers' trainer, as one process or several ranks take them."""
 
-With the numbers of ranks that wrote checkpoints they go on from these.
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +12,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from rolltap.trainer.models.saving import save_adapter, save_whole
 from rolltap.trainer.training.step.checkpoint import Checkpoints
 from rolltap.trainer.training.step.distributed import (
-    is_main,
     on_main,
     reduce_unused,
     several,
@@ -28,9 +23,10 @@ from rolltap.trainer.training.step.pack import FEWEST_TOKENS, Pack
 from tests.trainer.training.step.small_models import branching_rows, small_model
 
 CASES = ("qwen3", "qwen3, bfloat16", "qwen3-moe", "qwen3-moe, LoRA", "qwen3, LoRA, bfloat16", "qwen3, an expert")
-"""Family, and what is trained of it. "An expert": a part that a process without rows does not use."""
+"""Family, and what is trained of it. "An expert": a part that a process without rows does not
+use."""
 SHARDINGS = ("none", "full")
-STEPS = 4
+STEPS = 3
 SAVED = 2
 """Step with the checkpoint."""
 
@@ -117,8 +113,10 @@ class Spy(TrainerCallback):
                     self.gradients[name] = whole(weight.grad)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-        self.weights = {name.removeprefix("module."): whole(weight.detach()) for name, weight in weights}
+        self.weights = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self.weights[name.removeprefix("module.")] = whole(weight.detach())
 
 
 def whole(tensor):
@@ -127,20 +125,38 @@ def whole(tensor):
 
 
 def parts(empty):
-    """Return the micro-batches of this rank: its share of all rows, in two; or all on rank 0, where `empty`."""
-    every = range(0, len(branching_rows()), 3)
-    rank, number = (dist.get_rank(), dist.get_world_size()) if several() else (0, 1)
+    """Return the micro-batches of this rank: its share of all rows, in two; or all on rank 0, where
+    `empty`."""
+    every = list(range(0, len(branching_rows()), 3))
+    rank = 0
+    number = 1
+    if several():
+        rank = dist.get_rank()
+        number = dist.get_world_size()
+    if empty and rank > 0:
+        return [[], []]
     if empty:
-        return [list(every[::2]), list(every[1::2])] if rank == 0 else [[], []]
-    return [list(every[2 * rank :: 2 * number]), list(every[2 * rank + 1 :: 2 * number])]
+        return [every[::2], every[1::2]]
+    return [every[2 * rank :: 2 * number], every[2 * rank + 1 :: 2 * number]]
 
 
 def make_trainer(case, sharding, folder, empty=False, **settings):
-    defaults = {"max_steps": STEPS, "save_steps": SAVED, "learning_rate": 1e-3}
-    defaults |= {"adam_epsilon": 1e-4, "max_grad_norm": 0.1, "weight_decay": 0.1, "gradient_accumulation_steps": 2}
-    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-    args = TrainingArguments(str(folder), bf16="bfloat16" in case, **defaults | quiet | settings)
-    args.ignore_data_skip = True
+    defaults = {
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,
+        "max_grad_norm": 0.1,
+        "weight_decay": 0.1,
+        "gradient_accumulation_steps": 2,
+        "bf16": "bfloat16" in case,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "ignore_data_skip": True,
+    }
+    args = TrainingArguments(str(folder), **defaults | settings)
     model = make_model(case)
     if sharding == "full" and several():
         use_fsdp(args, model)
@@ -149,69 +165,55 @@ def make_trainer(case, sharding, folder, empty=False, **settings):
     return PackTrainer(model, args, micro_batches=parts(empty))
 
 
-def trained(case, sharding, folder, empty=False, resume=None):
+def results(trainer, resume=None):
     """Train, and return the gradients of the first step and the weights of the last one."""
-    trainer = make_trainer(case, sharding, folder, empty)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return {"gradients": trainer.spy.gradients, "weights": trainer.spy.weights}
 
 
-def published(case, sharding, folder):
-    """Train, and save the model on the main process. Return its trained weights, and those of the folder."""
+def publish(trainer, case, folder):
+    """Save the model of a trainer on the main process, for a base of its kind."""
     base = folder / "base"
-    if is_main():
-        plain = [kind for kind in case.split(", ") if kind not in ("LoRA", "bfloat16")]
-        make_model(", ".join(plain)).save_pretrained(base)
-    trainer = make_trainer(case, sharding, folder / "out", max_steps=1)
-    trainer.train()
 
     def save():
+        plain = [kind for kind in case.split(", ") if kind not in ("LoRA", "bfloat16")]
+        make_model(", ".join(plain)).save_pretrained(base)
         save_whole(trainer.model, folder / "model", base)
         if isinstance(trainer.model, PeftModel) and "moe" not in case:  # whose experts have adapters too
             save_adapter(trainer.model, folder / "model", base)
 
     on_main(save)
-    return trainer.spy.weights
 
 
-def checkpoint(folder, number, sharding, case):
-    """Return the folder of the checkpoint that `number` ranks wrote."""
-    return folder / str(number) / sharding / case / f"checkpoint-{SAVED}"
+def folder_of(folder, number, sharding, case):
+    """Return the folder of what `number` ranks train."""
+    return folder / str(number) / sharding / case
 
 
 def started(folder, cases, number, shardings=SHARDINGS):
-    """Train each case from the start, with all rows on one rank, and from the checkpoint; and publish a model."""
+    """Train each case from the start, publish the model, and go on from the checkpoint; then take a
+    step with all rows on one rank."""
     found = {}
     for sharding in shardings:
         for case in cases:
-            out = folder / str(number) / sharding / case
-            found["start", sharding, case] = trained(case, sharding, out)
-            resumed = checkpoint(folder, number, sharding, case)
-            found["resumed", sharding, case] = trained(case, sharding, folder / "out", resume=resumed)
-            found["empty", sharding, case] = trained(case, sharding, folder / "out", empty=True)
-            found["published", sharding, case] = published(case, sharding, out)
+            out = folder_of(folder, number, sharding, case)
+            trainer = make_trainer(case, sharding, out)
+            found["start", sharding, case] = results(trainer)
+            publish(trainer, case, out)
+            again = make_trainer(case, sharding, folder / "out")
+            found["resumed", sharding, case] = results(again, out / f"checkpoint-{SAVED}")
+            if number > 1:
+                alone = make_trainer(case, sharding, folder / "out", empty=True, max_steps=1)
+                found["empty", sharding, case] = results(alone)
     return found
 
 
-def resumed(folder, cases, others, shardings=SHARDINGS):
-    """Go on from the checkpoints that other numbers of ranks have written, each with each sharding."""
+def resumed(folder, case, ways):
+    """Go on from checkpoints. `ways` are the number of ranks that wrote it, their sharding, and
+    that of the ranks that go on."""
     found = {}
-    for number in others:
-        for began in SHARDINGS if number > 1 else ("none",):
-            for sharding in shardings:
-                for case in cases:
-                    begun = checkpoint(folder, number, began, case)
-                    found[number, began, sharding, case] = trained(case, sharding, folder / "out", resume=begun)
+    for number, began, sharding in ways:
+        trainer = make_trainer(case, sharding, folder / "out")
+        saved = folder_of(folder, number, began, case) / f"checkpoint-{SAVED}"
+        found[number, began, sharding] = results(trainer, saved)["weights"]
     return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    cases = sys.argv[2].split("; ")
-    others = [int(number) for number in sys.argv[3:]]
-    number = dist.get_world_size()
-    found = resumed(folder, cases, others) if others else started(folder, cases, number)
-    if is_main():
-        torch.save(found, folder / f"{number}{'-resumed' if others else ''}.pt")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,18 @@ from safetensors.torch import load_file
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step.checkpoint import load_trained, save_trained
+from rolltap.trainer.training.step.distributed import is_main
 from tests.deep import DEEP, cases
-from tests.trainer.training.step.gloo import run_two
+from tests.trainer.training.step.gloo import run_ranks
 from tests.trainer.training.step.sharded import (
     CASES,
     SHARDINGS,
-    checkpoint,
+    folder_of,
     make_model,
     make_trainer,
+    results,
     resumed,
     started,
-    trained,
 )
 
 pytestmark = [
@@ -37,6 +39,19 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharded")
 
 
+def by_ranks(number, file, function):
+    """Return what rank 0 of several finds."""
+
+    def run(rank):
+        torch.manual_seed(0)
+        found = function()
+        if is_main():
+            torch.save(found, file)
+
+    assert run_ranks(run, number, seconds=600) == [None] * number
+    return torch.load(file)
+
+
 @pytest.fixture(scope="module")
 def one(folder):
     """Return what one process trains."""
@@ -48,8 +63,8 @@ def several(folder):
     """Return what several ranks train: number -> what rank 0 has."""
     found = {}
     for number in RANKS:
-        run_two("tests.trainer.training.step.sharded", str(folder), "; ".join(CHOSEN), number=number)
-        found[number] = torch.load(folder / f"{number}.pt")
+        train = partial(started, folder, CHOSEN, number)
+        found[number] = by_ranks(number, folder / f"{number}.pt", train)
     return found
 
 
@@ -60,7 +75,7 @@ def relative_difference(given, expected):
 
 
 def assert_near(given, expected, case):
-    """Assert that weights after a training, of about four steps of 1e-3, differ by rounding."""
+    """Assert that weights after a training, of about three steps of 1e-3, differ by rounding."""
     assert given.keys() == expected.keys()
     largest = max((weight - expected[name]).abs().max() for name, weight in given.items())
     assert largest < (2e-3 if "bfloat16" in case else 1e-6)
@@ -69,41 +84,43 @@ def assert_near(given, expected, case):
 @pytest.mark.parametrize("case", CHOSEN)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("rows", ["start", "empty"])
-def test_gradients_and_weights_are_those_of_one_process(one, several, ranks, sharding, case, rows):
+def test_gradients_and_weights_are_those_of_one_process(one, several, ranks, sharding, case):
     expected = one["start", "none", case]
-    given = several[ranks][rows, sharding, case]
     near = 0.05 if "bfloat16" in case else 5e-6
-    assert relative_difference(given["gradients"], expected["gradients"]) < near
-    assert_near(given["weights"], expected["weights"], case)
+    for rows in ("start", "empty"):
+        given = several[ranks][rows, sharding, case]
+        assert relative_difference(given["gradients"], expected["gradients"]) < near
+    assert_near(several[ranks]["start", sharding, case]["weights"], expected["weights"], case)
 
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_a_training_that_is_resumed_is_bit_for_bit_the_one_without_a_break(one, several, case):
-    found = [one, *several.values()]
-    for results in found:
+    for found in (one, *several.values()):
         for sharding in SHARDINGS:
-            if ("start", sharding, case) not in results:
-                continue
-            whole = results["start", sharding, case]["weights"]
-            after = results["resumed", sharding, case]["weights"]
-            assert all(torch.equal(whole[name], weight) for name, weight in after.items())
+            if ("start", sharding, case) in found:
+                whole = found["start", sharding, case]["weights"]
+                after = found["resumed", sharding, case]["weights"]
+                assert all(torch.equal(whole[name], weight) for name, weight in after.items())
 
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_one_process_goes_on_from_what_several_saved(one, several, folder, case):
-    for ranks in several:
-        for found in resumed(folder, [case], [ranks], ["none"]).values():
-            assert_near(found["weights"], one["start", "none", case]["weights"], case)
+    ways = [(ranks, began, "none") for ranks in several for began in SHARDINGS]
+    for weights in resumed(folder, case, ways).values():
+        assert_near(weights, one["start", "none", case]["weights"], case)
 
 
-def test_three_processes_go_on_from_what_one_and_two_saved(one, several, folder):
-    chosen = CHOSEN if DEEP else CHOSEN[:1]
-    run_two("tests.trainer.training.step.sharded", str(folder), "; ".join(chosen), "1", "2", number=3)
-    found = torch.load(folder / "3-resumed.pt")
-    assert len(found) == 6 * len(chosen)
-    for (*_, case), results in found.items():
-        assert_near(results["weights"], one["start", "none", case]["weights"], case)
+WAYS = cases(
+    [(1, "none", "full"), (2, "full", "none"), (1, "none", "none"), (2, "full", "full"), (2, "none", "full")], 0, 1
+)
+
+
+@pytest.mark.parametrize("case", CHOSEN if DEEP else CHOSEN[:1])
+def test_three_processes_go_on_from_what_one_and_two_saved(one, several, folder, case):
+    found = by_ranks(3, folder / "3-resumed.pt", partial(resumed, folder, case, WAYS))
+    assert len(found) == len(WAYS)
+    for weights in found.values():
+        assert_near(weights, one["start", "none", case]["weights"], case)
 
 
 def files(folder: Path, pattern: str) -> dict[str, torch.Tensor]:
@@ -113,8 +130,8 @@ def files(folder: Path, pattern: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", CHOSEN)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_sharded_weights_are_published_as_one_process_does_it(one, several, folder, sharding, case):
-    expected = files(folder / "1" / "none" / case / "model", "*.safetensors")
-    given = files(folder / "2" / sharding / case / "model", "*.safetensors")
+    expected = files(folder_of(folder, 1, "none", case) / "model", "*.safetensors")
+    given = files(folder_of(folder, 2, sharding, case) / "model", "*.safetensors")
     assert given.keys() == expected.keys()
     kind = torch.bfloat16 if "bfloat16" in case else torch.float32
     for name, weight in given.items():
@@ -122,20 +139,19 @@ def test_sharded_weights_are_published_as_one_process_does_it(one, several, fold
         assert (weight.float() - expected[name].float()).abs().max() < (0.02 if kind == torch.bfloat16 else 1e-6)
 
 
-def test_each_process_writes_its_part(one, several, folder):
-    sizes = {}
-    for sharding in SHARDINGS:
-        parts = checkpoint(folder, 2, sharding, CHOSEN[0]) / "trained"
-        sizes[sharding] = [file.stat().st_size for file in sorted(parts.glob("*.distcp"))]
-        assert len(sizes[sharding]) == 2
-        assert min(sizes[sharding]) > 0.4 * sum(sizes[sharding])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_each_process_writes_its_part(several, folder, sharding):
+    parts = folder_of(folder, 2, sharding, CHOSEN[0]) / "checkpoint-2" / "trained"
+    sizes = [file.stat().st_size for file in parts.glob("*.distcp")]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.4 * sum(sizes)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a checkpoint of one process."""
     out = tmp_path_factory.mktemp("saved")
-    trained("qwen3", "none", out)
+    results(make_trainer("qwen3", "none", out, max_steps=2))
     return out / "checkpoint-2"
 
 
@@ -148,7 +164,7 @@ def test_the_state_of_transformers_marks_a_whole_checkpoint_and_is_written_last(
 
 def test_the_oldest_checkpoints_beyond_the_limit_are_removed(tmp_path):
     make_trainer("qwen3", "none", tmp_path, save_steps=1, save_total_limit=2).train()
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-4"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-3"}
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path, saved):
@@ -161,8 +177,8 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path, saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"lacks 2 weights that the model has, .*more\."),
-        (lambda model: delattr(model.model, "norm"), r"has 1 weights that the model lacks, such as model\.norm\.wei"),
+        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"2 weights .* lacks more\.bias"),
+        (lambda model: delattr(model.model, "norm"), r"1 weights .* has model\.norm\.weight"),
         (lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(7, bias=False)), "cannot be written or read"),
     ],
 )
