@@ -13,10 +13,10 @@ call: another engine, or the same one after a pause, samples the rest (`engine/c
 `SAMPLED`: the completion has a finish reason. The call waits until a request listens, so that a reply which nobody
 takes is not continued.
 
-`COMMITTED`: the call is in the run as `completed`, and later calls of the session can continue it. With
-`rolltap_fsync=call` the fsync is outstanding.
+`COMMITTED`: the call is in the run as `completed`. With `rolltap_fsync=call` the fsync is outstanding.
 
-`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk.
+`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk, and the next call of its session
+can continue it. It waits for no other call: the conversations learn of it when they are free, before all later calls.
 
 `FAILED`, `ABORTED`: after `SAMPLING` or `SAMPLED` the call is in the run with that status, with the tokens sampled so
 far and the error. After `COMMITTED` its row stays `completed`; only the harness gets the error.
@@ -44,7 +44,7 @@ see the same text and the same end (`exchange.py` writes it in the API's form).
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -107,8 +107,8 @@ class Owner(Protocol):
     writer: RunWriter
     refusals: Refusals
 
-    def add(self, prepared: PreparedCall, reply: Reply) -> Awaitable[None]:
-        """Let later calls of the session continue a committed call."""
+    def add(self, prepared: PreparedCall, reply: Reply) -> Coroutine[None, None, None]:
+        """Let later calls of the session continue a committed call. Raises nothing."""
 
 
 class Generation:
@@ -239,10 +239,11 @@ class Generation:
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)
-            await session.add(self._prepared, reply)
+            adding = asyncio.create_task(session.add(self._prepared, reply))  # in the order of commits
             if session.writer.sync_policy == "call":
                 await asyncio.to_thread(session.writer.sync)
             self._enter(State.COMPLETED, reply)
+            await adding
         except Exception as error:  # any error is recorded with the call and sent to the harness
             if not self.done:
                 self._enter(State.FAILED, error)

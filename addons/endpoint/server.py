@@ -16,8 +16,7 @@ from functools import partial
 from aiohttp import web
 
 from rolltap.addons.concurrency import Workers
-from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, ReplyContext, ServedModel
+from rolltap.addons.dialects.model_call import DialectError, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.budget import Budgets
@@ -35,7 +34,6 @@ from rolltap.addons.endpoint.request import (
     ClientRequest,
 )
 from rolltap.addons.endpoint.rerun import served_model
-from rolltap.addons.endpoint.retries import AnyCall
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.engine.client import Engine
@@ -239,11 +237,17 @@ class Endpoint:
                     return _json(route.dialect.encode_models(request.raw_path, models, int(time.time())))
                 case "count_tokens":
                     async with self._bodies.read(request, asked.session_id) as body:
-                        num_tokens = await self._session(asked).count_tokens(route.dialect, body, asked)
+                        session = self._session(asked)
+                        model_call = await session.decode(route.dialect, body, asked)
+                        num_tokens = await session.count_tokens(route.dialect, model_call, len(body))
                     return _json(route.dialect.encode_token_count(num_tokens))
                 case "generate":
                     async with self._bodies.read(request, asked.session_id) as body:
-                        generation, model_call = await self._begin(route.dialect, body, asked)
+                        model_call = await self._session(asked).decode(route.dialect, body, asked)
+                        window = await self._context_window(asked)
+                        # an idle session may be dropped while its request waits for an engine
+                        session = self._session(asked)
+                        generation = await session.begin(route.dialect, model_call, len(body), asked, window)
         except Exception as error:
             return error_response(route.dialect, self._reject(asked, error))
         num_prompt, now = generation.usage.prompt, int(time.time())
@@ -252,8 +256,8 @@ class Endpoint:
         try:
             return await answer(generation, route.dialect, context, request)
         finally:
-            if (session := self.sessions.get(asked.session_id)) is not None:
-                session.settle()
+            if asked.session_id in self.sessions:
+                self.sessions[asked.session_id].settle()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says. A body has its reward.
@@ -288,26 +292,22 @@ class Endpoint:
             self.sessions[request.session_id] = self._new_session(session_id=request.session_id)
         return self.sessions[request.session_id]
 
-    async def _begin(self, dialect: Dialect, body: bytes, request: ClientRequest) -> tuple[AnyCall, ModelCall]:
-        """Start or join the generation of a request. Raises as `Session.begin`.
+    async def _context_window(self, request: ClientRequest) -> int:
+        """Return the context window of a session's engine, in tokens, once the engine is ready.
 
-        A harness that gives up after it waited more than `UNANSWERED_SECONDS` for an engine has an event `fault`. Time
-        in which the request waited for others of its session does not count.
+        A harness that gives up after more than `UNANSWERED_SECONDS` has an event `fault`. Raises
+        `EngineError`.
         """
-
-        async def context_window() -> int:
-            clock = asyncio.get_running_loop().time
-            started = clock()
-            try:
-                served = await self._engine(request)
-            except asyncio.CancelledError:
-                if (waited := clock() - started) > UNANSWERED_SECONDS:
-                    why = f"the harness gave up: no engine was ready for its call after {waited:.0f} s"
-                    self._reject(request, EngineError(why))
-                raise
-            return served.context_window
-
-        return await self._session(request).begin(dialect, body, request, context_window)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            served = await self._engine(request)
+        except asyncio.CancelledError:
+            if (waited := clock() - started) > UNANSWERED_SECONDS:
+                why = f"the harness gave up: no engine was ready for its call after {waited:.0f} s"
+                self._reject(request, EngineError(why))
+            raise
+        return served.context_window
 
     async def _engine(self, request: ClientRequest) -> ServedModel:
         """Return the model of a session's engine, and describe it in `run.json`. Raises `EngineError`."""

@@ -5,10 +5,12 @@ idle session can be dropped and a new one continues where it was.
 """
 
 import asyncio
+import logging
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
@@ -32,6 +34,8 @@ from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
+
+logger = logging.getLogger(__name__)
 
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
@@ -68,7 +72,10 @@ class Session:
     _budget: SessionBudget | None = field(default=None, init=False)
     """None before the first call, as the policy, because it follows from the rows."""
     _order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """Held while a prompt is made, and while a call is added to the conversations."""
+    """Held while a prompt is made, and while a call is added to the conversations.
+
+    First come, first served. Whoever holds it waits for no engine.
+    """
 
     def __post_init__(self) -> None:
         self._stored = [SessionCalls(self.archive, self.session_id)]
@@ -80,14 +87,42 @@ class Session:
         kept = self._recovered is not None and self._recovered.again
         return not self.generations and not self._order.locked() and not kept
 
-    async def begin(
-        self, dialect: Dialect, body: bytes, request: ClientRequest, context_window: Callable[[], Awaitable[int]]
-    ) -> tuple[AnyCall, ModelCall]:
-        """Return the call that the request repeats, or start a new generation; and the decoded request.
+    async def decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
+        """Return the decoded request.
 
-        `context_window` returns the engine's, in tokens, and may wait for the engine. Raises what it raises,
-        `DialectError` for an invalid request, when the session has ended, a budget is used up or the prompt fills the
-        window, and `OSError` when the call's event cannot be committed or the disk is nearly full.
+        Raises `DialectError` for an invalid request and when the session has ended, and `OSError`
+        and `RunError` when the session's rows cannot be read.
+        """
+        self._touch()
+        async with self._order:
+            await self._open()
+            try:
+                model_call = await self.workers.run(len(body), dialect.decode, body, request.target)
+            except NamesStored as named:
+                # the rows of a session are read in a thread
+                num_bytes = max(len(body), INLINE_BYTES)
+                model_call = await self.workers.run(num_bytes, self._complete, named)
+        model_call.again = isinstance(self._recovered, RerunSession)
+        if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
+            raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
+        if self.options.images == "refuse":
+            refuse_hidden(model_call.hidden)
+        return model_call
+
+    async def begin(
+        self,
+        dialect: Dialect,
+        model_call: ModelCall,
+        num_bytes: int,
+        request: ClientRequest,
+        context_window: int,
+    ) -> AnyCall:
+        """Return the call that a decoded request of `num_bytes` bytes repeats, or start a generation.
+
+        `context_window` is the engine's, in tokens. Raises `DialectError` when the session has
+        ended, a budget is used up or the prompt fills the window, `RunError` when the session's rows
+        cannot be read, and `OSError` also when the call's event cannot be committed or the disk is
+        nearly full.
 
         A call that needs what running ones have reserved of a budget waits for their ends.
         """
@@ -95,36 +130,35 @@ class Session:
         while True:
             async with self._order:
                 recovered = await self._open()
-                model_call = await self._decode(dialect, body, request)
-                window = await context_window()
                 if isinstance(recovered, RerunSession):
                     asked = dialect, model_call, request.headers
-                    found = await self._work(recovered, len(body), recovered.answer, *asked)
+                    found = await self._work(recovered, num_bytes, recovered.answer, *asked)
                     if found is not None:
                         self._give(*found, recovered.source, request)
-                        return found[0], model_call
-                prepared = await self._work(
-                    recovered, len(body), self._prepare, recovered, dialect, model_call, request, window
-                )
+                        return found[0]
+                prepare = partial(self._prepare, recovered, dialect, model_call, request, context_window)
+                prepared = await self._work(recovered, num_bytes, prepare)
                 self.settle()
-                retried = find_retried([*recovered.finished, *self.generations], prepared.digest, request.headers)
+                earlier: list[AnyCall] = [*recovered.finished, *self.generations]
+                retried = find_retried(earlier, prepared.digest, request.headers)
                 if retried is not None:
                     kind: EventKind = "replayed" if retried.done else "joined"
                     self.refusals.record(request.event(kind, call_id=retried.call_id))
-                    return retried, model_call
+                    return retried
                 budget = self._budget = self._budget or SessionBudget(self.budgets, recovered.used)
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
-                    return await self._start(recovered, prepared, request, grant), model_call
+                    return await self._start(recovered, prepared, request, grant)
             await budget.settled()
 
-    async def count_tokens(self, dialect: Dialect, body: bytes, request: ClientRequest) -> int:
-        """Return the prompt tokens of a call, which may be more than the window. Raises `DialectError` as `begin`."""
-        self._touch()
+    async def count_tokens(self, dialect: Dialect, model_call: ModelCall, num_bytes: int) -> int:
+        """Return the prompt tokens of a decoded request of `num_bytes` bytes.
+
+        They may be more than the window. Raises as `decode`.
+        """
         async with self._order:
             recovered = await self._open()
-            model_call = await self._decode(dialect, body, request)
-            prompt = await self._work(recovered, len(body), self._prompt, recovered, dialect, model_call)
+            prompt = await self._work(recovered, num_bytes, self._prompt, recovered, dialect, model_call)
             return len(prompt.ids)
 
     def settle(self) -> None:
@@ -162,13 +196,20 @@ class Session:
             self._end_recorded = True
 
     async def add(self, prepared: PreparedCall, reply: Reply) -> None:
-        """Let later calls continue a committed one."""
+        """Let later calls continue a committed one: those that begin from now on wait for this."""
         async with self._order:
-            if self._recovered is not None:
-                call, prompt, message = prepared.call, prepared.prompt, reply.to_message()
-                self._recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
-                add = self._recovered.conversations.add
-                await self.workers.run(len(call.messages), add, call.call_id, prompt, call.completion_ids, message)
+            if self._recovered is None:
+                return
+            call, prompt, message = prepared.call, prepared.prompt, reply.to_message()
+            conversations = self._recovered.conversations
+            self._recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
+            add = partial(conversations.add, call.call_id, prompt, call.completion_ids, message)
+            try:
+                await self.workers.run(len(call.messages), add)
+            except Exception:
+                # an assistant's message may be its reply from now on
+                conversations.history.incomplete = True
+                logger.exception("call %s cannot be continued", call.call_id)
 
     def _give(self, recorded: FinishedCall, kind: EventKind, source: RecordedFrom, request: ClientRequest) -> None:
         """Record that a recorded call answers a request."""
@@ -255,19 +296,6 @@ class Session:
                 recovered = RerunSession(self.recovery, source, recovered.ended, recovered.given)
             self._recovered = recovered
         return self._recovered
-
-    async def _decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
-        try:
-            model_call = await self.workers.run(len(body), dialect.decode, body, request.target)
-        except NamesStored as named:
-            # the rows of a session are read in a thread
-            model_call = await self.workers.run(max(len(body), INLINE_BYTES), self._complete, named)
-        model_call.again = isinstance(self._recovered, RerunSession)
-        if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
-            raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
-        if self.options.images == "refuse":
-            refuse_hidden(model_call.hidden)
-        return model_call
 
     def _complete(self, named: NamesStored) -> ModelCall:
         for calls in self._stored:

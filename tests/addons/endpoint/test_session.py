@@ -1,11 +1,15 @@
 """A session: its conversations, what it takes from requests, and what it forgets."""
 
+import asyncio
 import gc
 import json
+import threading
 import weakref
 
 import pytest
 
+from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store import tables
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.conversations import rebuild_conversations
@@ -76,6 +80,76 @@ async def test_a_notification_is_part_of_the_prompt_and_not_trained(harness, scr
     assert ledger.trained == ledger.sampled
     rebuilt = rebuild_conversations([first, second])[1]
     assert [message["content"] for message in rebuilt.messages()] == [m["content"] for m in conversation]
+
+
+class TestCallsAtTheSameTime:
+    """Neither call of a session waits for what keeps the other one."""
+
+    async def test_a_reply_is_delivered_while_another_call_waits_for_an_engine(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        running = await harness.held(scripted_engine, Say("Hello.", hold_after=1))
+        ready = harness.endpoint.engines.ready
+        waiting = asyncio.Event()
+        answers = asyncio.Event()
+
+        async def silent(session_id):
+            waiting.set()
+            await answers.wait()
+            return await ready(session_id)
+
+        monkeypatch.setattr(harness.endpoint.engines, "ready", silent)
+        other = asyncio.create_task(harness.ask(user("More.")))
+        await waiting.wait()
+        scripted_engine.release()
+        status, body = await running
+        assert (status, other.done()) == (200, False)
+        harness.endpoint.forget_idle(0)  # the call that waits goes on in a session that is read again
+        answers.set()
+        await other
+        await harness.ask(user(), body["choices"][0]["message"], user("And?"))
+        assert [call["kind"] for call in harness.calls()] == ["root", "root", "bridged"]
+
+    async def test_a_reply_is_delivered_while_another_prompt_is_made_and_the_next_call_continues_it(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        scripted_engine.max_model_len = 100_000
+        running = await harness.held(scripted_engine, Say("Hello.", hold_after=1))
+        begun = threading.Event()
+        made = threading.Event()
+        render = Rendering.render
+
+        def slow(self, messages, tools):
+            begun.set()
+            made.wait(30)
+            return render(self, messages, tools)
+
+        monkeypatch.setattr(Rendering, "render", slow)
+        long = asyncio.create_task(harness.ask(user("word " * 20_000)))
+        await asyncio.to_thread(begun.wait)
+        scripted_engine.release()
+        _, body = await running
+        assert not long.done()
+        again = asyncio.create_task(harness.ask(user(), body["choices"][0]["message"], user("And?")))
+        made.set()
+        await asyncio.gather(long, again)
+        kinds = {json.loads(call["messages"])[0]["content"][:5]: call["kind"] for call in harness.calls()}
+        assert kinds["And?"] == "bridged"
+
+    async def test_after_a_call_that_cannot_be_continued_an_assistants_message_may_be_its_reply(
+        self, harness, monkeypatch
+    ):
+        def fail(*arguments):
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Conversations, "add", fail)
+            status, body = await harness.ask(user())
+        assert status == 200
+        await harness.ask(user(), body["choices"][0]["message"], user("And?"))
+        _, second = harness.calls()
+        assert (second["kind"], second["parent_id"]) == ("rendered", None)
+        assert second["kind_reason"] == "message 1 may be the reply of a call that cannot be read"
 
 
 SEEN = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}]
