@@ -1,11 +1,13 @@
 """The conversation of each call, rebuilt from the rows of the call and its ancestors.
 
-A row holds only the messages after the parent's conversation and reply. It holds no tools when they are the parent's.
+A row holds only the messages after the parent's conversation and reply. It holds no tools when they
+are the parent's.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from rolltap.addons.dialects.model_call import parse_arguments
@@ -18,15 +20,18 @@ Tool = dict[str, Any]
 
 @dataclass(slots=True, eq=False)
 class CallConversation:
-    """The conversation of a call. Stores only the messages that its parent's lacks: a chain of T calls takes O(T)."""
+    """The conversation of a call.
+
+    Stores only the messages that its parent's lacks: a chain of T calls takes O(T).
+    """
 
     call: Call
     parent: "CallConversation | None"
-    """The recorded parent's conversation; None for a root, and when the parent is not known (see `incomplete`)."""
+    """The recorded parent's; None for a root, and when the parent is not known."""
     new_messages: list[Message]
-    """The messages of the request after the parent's conversation and reply, as `dialects.types.Message`."""
+    """The messages of the request after the parent's conversation and reply, as `Call` has them."""
     reply: Message | None
-    """The assistant message, the arguments of tool calls as JSON text; None when no reply was recorded."""
+    """The assistant message, the arguments of tool calls as JSON text; None without a reply."""
     tools: list[Tool] | None
     """The tools shown to the model; None when they are not known."""
     incomplete: str | None
@@ -39,64 +44,91 @@ class CallConversation:
     def context(self) -> list[int]:
         """Return the indices in `messages` of the assistant messages that were sent with a request.
 
-        No call of the conversation sampled them: a program wrote them, or repeated what another conversation sampled.
+        No call of the conversation sampled them: a program wrote them, or repeated what another
+        conversation sampled.
         """
-        return [i for i, (message, new) in enumerate(self._sent()) if new and message["role"] == "assistant"]
+        found = []
+        for number, (message, is_new) in enumerate(self._sent()):
+            if is_new and message["role"] == "assistant":
+                found.append(number)
+        return found
 
     def _sent(self) -> Iterator[tuple[Message, bool]]:
-        """Yield the messages of the request, each with False for the reply of a call before this one."""
-        for conversation in path_to(self, lambda conversation: conversation.parent):
-            yield from ((message, True) for message in conversation.new_messages)
-            if conversation is not self and conversation.reply is not None:
-                yield conversation.reply, False
+        """Yield the messages of the request, each with False for the reply of a call before."""
+        for each in path_to(self, attrgetter("parent")):
+            for message in each.new_messages:
+                yield message, True
+            if each is not self and each.reply is not None:
+                yield each.reply, False
 
 
 def rebuild_conversations(calls: Sequence[Call]) -> list[CallConversation]:
-    """Return the conversation of each call of one session, in the order of `calls`, which may be any.
+    """Return the conversation of each call of one session, in the order of `calls`.
 
-    A call is `incomplete` when its parent is not among the calls or has no reply, when its ancestors form a cycle, and
-    when it is a root without recorded messages. Its descendants are then incomplete as well.
+    A call is `incomplete` when its parent is not among the calls or has no reply, when its
+    ancestors form a cycle, and when it is a root without recorded messages. Its descendants are
+    then incomplete as well.
     """
     known = {call.call_id: call for call in calls}
     rebuilt: dict[str, CallConversation] = {}
     for call_id, parent_id in parents_first({call.call_id: call.parent_id for call in calls}):
-        call, parent = known[call_id], None if parent_id is None else rebuilt[parent_id]
-        messages = json.loads(call.messages)
-        tools = json.loads(call.tools) if call.tools is not None else parent.tools if parent else None
-        reply = json.loads(call.reply) if call.reply is not None else None
-        if parent is not None:
-            fault = parent.incomplete if parent.reply is not None else f"its parent {parent_id} has no reply"
+        call = known[call_id]
+        messages = call.parsed_messages
+        tools = call.parsed_tools
+        parent = None
+        incomplete = None
+        if parent_id is not None:
+            parent = rebuilt[parent_id]
+            tools = tools if call.tools is not None else parent.tools
+            incomplete = parent.incomplete
+            if parent.reply is None:
+                incomplete = f"its parent {parent_id} has no reply"
+        elif call.parent_id in known:
+            incomplete = "its ancestors form a cycle"
         elif call.parent_id is not None:
-            cycle = call.parent_id in known
-            fault = "its ancestors form a cycle" if cycle else f"its parent {call.parent_id} is not in the run"
-        else:
-            fault = None if messages else "its messages were not recorded"
-        rebuilt[call_id] = CallConversation(call, parent, messages, reply, tools, fault)
+            incomplete = f"its parent {call.parent_id} is not in the run"
+        elif not messages:
+            incomplete = "its messages were not recorded"
+        reply = call.parsed_reply
+        rebuilt[call_id] = CallConversation(call, parent, messages, reply, tools, incomplete)
     return [rebuilt[call.call_id] for call in calls]
 
 
 def on_the_wire(message: Message) -> Message:
-    """Return a message in Chat Completions' wire format: tool-call arguments as JSON text, no keys of rolltap."""
-    return _with_arguments(
-        message, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    )
+    """Return a message as Chat Completions' wire has it.
+
+    Arguments of tool calls are JSON text, and there are no keys of rolltap.
+    """
+    return _with_arguments(message, _argument_text)
 
 
 def for_template(message: Message) -> Message:
-    """Return a message as chat templates take it: tool-call arguments parsed, or as text when they are not JSON."""
+    """Return a message as chat templates take it.
+
+    Arguments of tool calls are parsed, or text when they are not JSON.
+    """
     return _with_arguments(message, parsed_arguments)
 
 
 def parsed_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call, parsed if they are JSON text."""
-    return parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        return parse_arguments(arguments)
+    return arguments
+
+
+def _argument_text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    message = {key: value for key, value in message.items() if key != "call_id"}
+    changed = {key: value for key, value in message.items() if key != "call_id"}
     if message.get("tool_calls"):
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-    return message
+        changed["tool_calls"] = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            function["arguments"] = change(function["arguments"])
+            changed["tool_calls"].append({**call, "function": function})
+    return changed

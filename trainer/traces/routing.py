@@ -1,12 +1,14 @@
-"""Experts of traces: the rows of a trace's calls joined, each of which has the tokens that its parent's has not."""
+"""Experts of traces: the rows of its calls joined. A row has the tokens that the parent's lacks."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolltap.addons.store.records import Call
+from rolltap.addons.store.sessions import SessionIndex
 
 
 class Experts(NamedTuple):
@@ -18,33 +20,51 @@ class Experts(NamedTuple):
     """Numbers of experts, shape (tokens, layers, top_k)."""
 
 
-def calls_with_experts(calls: Sequence[Call], experts: Mapping[str, Experts]) -> set[str]:
-    """Return the ids of the calls of a session whose tokens all have experts, but for the last one."""
-    by_id = {call.call_id: call for call in calls}
-    return {call.call_id for call in calls if _rows(call, by_id, experts)}
+class RecordedRouting(SessionIndex):
+    """The experts of a run's tokens, read from the disk when they are asked for. Not thread-safe.
 
-
-def experts_of(call: Call, calls: Collection[Call], experts: Mapping[str, Experts]) -> NDArray[np.integer[Any]]:
-    """Return the experts of the T tokens of a call's prompt and completion but for the last, (T - 1, layers, top_k).
-
-    `calls` are those of its session, and it is one of `calls_with_experts`.
+    Raises `RunError` when the folder cannot be read.
     """
-    return np.concatenate(_rows(call, {each.call_id: each for each in calls}, experts))
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(run, "routing")
+
+    def of(self, session_id: str) -> dict[str, Experts]:
+        """Return call id -> the experts of the call's tokens, for the calls that have them.
+
+        Rows whose digest does not match are left out, as are those that say that the experts are
+        missing.
+        """
+        found: dict[str, Experts] = {}
+        for row in self.sound_rows(session_id):
+            if row["missing"] is None:
+                experts = np.frombuffer(row["experts"], f"<u{row['expert_bytes']}")
+                chosen = experts.reshape(-1, row["layers"], row["top_k"])
+                found[row["call_id"]] = Experts(row["first"], chosen)
+        self.close()
+        return found
 
 
-def _rows(call: Call, calls: Mapping[str, Call], experts: Mapping[str, Experts]) -> list[NDArray[np.integer[Any]]]:
-    """Return the experts of a call's tokens in pieces, or nothing if some are missing."""
+def expert_pieces(
+    call: Call, calls: Mapping[str, Call], experts: Mapping[str, Experts]
+) -> list[NDArray[np.integer[Any]]]:
+    """Return the experts of the T tokens of a call's prompt and completion but for the last.
+
+    They are in pieces (tokens, layers, top_k), of T - 1 tokens together, or nothing if some are
+    missing. `calls` are those of its session by their ids.
+    """
     pieces: list[NDArray[np.integer[Any]]] = []
-    end, above = len(call.prompt_ids) + len(call.completion_ids) - 1, call.parent_id
-    known = experts.get(call.call_id)
-    while known is not None and 0 <= known.first <= end <= known.first + len(known.chosen):
-        if pieces and known.chosen.shape[1:] != pieces[0].shape[1:]:
+    end = len(call.prompt_ids) + len(call.completion_ids) - 1
+    each: Call | None = call
+    while each is not None and each.call_id in experts:
+        first, chosen = experts[each.call_id]
+        if not 0 <= first <= end <= first + len(chosen):
             break
-        pieces.insert(0, known.chosen[: end - known.first])
-        if known.first == 0:
+        if pieces and chosen.shape[1:] != pieces[0].shape[1:]:
+            break
+        pieces.insert(0, chosen[: end - first])
+        if first == 0:
             return pieces
-        parent = calls.get(above or "")
-        if parent is None:
-            break
-        end, above, known = known.first, parent.parent_id, experts.get(parent.call_id)
+        end = first
+        each = calls.get(each.parent_id or "")
     return []

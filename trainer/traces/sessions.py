@@ -1,7 +1,7 @@
 """Recorded sessions as labelled traces and their ledgers.
 
-A session's label is the reward that trains it, or the reason why it has none. Both follow from its outcome and its
-suspicions, by the rules of a recipe.
+A session's label is the reward that trains it, or the reason why it has none. Both follow from its
+outcome and its suspicions, by the rules of a recipe.
 """
 
 from collections import Counter
@@ -9,27 +9,31 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rolltap.addons.errors import InputError, LedgerError
-from rolltap.addons.store.records import UNREWARDED, CallRole, Session, SessionStatus
-from rolltap.trainer.names import Version
+from rolltap.addons.store.records import UNREWARDED, Session
 from rolltap.trainer.traces.build import (
-    TRAINED_ROLES,
     GroupReward,
-    Strategy,
+    Selection,
     Trace,
     TraceBatch,
     Unrewarded,
-    check_arguments,
     judge_calls,
     require_collection,
     trace_calls,
 )
-from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, cached_prompts
-from rolltap.trainer.traces.reader import CHANGED, RecordedRouting, RecordedSession, SessionReader
+from rolltap.trainer.traces.ledger import (
+    CachedPrompts,
+    Ledger,
+    LeftOut,
+    SessionAccount,
+    cached_prompts,
+)
+from rolltap.trainer.traces.reader import CHANGED, RecordedSession, SessionReader
+from rolltap.trainer.traces.routing import RecordedRouting
 from rolltap.trainer.traces.scores import RecordedScores
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -39,9 +43,10 @@ Choice = Literal["judge", "exclude"] | Number
 class Outcomes(BaseModel):
     """Rewards of sessions that were not completed, by status: keys of a recipe's table [outcomes].
 
-    `"judge"` keeps the judge's reward, `"exclude"` leaves the sessions out of training and of their groups, a number is
-    their reward in place of the judge's. Sessions with the status `infrastructure` or `cancelled` never have a reward,
-    and neither have those that were not judged because no call of theirs was completed.
+    `"judge"` keeps the judge's reward, `"exclude"` leaves the sessions out of training and of their
+    groups, a number is their reward in place of the judge's. Sessions with the status
+    `infrastructure` or `cancelled` never have a reward, and neither have those that were not judged
+    because no call of theirs was completed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,9 +61,10 @@ class Outcomes(BaseModel):
     """The judge could not judge."""
 
 
-Suspicious = Literal["keep", "exclude"] | Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-"""Treatment of sessions with evidence of cheating: kept, left out of training and of their groups, or kept with this
-number subtracted from their reward."""
+Penalty = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Suspicious = Literal["keep", "exclude"] | Penalty
+"""Treatment of sessions with evidence of cheating: kept, left out of training and of their groups,
+or kept with this number subtracted from their reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,10 @@ class RewardRules:
     outcomes: Outcomes = field(default_factory=Outcomes)
     suspicious: Suspicious = "keep"
     unrewarded: float | None = None
-    """The reward of sessions without one of their own, where rewards do not decide. By default they are left out."""
+    """The reward of sessions without one of their own, where rewards do not decide.
+
+    By default they are left out.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,38 +129,27 @@ def suspected(session: Session | None) -> dict[str, int]:
 
 
 def judge_session(recorded: RecordedSession) -> tuple[list[int | None], list[LeftOut | None]]:
-    """Return what `judge_calls` does. Without a reason of its own, a call has that of a session without a reward."""
+    """Return the parents and reasons of `judge_calls`.
+
+    Without a reason of its own, a call has that of a session without a reward.
+    """
     parents, reasons = judge_calls(recorded.calls)
     unrewarded = label_session(recorded.session, RewardRules()).reason
     return parents, [reason or unrewarded for reason in reasons]
 
 
 @dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """Arguments of `build_traces`, checked, and the rules by which sessions get their rewards.
+class TraceOptions(Selection):
+    """Arguments of `build_traces`, and the rules by which sessions get their rewards."""
 
-    Raises `InputError` for a strategy or a role that does not exist.
-    """
-
-    strategy: Strategy = "prefix_merging"
-    roles: Collection[CallRole] = TRAINED_ROLES
-    max_tokens: int | None = None
-    weights: Version | None = None
-    ahead: int = 0
     rewards: RewardRules = field(default_factory=RewardRules)
     routing: bool = False
     scores: str | None = None
 
-    def __post_init__(self) -> None:
-        check_arguments(self.strategy, self.roles, self.max_tokens)
-
-
-_NO_ROW = Session(session_id="", status="unknown")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSession:
-    """A session, its labelled traces, the account of its sampled tokens, and its reward or why it has none."""
+    """A session, its labelled traces, the account of its sampled tokens, and its label."""
 
     recorded: RecordedSession
     traces: list[Trace] = field(repr=False)
@@ -169,44 +167,23 @@ class TracedSession:
         return self.label.reward
 
     @property
-    def _row(self) -> Session:
-        return self.recorded.session or _NO_ROW
-
-    @property
     def group_id(self) -> str:
         """Group of the session; its own id when it has none."""
-        return self._row.group_id or self.recorded.session_id
-
-    @property
-    def harness(self) -> str:
-        """Harness of the session; empty when it is not known."""
-        return self._row.harness
-
-    @property
-    def status(self) -> SessionStatus:
-        """Status of the session; `unknown` without a row."""
-        return self._row.status
+        session = self.recorded.session
+        if session is None:
+            return self.recorded.session_id
+        return session.group_id or session.session_id
 
     @property
     def suspicions(self) -> dict[str, int]:
         """Rule -> count, of the session's row."""
         return suspected(self.recorded.session)
 
-    @property
-    def unrewarded(self) -> Unrewarded | None:
-        """Why the session has no reward; None when it has one."""
-        if self.label.reason is None:
-            return None
-        return Unrewarded(
-            group_id=self.group_id,
-            reason=self.label.reason,
-            status=self.status,
-            suspicions=tuple(self.suspicions),
-        )
-
     def rewarded(self) -> "TracedSession":
-        """Return the session as a trainer needs it. Without a reward it has no traces, and its tokens are left out for
-        the reason in `label`."""
+        """Return the session as a trainer needs it.
+
+        Without a reward it has no traces, and its tokens are left out for the reason in `label`.
+        """
         if self.label.reason is None:
             return self
         account = self.account.leave_out(self.label.reason)
@@ -221,8 +198,8 @@ class Totals:
         statuses, harnesses, runtimes: Sessions of each.
         suspicious: Sessions with a suspicion.
         traces: Those of sessions without a reward included.
-        ledger: As a trainer sees the tokens: those of sessions without a reward are left out for the
-            reason of `TracedSession.label`.
+        ledger: As a trainer sees the tokens: those of sessions without a reward are left out for
+            the reason of `TracedSession.label`.
     """
 
     sessions: int = 0
@@ -260,24 +237,15 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
 
     Raises `LedgerError` when the ledger does not account for every sampled token of the session.
     """
-    sampled = sum(len(call.completion_ids) for call in recorded.calls)
     routing = None
     scores = None
     if recorded.routing is not None:
         routing = recorded.routing.of(recorded.session_id)
     if recorded.scores is not None:
         scores = recorded.scores.of(recorded.session_id)
+    sampled = sum(len(call.completion_ids) for call in recorded.calls)
     try:
-        traces, account = trace_calls(
-            recorded.calls,
-            options.strategy,
-            roles=options.roles,
-            max_tokens=options.max_tokens,
-            weights=options.weights,
-            ahead=options.ahead,
-            routing=routing,
-            scores=scores,
-        )
+        traces, account = trace_calls(recorded.calls, options, routing, scores)
         counted = account.ledger.sampled
         if counted != sampled:
             raise LedgerError(f"the calls hold {sampled} sampled tokens, the ledger says {counted}")
@@ -286,17 +254,22 @@ def trace_session(recorded: RecordedSession, options: TraceOptions) -> TracedSes
         raise LedgerError(bug) from error
     label = label_session(recorded.session, options.rewards)
     traced = TracedSession(recorded=recorded, traces=traces, account=account, label=label)
-    if recorded.session is not None:
+    session = recorded.session
+    if session is not None:
         for trace in traces:
-            trace.task_id = recorded.session.task_id
+            trace.task_id = session.task_id
             trace.group_id = traced.group_id
-            trace.harness = traced.harness
+            trace.harness = session.harness
             trace.reward = label.reward
     return traced
 
 
-def iter_traces(run: Path, options: TraceOptions, sessions: Collection[str] | None = None) -> Iterator[TracedSession]:
-    """Yield every session of a run with its traces; with `sessions`, only those of these session ids.
+def iter_traces(
+    run: Path,
+    options: TraceOptions,
+    sessions: Collection[str] | None = None,
+) -> Iterator[TracedSession]:
+    """Yield every session of a run, or those of the ids `sessions`, with its traces.
 
     Raises `RunError` when the folder cannot be read, and `LedgerError`.
     """
@@ -319,7 +292,10 @@ def open_sessions(run: Path, options: TraceOptions, *, scored: bool = True) -> S
 
 
 def load_batch(run: Path, sessions: Collection[str] | None, options: TraceOptions) -> TraceBatch:
-    """Return the batch of a run; with `sessions`, of these session ids. Raises as `read_batch` and `open_sessions`."""
+    """Return the batch of a run, or of the ids `sessions`.
+
+    Raises as `read_batch` and `open_sessions`.
+    """
     if sessions is not None:
         require_collection(sessions)
     return read_batch(open_sessions(run, options), sessions, options)
@@ -337,18 +313,16 @@ def read_batch(
 
     Raises `InputError` when the run does not have one of them; also raises as `trace_session`.
     """
-    missing = set(sessions or ())
+    missing = set(sessions or ()) - set(reader.session_ids)
+    if missing:
+        raise InputError(f"{reader.run} has no session {min(missing)!r}")
 
-    def found() -> Iterator[TracedSession]:
+    def traced() -> Iterator[TracedSession]:
         for recorded in reader.sessions(sessions):
-            missing.discard(recorded.session_id)
             recorded.session = rows.get(recorded.session_id, recorded.session)
             yield trace_session(recorded, options)
 
-    batch = make_batch(found())
-    if missing:
-        raise InputError(f"{reader.run} has no session {min(missing)!r}")
-    return batch
+    return make_batch(traced())
 
 
 def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
@@ -356,25 +330,28 @@ def make_batch(sessions: Iterable[TracedSession]) -> TraceBatch:
     batch = TraceBatch()
     for traced in sessions:
         traced = traced.rewarded()
-        session = traced.recorded.session
         session_id = traced.recorded.session_id
-        prompts = cached_prompts(traced.recorded.calls).get("bridged")
-        if prompts is not None:
-            known = batch.continued.get(traced.harness, CachedPrompts())
-            batch.continued[traced.harness] = known + prompts
+        session = traced.recorded.session or Session(session_id=session_id, status="unknown")
         account = replace(traced.account, group_id=traced.group_id, reward=traced.reward)
         batch.accounts[session_id] = account
         batch.ledger += account.ledger
         batch.traces += traced.traces
-        if traced.unrewarded is not None:
-            batch.unrewarded[session_id] = traced.unrewarded
-        elif session is not None and traced.reward is not None:
+        prompts = cached_prompts(traced.recorded.calls).get("bridged")
+        if prompts is not None:
+            known = batch.continued.get(session.harness, CachedPrompts())
+            batch.continued[session.harness] = known + prompts
+        labels: dict[str, Any] = {
+            "group_id": traced.group_id,
+            "status": session.status,
+            "suspicions": tuple(traced.suspicions),
+        }
+        if traced.label.reason is not None:
+            batch.unrewarded[session_id] = Unrewarded(reason=traced.label.reason, **labels)
+        if traced.reward is not None:
             batch.rewards[session_id] = GroupReward(
-                group_id=traced.group_id,
                 reward=traced.reward,
                 task_id=session.task_id,
                 harness=session.harness,
-                status=session.status,
-                suspicions=tuple(traced.suspicions),
+                **labels,
             )
     return batch

@@ -16,17 +16,16 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.errors import InputError, RolltapError
-from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.sessions import SessionIndex, TableScan
+from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked
-from rolltap.addons.store.tables import batch_rows, run_files
+from rolltap.addons.store.tables import run_files
 from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS
 from rolltap.trainer.runs.views.report import SessionDigest, digest_session
 from rolltap.trainer.runs.views.text import TokenText, load_text
 from rolltap.trainer.traces.build import judge_calls
 from rolltap.trainer.traces.ledger import LeftOut
-from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls, take_session_rows
+from rolltap.trainer.traces.reader import RecordedSession, SessionTable, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 from rolltap.trainer.traces.trained import TrainedSession, read_trained, trained_steps
 
@@ -116,9 +115,7 @@ class RunReader:
         """One for each request that is answered. A list changes in one step."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._scan = TableScan(run, "sessions")
-        self._rows: dict[str, Session] = {}
-        self._changed_rows: set[str] = set()
+        self._sessions = SessionTable(run)
         self._indexes: dict[str, SessionIndex] = {}
         self._entries: dict[str, Entry] = {}
         self._stale: deque[Entry] = deque()
@@ -198,17 +195,14 @@ class RunReader:
 
     def _look(self) -> None:
         """Read what is new in all tables that have an index, and the rows of the sessions."""
-        read_metadata(self.run)
-        for segment in self._scan.new():
-            for _, batch in segment.batches:
-                take_session_rows(batch_rows(batch), self._rows, self._changed_rows)
+        rows = self._sessions.refresh()
         for index in self._indexes.values():
             index.refresh()
-        for each in (*self._rows, *(self._indexes["calls"].session_ids if self._indexes else ())):
+        for each in (*rows, *(self._indexes["calls"].session_ids if self._indexes else ())):
             if each is not None and each not in self._entries and (self._only is None or each in self._only):
                 self._entries[each] = Entry(each)
         for entry in self._entries.values():
-            row = self._rows.get(entry.session_id)
+            row = rows.get(entry.session_id)
             # a row that was only read again, after a compaction, is another object
             if row is not entry.session and row != entry.session:
                 entry.session = row
@@ -232,7 +226,7 @@ class RunReader:
     def _load(self, session_id: str, _: Mark) -> Found:
         try:
             calls = rebuild_calls(self.run, session_id, self._indexes["calls"].batches(session_id))
-            recorded = RecordedSession(session_id=session_id, session=self._rows.get(session_id), calls=calls)
+            recorded = RecordedSession(session_id=session_id, session=self._sessions.rows.get(session_id), calls=calls)
             return Found(recorded, self._events(session_id), trained_steps(self._indexes["trained"], session_id))
         finally:
             self._close_files()
@@ -261,14 +255,15 @@ class RunReader:
             entries = list(self._entries.values())
             faults = [
                 f"{name}, byte {offset}: {reason}; see `rolltap verify`"
-                for damage in (self._scan.damage, *(index.scan.damage for index in self._indexes.values()))
+                for damage in (self._sessions.scan.damage, *(index.scan.damage for index in self._indexes.values()))
                 for name, places in damage.items()
                 for offset, reason in places.items()
             ]
-            if self._changed_rows:
+            changed = self._sessions.changed
+            if changed:
                 faults.append(
-                    f"the rows of {len(self._changed_rows)} sessions were changed after they were written "
-                    f"({min(self._changed_rows)}, ...): their rewards are not used"
+                    f"the rows of {len(changed)} sessions were changed after they were written "
+                    f"({min(changed)}, ...): their rewards are not used"
                 )
             faults += filter(None, [self._fault, *(entry.fault for entry in entries)])
             files = [(path.name, path.lstat().st_size) for path in run_files(self.run, "trained")]

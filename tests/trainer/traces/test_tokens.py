@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.trainer.traces.tokens import SharedPrefix, Tokens, common_length, pack, shared_prefixes
+from rolltap.trainer.traces.tokens import Tokens, common_length, pack
 from tests.deep import examples
 from tests.trainer.forests import TOKEN, common
 
@@ -88,24 +88,6 @@ class TestSharing:
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert held < 10 * len(tokens[-1]) * 4
-
-
-class TestSharedPrefixes:
-    def test_arrays_are_sequences(self):
-        assert shared_prefixes([np.array([1, 2]), np.array([1, 3])]) == [None, SharedPrefix(0, 1)]
-
-    def test_thousands_of_sequences_that_are_prefixes_of_each_other_are_quick(self):
-        sequences = [list(range(n)) for n in range(1, 3000)]
-        assert shared_prefixes(sequences) == [None, *(SharedPrefix(n - 1, n) for n in range(1, 2999))]
-        assert shared_prefixes(sequences[::-1]) == [None, *(SharedPrefix(0, n) for n in range(2998, 0, -1))]
-
-    @given(st.lists(st.lists(TOKEN, max_size=5), max_size=12))
-    @examples(1000)
-    def test_it_is_the_longest_common_prefix_with_any_earlier_sequence(self, sequences):
-        for i, found in enumerate(shared_prefixes(sequences)):
-            lengths = [common(sequences[i], earlier) for earlier in sequences[:i]]
-            longest = max(lengths, default=0)
-            assert found == (SharedPrefix(lengths.index(longest), longest) if longest else None)
 
 
 class TestPackedTokens:
