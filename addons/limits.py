@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import math
 import os
 import resource
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from operator import itemgetter
+from operator import attrgetter
+from typing import Any
 
 from mitmproxy import connection, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
@@ -45,7 +44,7 @@ class _Phase(IntEnum):
     """Its request is complete, and has no complete reply."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _State:
     deadline: asyncio.TimerHandle
     """Closes the connection. Cancelled by the first request with credentials."""
@@ -61,9 +60,14 @@ class _State:
     def descriptors(self) -> int:
         return 1 + _PER_SERVER * (self.servers + self.admitted)
 
-    def begin(self, session: str | None, phase: _Phase) -> None:
-        self.session, self.phase = session, phase
-        self.deadline.cancel()
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What a session holds."""
+
+    descriptors: int = 0
+    clients: tuple[dict[connection.Client, None], ...] = field(default_factory=lambda: tuple({} for _ in _Phase))
+    """Its connections in each phase, the one that came first before the others."""
 
 
 class Descriptors:
@@ -86,7 +90,9 @@ class Descriptors:
         self._limit = 0
         self._base = 0
         self._clients: dict[connection.Client, _State] = {}
-        """Connections, the one that was idle for the longest time first."""
+        self._shares: dict[str | None, _Share] = {}
+        self._held = 0
+        """Number of descriptors of all connections."""
 
     def load(self, _: object) -> None:
         """Raise the limit."""
@@ -107,39 +113,42 @@ class Descriptors:
             self._record(Event(kind="refused", detail=f"{client.error}: raise the limit (ulimit -Hn)"))
         detail = f"no request with credentials in {FIRST_REQUEST_SECONDS:.0f} s"
         loop = asyncio.get_running_loop()
-        self._clients[client] = _State(loop.call_later(FIRST_REQUEST_SECONDS, self._drop, client, detail))
+        deadline = loop.call_later(FIRST_REQUEST_SECONDS, self._drop, client, detail)
+        self._set(client, _State(deadline))
 
     def client_disconnected(self, client: connection.Client) -> None:
         """Count a connection that was closed."""
-        if (state := self._clients.pop(client, None)) is not None:
-            state.deadline.cancel()
+        if client in self._clients:
+            self._clients[client].deadline.cancel()
+            self._set(client, None)
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Note that a tunnel was opened with credentials."""
-        if flow.response is None and (state := self._clients.get(flow.client_conn)) is not None:
-            state.begin(flow.metadata[SESSION], _Phase.IDLE)
+        if flow.response is None:
+            self._change(flow.client_conn, session=flow.metadata[SESSION], phase=_Phase.IDLE)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Refuse a request that needs a connection for which no room is left."""
-        session, client = flow.metadata.get(SESSION), flow.client_conn
-        if session is None:
+        session = flow.metadata.get(SESSION)
+        client = flow.client_conn
+        if session is None or client not in self._clients:
             return
-        if (state := self._clients.get(client)) is None:
+        self._change(client, session=session, phase=_Phase.SENDING)
+        if flow.response is not None or flow.error is not None or self._clients[client].servers:
             return
-        state.begin(session, _Phase.SENDING)
-        if flow.response is not None or flow.error is not None or state.servers:
-            return
-        room = self._make_room(_PER_SERVER + _RESERVE, client)
-        if not room and (room := ends_session(flow.request)):
-            for other in [other for other, state in self._clients.items() if state.session == session]:
-                if other != client:
-                    self._drop(other, "closed at the end of the session")
-        if room:
-            state.admitted = True
-        elif self._held()[session] > 1:
+        if self._make_room(_PER_SERVER + _RESERVE, client):
+            self._change(client, admitted=True)
+        elif ends_session(flow.request):
+            for clients in self._shares[session].clients:
+                for other in [*clients]:
+                    if other != client:
+                        self._drop(other, "closed at the end of the session")
+            self._change(client, admitted=True)
+        elif self._shares[session].descriptors > 1:
             self._refuse(flow, "This session has too many connections open.", 429, "rate_limit_exceeded")
         else:
-            self._refuse(flow, "The recorder has as many calls as it has file descriptors for.", 503, "overloaded")
+            why = "The recorder has as many calls as it has file descriptors for."
+            self._refuse(flow, why, 503, "overloaded")
 
     def _refuse(self, flow: http.HTTPFlow, why: str, status: int, code: str) -> None:
         error = DialectError(f"{why} Try again later.", status=status, code=code)
@@ -149,52 +158,82 @@ class Descriptors:
         """Note that a request is complete."""
         state = self._clients.get(flow.client_conn)
         if state is not None and state.phase is _Phase.SENDING:
-            state.phase = _Phase.WAITING
+            self._change(flow.client_conn, phase=_Phase.WAITING)
 
     def response(self, flow: http.HTTPFlow) -> None:
         """Note that a request is over: its reply is complete, or it failed."""
-        if (state := self._clients.pop(flow.client_conn, None)) is not None:
-            state.phase, state.admitted = min(state.phase, _Phase.IDLE), False
-            self._clients[flow.client_conn] = state
+        state = self._clients.get(flow.client_conn)
+        if state is not None:
+            phase = min(state.phase, _Phase.IDLE)
+            self._change(flow.client_conn, phase=phase, admitted=False)
 
     error = response
 
     def server_connect(self, data: ServerConnectionHookData) -> None:
         """Count a connection that is about to be opened."""
-        if (state := self._clients.get(data.client)) is not None:
-            state.servers, state.admitted = state.servers + 1, False
+        state = self._clients.get(data.client)
+        if state is not None:
+            self._change(data.client, servers=state.servers + 1, admitted=False)
 
     def server_disconnected(self, data: ServerConnectionHookData) -> None:
         """Count a connection that was closed, or not opened."""
-        if (state := self._clients.get(data.client)) is not None:
-            state.servers -= 1
+        state = self._clients.get(data.client)
+        if state is not None:
+            self._change(data.client, servers=state.servers - 1)
 
     server_connect_error = server_disconnected
 
     def _make_room(self, descriptors: int, asking: connection.Client | None = None) -> bool:
-        """Close connections until so many descriptors are free, for a new connection or the request of one `asking`.
+        """Close connections until so many descriptors are free, for a new one or the request of one `asking`.
 
         Returns False if too few can be closed.
         """
-        while self._base + (held := self._held()).total() + descriptors > self._limit:
-            idle = _Phase.SENDING if asking is None else _Phase.IDLE
-            fair = math.inf if asking is None else held[self._clients[asking].session] + _PER_SERVER
-            loads = [
-                ((phase is _Phase.WAITING, -held[state.session], phase, -i if phase is _Phase.WAITING else i), client)
-                for i, (client, state) in enumerate(self._clients.items())
-                if (phase := state.phase) <= idle or held[state.session] > fair
-            ]
-            if not loads:
+        while self._base + self._held + descriptors > self._limit:
+            found = self._to_close(asking)
+            if found is None:
                 return False
-            self._drop(min(loads, key=itemgetter(0))[1], "closed to make room for others")
+            self._drop(found, "closed to make room for others")
         return True
 
-    def _held(self) -> Counter[str | None]:
-        """Return the number of descriptors of each session."""
-        held: Counter[str | None] = Counter()
-        for state in self._clients.values():
-            held[state.session] += state.descriptors
-        return held
+    def _to_close(self, asking: connection.Client | None) -> connection.Client | None:
+        """Return the connection that `_make_room` closes next. Looks at sessions, not at connections."""
+        fair = 0
+        if asking is not None:
+            fair = self._shares[self._clients[asking].session].descriptors + _PER_SERVER
+        shares = sorted(self._shares.values(), key=attrgetter("descriptors"), reverse=True)
+        for share in shares:
+            for phase in (_Phase.SILENT, _Phase.IDLE, _Phase.SENDING):
+                if share.clients[phase] and (phase < _Phase.SENDING or share.descriptors > fair):
+                    return next(iter(share.clients[phase]))
+        for share in shares:
+            if asking is not None and share.descriptors > fair and share.clients[_Phase.WAITING]:
+                return next(reversed(share.clients[_Phase.WAITING]))
+        return None
+
+    def _change(self, client: connection.Client, **changes: Any) -> None:
+        """Change fields of a connection's state, if it is counted. New credentials end its deadline."""
+        state = self._clients.get(client)
+        if state is not None:
+            if "session" in changes:
+                state.deadline.cancel()
+            self._set(client, replace(state, **changes))
+
+    def _set(self, client: connection.Client, state: _State | None) -> None:
+        """Set the state of a connection, and count what it holds. None: it is closed."""
+        old = self._clients.pop(client, None)
+        if old is not None:
+            share = self._shares[old.session]
+            del share.clients[old.phase][client]
+            share.descriptors -= old.descriptors
+            self._held -= old.descriptors
+            if not share.descriptors:
+                del self._shares[old.session]
+        if state is not None:
+            self._clients[client] = state
+            share = self._shares.setdefault(state.session, _Share())
+            share.clients[state.phase][client] = None
+            share.descriptors += state.descriptors
+            self._held += state.descriptors
 
     def _drop(self, client: connection.Client, detail: str) -> None:
         session = self._clients[client].session

@@ -1,5 +1,8 @@
+import sys
+
 import pytest
 from mitmproxy import http
+from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import tflow
 
 from rolltap.addons.limits import _BURST, _RESERVE, Descriptors
@@ -28,7 +31,7 @@ def connect(descriptors):
 def ask(descriptors, client):
     flow = tflow.tflow(client_conn=client)
     flow.metadata[SESSION] = "s1"
-    descriptors._clients[client].servers += 1  # it needs no other
+    descriptors.server_connect(ServerConnectionHookData(tflow.tserver_conn(), client))  # it needs no other
     descriptors._limit += 3
     descriptors.requestheaders(flow)
     descriptors.request(flow)
@@ -89,3 +92,32 @@ async def test_a_connection_without_credentials_is_closed_after_a_while(descript
         if not deadline.cancelled():
             deadline._run()
     assert closed == [silent, wrong]
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_connection_costs_the_same_beside_few_and_many(descriptors, full):
+    def cost(others):
+        """Return the number of lines that one more connection runs."""
+        descriptors._limit = 1 << 20
+        while len(descriptors._clients) < others:
+            descriptors.response(ask(descriptors, connect(descriptors)))
+        if full:
+            descriptors._limit = _BURST + descriptors._held
+        lines = 0
+
+        def count(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        client = tflow.tclient_conn()
+        tracing = sys.gettrace()
+        sys.settrace(count)
+        try:
+            descriptors.client_connected(client)
+        finally:
+            sys.settrace(tracing)
+        assert not client.error
+        return lines
+
+    assert cost(200) < 2 * cost(20)
