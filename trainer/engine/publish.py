@@ -66,8 +66,8 @@ class CheckpointPublisher:
 def _require_room(folder: Path, base: Path) -> None:
     """Raise `RunError` unless two checkpoints fit into a folder: the served one, and the next."""
     values = 0
-    for shapes in stored_weights(base).shapes.values():
-        values += sum(map(math.prod, shapes.values()))
+    for shape in stored_weights(base).shapes.values():
+        values += math.prod(shape)
     needed = 2 * _BYTES * values
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     free = shutil.disk_usage(there).free

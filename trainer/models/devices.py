@@ -18,11 +18,12 @@ _SMI_SECONDS = 30.0
 
 
 def require_gpu(use_cpu: bool) -> None:
-    """Raise `InputError` on a machine with a GPU that torch cannot use, unless the CPU is asked for.
+    """Raise `InputError` on a machine with a GPU that torch cannot use, unless the CPU is asked
+    for.
 
-    The error has the versions of the driver and of torch, and the reason that torch gives. A process
-    without a launcher that sees several GPUs is refused too: transformers would train on all of them
-    with `DataParallel`, which TRL does not support.
+    The error has the versions of the driver and of torch, and the reason that torch gives. A
+    process without a launcher that sees several GPUs is refused too: transformers would train on
+    all of them with `DataParallel`, which TRL does not support.
     """
     if use_cpu:
         return
@@ -30,26 +31,31 @@ def require_gpu(use_cpu: bool) -> None:
         visible = torch.cuda.device_count()
         if visible > 1 and "LOCAL_RANK" not in os.environ:
             raise InputError(
-                f"a training process uses one GPU, and this one sees {visible} GPUs: set CUDA_VISIBLE_DEVICES to "
-                f"one that no engine uses, or train on several with `torchrun --standalone --nproc-per-node {visible} "
-                "-m rolltap train ...`"
+                f"a training process uses one GPU, and this one sees {visible} GPUs: set "
+                "CUDA_VISIBLE_DEVICES to one that no engine uses, or train on several with "
+                f"`torchrun --standalone --nproc-per-node {visible} -m rolltap train ...`"
             )
         return
     driver = _driver_version()
-    cuda = torch.version.cuda
-    if driver is None or (cuda is None and not any(DEVICES.glob("nvidia[0-9]*"))):
+    built = "without CUDA"
+    has_device = any(DEVICES.glob("nvidia[0-9]*"))
+    if torch.version.cuda is not None:
+        built = f"for CUDA {torch.version.cuda}"
+        has_device = True  # WSL has no files of devices
+    if driver is None or not has_device:
         return
     why = "it finds none"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         why = str(error)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    given = "" if hidden is None else f"with CUDA_VISIBLE_DEVICES={hidden!r} "
-    built = "without CUDA" if cuda is None else f"for CUDA {cuda}"
+    given = ""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        given = f"with CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} "
     raise InputError(
-        f"this machine has an NVIDIA GPU with driver {driver}, and {given}torch {torch.__version__}, "
-        f"built {built}, cannot use it: {why} To train on the CPU, set use_cpu = true in [grpo]"
+        f"this machine has an NVIDIA GPU with driver {driver}, and {given}torch "
+        f"{torch.__version__}, built {built}, cannot use it: {why} To train on the CPU, set "
+        "use_cpu = true in [grpo]"
     )
 
 
@@ -63,7 +69,9 @@ def _driver_version() -> str | None:
             smi = subprocess.run(_SMI, stdout=subprocess.PIPE, text=True, timeout=_SMI_SECONDS)
             said = smi.stdout
     version = re.search(r"\d+\.\d+[.\d]*", said)
-    return None if version is None else version[0]
+    if version is None:
+        return None
+    return version[0]
 
 
 def use_expandable_segments() -> None:

@@ -40,7 +40,9 @@ class MergedWeights:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self.model: PreTrainedModel = _inner(model)
         if getattr(self.model, "hf_quantizer", None) is not None:
-            raise InputError("the model is quantized: publish LoRA adapters, or load it without quantization_config")
+            raise InputError(
+                "the model is quantized: publish LoRA adapters, or load the model without its quantization_config"
+            )
         self._adapted = _adapted(self.model)
         self._weights: dict[str, Tensor] = {}
         """Weights as they are in memory, by their names without adapters."""
@@ -71,28 +73,27 @@ class MergedWeights:
     @torch.no_grad()
     def get(self, names: list[str]) -> dict[str, Tensor]:
         """Return weights by name. Those of modules with an adapter are merged copies."""
-        found: dict[str, Tensor] = {}
+        plain: dict[str, Tensor] = {}
         paths = set()
         for name in names:
             path = self._adapted_module(name)
             if path is None:
-                found[name] = self._weights[name]
+                plain[name] = self._weights[name]
             else:
                 paths.add(path)
-        found = _gathered(self.model, found)
+        found = _gathered(self.model, plain)
         for path in paths:
-            for name, weight in self._merged(path).items():
-                found[f"{path}.{name}"] = weight
+            found |= self._merged(path)
         return found
 
     def _merged(self, path: str) -> dict[str, Tensor]:
         """Return the weights of a module with its adapter merged."""
         module: Any = _copied(self._adapted[path])
-        own = dict(module.named_parameters())
-        whole = _gathered(self.model, {f"{path}.{name}": weight for name, weight in own.items()})
-        for name, weight in own.items():
-            parent, _, last = name.rpartition(".")
-            parameter = nn.Parameter(whole[f"{path}.{name}"], weight.requires_grad)
+        prefix = f"{path}."
+        own = dict(module.named_parameters(prefix=path))
+        for name, weight in _gathered(self.model, own).items():
+            parent, _, last = name.removeprefix(prefix).rpartition(".")
+            parameter = nn.Parameter(weight, own[name].requires_grad)
             setattr(module.get_submodule(parent), last, parameter)
         # as PEFT 0.21 does for a whole model: BaseTuner._unload_and_optionally_merge
         if hasattr(module, "unload_and_optionally_merge_module"):
@@ -100,7 +101,7 @@ class MergedWeights:
         else:
             module.merge()
             module = module.get_base_layer()
-        return dict(module.state_dict())
+        return dict(module.state_dict(prefix=prefix))
 
 
 def _inner(model: Any) -> Any:

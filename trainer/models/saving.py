@@ -75,7 +75,7 @@ class NamedWeights:
         for layer, names in self._names.items():
             stored = _stored_shapes(self._model, {name: shapes[name] for name in names})
             for name, shape in stored.items():
-                if name not in tied or base.shape(name) is not None:
+                if name not in tied or base.shapes.get(name) is not None:
                     _require_stored(name, shape, base)
                     self._layer_of[name] = layer
 
@@ -111,11 +111,11 @@ def _stored_shapes(model: PreTrainedModel, shapes: dict[str, Any]) -> dict[str, 
 
 
 def _require_stored(name: str, shape: torch.Size, base: StoredWeights) -> None:
-    if base.shape(name) != shape:
+    if base.shapes.get(name) != shape:
         raise InputError(
             f"the weight {name} of shape {[*shape]} is not in {base.folder} (there: "
-            f"{base.shape(name)}): the engine would not take it; train from the folder that the "
-            "model was loaded from"
+            f"{base.shapes.get(name)}): the engine would not take it; train from the folder that "
+            "the model was loaded from"
         )
 
 
@@ -153,11 +153,11 @@ def _save(model: PreTrainedModel | PeftModel, folder: Path, base: Path, *, whole
     changed = NamedWeights(model, stored)
     index: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for file, shapes in stored.shapes.items():
-        tensors = {name: changed.on_cpu(name) for name in shapes if name in changed}
+    for file, names in stored.files.items():
+        tensors = {name: changed.on_cpu(name) for name in names if name in changed}
         if whole:
             with safe_open(base / file, "pt") as weights:
-                for name in shapes.keys() - tensors.keys():
+                for name in set(names) - tensors.keys():
                     tensors[name] = weights.get_tensor(name)
         if tensors:
             _write(tensors, folder / file)

@@ -12,11 +12,10 @@ from rolltap.trainer.training.step.linear import compute_in_chunks
 from rolltap.trainer.training.step.pack import NAME, Pack
 
 _PREPARED = "_runs_packs"
-_TEMPERATURE = "_head_temperature"
 
 
 def prepare(model: Any, temperature: float | None = None) -> Any:
-    """Let a model run packs, and return it. A second call with the same temperature does nothing.
+    """Let a model run packs, and return it. A second call only replaces the temperature.
 
     The model is then called with `Pack.inputs()`. `log_probs` and `entropy` of its output have a
     value for each pair of the pack, (1, M). PEFT, DDP or FSDP wrap the model after this.
@@ -34,8 +33,7 @@ def prepare(model: Any, temperature: float | None = None) -> Any:
         if hasattr(model.get_decoder(), "layers"):
             compute_in_chunks(model)
         model.base_model.register_forward_hook(_keep_contexts, with_kwargs=True)
-    if temperature is not None and getattr(model, _TEMPERATURE, None) != temperature:
-        setattr(model, _TEMPERATURE, temperature)
+    if temperature is not None:
         add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     return model
 
@@ -49,7 +47,8 @@ def _keep_contexts(module: nn.Module, args: Any, kwargs: dict[str, Any], output:
 
 
 def train_in_float32(model: Any) -> None:
-    """Let trained weights have 32 bits: a step of 1e-6 of a weight is lost in bfloat16, whose values are 4e-3 apart.
+    """Let trained weights have 32 bits: a step of 1e-6 of a weight is lost in bfloat16, whose
+    values are 4e-3 apart.
 
     Autocast computes in the 16 bits that they were loaded in.
     """
@@ -59,9 +58,11 @@ def train_in_float32(model: Any) -> None:
 
 
 def run_as_served(model: Any) -> None:
-    """Let a model compute as engines do: some families clip weights, or choose experts otherwise, in training mode.
+    """Let a model compute as engines do: some families clip weights, or choose experts otherwise,
+    in training mode.
 
-    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's metrics.
+    The layers themselves stay in it, for their gradient checkpointing, and the whole, for TRL's
+    metrics.
     """
     model.eval()
     for module in model.modules():

@@ -8,7 +8,6 @@ again for the backward pass.
 
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ class Replay:
 
     def __init__(self) -> None:
         self._chosen: Tensor | None = None
-        self._attached: WeakSet[Any] = WeakSet()
         self.counts = torch.zeros(2, dtype=torch.float64)
         """Choices of one token in one layer that were replayed, and those of them that differ from
         its own. A layer that is computed again counts again."""
@@ -42,17 +40,18 @@ class Replay:
         experts. The model may be wrapped by PEFT or DDP. Raises `InputError` if its experts cannot
         be replayed.
         """
-        self._chosen = None
+        self.end()
         if experts is None:
             return
         model = getattr(model, "module", model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
         self.attach(model)
         layers = len(model.get_decoder().layers)
         if experts.shape[1] != layers:
             raise InputError(
-                f"the traces have experts of {experts.shape[1]} layers, but the model has {layers}: train the model "
-                "that they were recorded with"
+                f"the traces have experts of {experts.shape[1]} layers, but the model has "
+                f"{layers}: train the model that they were recorded with"
             )
         self._chosen = torch.as_tensor(experts).to(model.get_input_embeddings().weight.device)
 
@@ -68,29 +67,35 @@ class Replay:
 
     def attach(self, model: Any) -> None:
         """Let passes of a model be replayed. Raises `InputError` if its experts cannot be."""
-        if model in self._attached:
-            return
         config = model.config.get_text_config(decoder=True)
-        numbers = [getattr(config, name, None) for name in NUMBERS_OF_EXPERTS]
-        experts = next(filter(None, numbers), None)
+        experts = 0
+        for name in NUMBERS_OF_EXPERTS:
+            experts = experts or getattr(config, name, 0)
         found = False
         for number, layer in enumerate(getattr(model.get_decoder(), "layers", ())):
             for block in layer.modules():
-                if "experts" not in dict(block.named_children()) or experts is None:
+                if not experts or "experts" not in block._modules:
                     continue
                 if not takes_one_argument(block):
                     raise InputError(
-                        f"{type(block).__name__} chooses experts and does more: the experts of this model cannot be "
-                        'replayed; set routing = "own"'
+                        f"{type(block).__name__} chooses experts and does more: the experts of "
+                        'this model cannot be replayed; set routing = "own"'
                     )
                 feed_forward_in_chunks(block, layer)
                 block.routing_replay = partial(self._replayed, number, experts)
                 found = True
         if not found:
-            raise InputError(f'routing = "recorded": {type(model).__name__} has no experts: set routing = "own"')
-        self._attached.add(model)
+            name = type(model).__name__
+            raise InputError(f'routing = "recorded": {name} has no experts: set routing = "own"')
 
-    def _replayed(self, layer: int, experts: int, block: nn.Module, hidden: Tensor, tokens: slice) -> Any:
+    def _replayed(
+        self,
+        layer: int,
+        experts: int,
+        block: nn.Module,
+        hidden: Tensor,
+        tokens: slice,
+    ) -> Any:
         """Return what the block of a layer with experts, of which one call of topk chooses, does
         for some tokens."""
         if self._chosen is None:
@@ -99,8 +104,9 @@ class Replay:
             output = type(block).forward(block, hidden)
         if len(choice.differs) != 1:
             raise InputError(
-                f"layer {layer} chose {self._chosen.shape[2]} of {experts} experts {len(choice.differs)} times, "
-                'not once: the experts of this model cannot be replayed; set routing = "own"'
+                f"layer {layer} chose {self._chosen.shape[2]} of {experts} experts "
+                f"{len(choice.differs)} times, not once: the experts of this model cannot be "
+                'replayed; set routing = "own"'
             )
         self.counts = self.counts.to(choice.differs[0].device) + choice.differs[0]
         return output

@@ -20,7 +20,7 @@ from transformers import (
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.training.step import attention, linear
-from rolltap.trainer.training.step.model import prepare
+from rolltap.trainer.training.step.model import prepare, run_as_served
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
 from tests.deep import cases
@@ -63,19 +63,16 @@ def test_a_model_that_also_sees_images_may_run_packed():
 def test_a_model_with_an_adapter_is_as_before_afterwards():
     adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.5)
     model = get_peft_model(prepared("qwen3"), adapter)
-    model.base_model.model.model.layers[1].eval()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    gradient = torch.ones_like(trained[0])
-    trained[0].grad = gradient
-    before = [(name, p.requires_grad, p.clone(), p.grad) for name, p in model.named_parameters()]
+    run_as_served(model)
+    before = {name: (weight.requires_grad, weight.clone()) for name, weight in model.named_parameters()}
     training = [module.training for module in model.modules()]
     random = torch.get_rng_state()
     assert probe(model, nullcontext) is None
-    assert torch.equal(gradient, torch.ones_like(gradient))
-    for (name, requires_grad, value, grad), (_, p) in zip(before, model.named_parameters(), strict=True):
-        assert p.requires_grad == requires_grad, name
-        assert p.grad is grad, name
-        assert torch.equal(p, value)
+    for name, weight in model.named_parameters():
+        requires_grad, value = before[name]
+        assert weight.requires_grad == requires_grad, name
+        assert weight.grad is None, name
+        assert torch.equal(weight, value)
     assert [module.training for module in model.modules()] == training
     assert torch.equal(torch.get_rng_state(), random)
     assert not model.get_input_embeddings()._forward_hooks
