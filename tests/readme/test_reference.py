@@ -4,16 +4,18 @@ import inspect
 import re
 from typing import get_args
 
+import numpy as np
 import pytest
 from trl import GRPOTrainer
 
 import rolltap
-from rolltap.addons.store.records import CallKind, CallRole
+from rolltap.addons.store.records import CallRole
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.runtimes.environment import Proxy
 from rolltap.trainer.traces.build import GroupReward, Strategy, TraceBatch
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut
-from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics
+from rolltap.trainer.training.step.batch import KINDS
+from rolltap.trainer.training.step.metrics import StepPart, batch_metrics, step_metrics
 from tests.conftest import ROOT
 from tests.readme.blocks import SITE
 
@@ -78,15 +80,13 @@ def test_the_metrics_of_a_step(on_policy):
     names = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)))
     known = re.compile("|".join(re.sub(r"[A-Z]+", ".+", re.escape(name)) for name in names))
 
-    summed = ["tokens_in_rows", "tokens_forwarded", "tokens", "ratio", "importance", "without_weight", "teacher_kl"]
-    summed += [f"{name}/{kind}" for name in ("count", "difference", "sampler_ratio") for kind in get_args(CallKind)]
-    largest = ["ratio", "-ratio", "importance", "-importance", "difference", "seconds", "peak_bytes"]
-    step = StepMetrics(on_policy=on_policy)
     of_loss = re.findall(r'self\._metrics\[mode\]\["(.+?)"\]', inspect.getsource(GRPOTrainer._compute_loss))
     assert len(of_loss) > 5
+    columns = dict.fromkeys(["logprob", "ratio", "difference", "teacher_kl", "importance"], np.ones(len(KINDS)))
+    part = StepPart(seconds=1.0, replayed=(2.0, 1.0), scored=[([0], columns | {"kind": np.arange(len(KINDS))})])
     # the router's loss is refused
-    step.add_of_loss({name: [1.0] for name in of_loss if name != "aux_loss"}, 1)
-    metrics = step.values([(dict.fromkeys(summed, 1.0), dict.fromkeys(largest, 1.0))])
+    part.of_loss.append(({name: [1.0] for name in of_loss if name != "aux_loss"}, 1))
+    metrics = step_metrics([part], on_policy=on_policy, is_corrected=True, has_teacher=True)
 
     rewards = {
         session: GroupReward(group_id=group, reward=1.0, task_id="t", harness="codex", suspicions=("git_history",))

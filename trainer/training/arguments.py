@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from pydantic import TypeAdapter, ValidationError
-from trl.trainer.utils import disable_dropout_in_model
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
@@ -97,8 +96,6 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
         require_servable(recipe.lora)
     if recipe.replays_routing:
         Replay().attach(model)
-    if args.disable_dropout:
-        disable_dropout_in_model(model)
     check_model(model, args.beta)
     if recipe.publish == "lora" and merge_again(model):
         raise InputError(

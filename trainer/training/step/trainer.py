@@ -1,26 +1,25 @@
 """TraceGRPOTrainer: TRL's GRPOTrainer on recorded traces instead of its own generations.
 
-The inputs of the loss and the way of the rows through the model are replaced; the losses are TRL's. The importance
-ratio of a token is pi_theta / mu, where mu is the probability that the engine recorded when it sampled the token. So
-the ratio on traces of the current weights is 1, up to the numerical difference between engine and trainer. On stale
-traces the ratio corrects for the older policy, clipped or weighted as the loss does it.
+The inputs of the loss and the way of the rows through the model are replaced; the losses are TRL's.
+The importance ratio of a token is pi_theta / mu, where mu is the probability that the engine
+recorded when it sampled the token. So the ratio on traces of the current weights is 1, up to the
+numerical difference between engine and trainer. On stale traces the ratio corrects for the older
+policy, clipped or weighted as the loss does it.
 
 The way of a generation batch:
 
     trace_source          a TraceBatch: traces, rewards, ledger                on the main process
-    with_signal           leaves out groups whose rewards are all equal
-    session_advantages -> session_tokens -> micro_batches -> scattered         each process gets its own
-    Pack                  the rows of a micro-batch as one row, shared prefixes once
-    model -> (B, S) log-probabilities of B sessions -> TRL's loss -> backward
+    with_signal           leaves out groups whose rewards are all equal session_advantages ->
+    session_tokens -> micro_batches -> scattered         each process gets its own Pack
+    the rows of a micro-batch as one row, shared prefixes once model -> (B, S) log-probabilities of
+    B sessions -> TRL's loss -> backward
 """
 
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -39,40 +39,30 @@ from rolltap.trainer.models.devices import require_gpu
 from rolltap.trainer.models.merging import merge_again
 from rolltap.trainer.traces.build import TraceBatch
 from rolltap.trainer.traces.trained import Scored, StepAccount
+from rolltap.trainer.training.step import distributed
 from rolltap.trainer.training.step.advantages import session_advantages
 from rolltap.trainer.training.step.batch import (
     MicroBatch,
-    ProcessBatch,
+    check_batch,
     micro_batches,
+    number_trained,
     rows_of_step,
     session_tokens,
-    tokens_by_session,
     why_skipped,
     with_signal,
 )
 from rolltap.trainer.training.step.checkpoint import Checkpoints
 from rolltap.trainer.training.step.config import TraceGRPOConfig, check_model
-from rolltap.trainer.training.step.distributed import (
-    abort_on_error,
-    call_on_all_ranks,
-    gathered,
-    is_main,
-    on_main,
-    reduce_unused,
-    register,
-    require_same_parameters,
-    require_sharded_optimizer,
-    scattered,
-    several,
-    shard_reference,
-    trained_parameters,
-    use_fsdp,
-    use_replicas,
-)
 from rolltap.trainer.training.step.losses import importance_weights, teacher_loss
-from rolltap.trainer.training.step.metrics import StepMetrics, batch_metrics, named_tasks
+from rolltap.trainer.training.step.metrics import (
+    StepPart,
+    batch_metrics,
+    named_tasks,
+    scored_tokens,
+    step_metrics,
+)
 from rolltap.trainer.training.step.model import prepare, run_as_served, train_in_float32
-from rolltap.trainer.training.step.pack import Pack, PaddedRows, Row
+from rolltap.trainer.training.step.pack import Pack, PaddedRows
 from rolltap.trainer.training.step.probe import probe
 from rolltap.trainer.training.step.routing import Replay
 
@@ -82,33 +72,35 @@ logger = logging.getLogger(__name__)
 class TraceGRPOTrainer(GRPOTrainer):
     """A `GRPOTrainer` whose batches are recorded traces.
 
-    One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from `args.seed` and the step
-    (`rows_of_step`). `trace_source` is called with these rows on the main process and returns a `TraceBatch` of any
-    number of sessions and traces. The other processes wait for it. `before_batch` is called before that on every
-    process, and may call collective operations. An error of any process ends all with that error. For a batch without
-    any signal a warning is logged; weights and optimizer state stay unchanged.
+    One row of `train_dataset` is one group. A step trains `groups_per_step` rows, chosen from
+    `args.seed` and the step (`rows_of_step`). `trace_source` is called with these rows on the main
+    process and returns a `TraceBatch` of any number of sessions and traces. The other processes
+    wait for it. `before_batch` is called before that on every process, and may call collective
+    operations. An error of any process ends all with that error. For a batch without any signal a
+    warning is logged; weights and optimizer state stay unchanged.
 
-    A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps` micro-batches. The
-    gradient depends neither on their number nor on that of processes, nor on how sessions were cut into traces.
-    `args.temperature` must be the sampling temperature of the traces, which is not checked here. With `args.beta`, the
-    reference is the model with its adapter disabled (of a `PeftModel` that was given, the adapter as it was), or a copy
-    of the full model as it was given.
+    A generation batch makes `num_iterations` optimizer steps of `gradient_accumulation_steps`
+    micro-batches. The gradient depends neither on their number nor on that of processes, nor on how
+    sessions were cut into traces. `args.temperature` must be the sampling temperature of the
+    traces, which is not checked here. With `args.beta`, the reference is the model with its adapter
+    disabled (of a `PeftModel` that was given, the adapter as it was), or a copy of the full model
+    as it was given.
 
-    The constructor raises `InputError` for a configuration whose loss would not be that of the recorded traces, and on
-    a machine with a GPU that torch cannot use, unless `args.use_cpu` is set. Its other arguments are those of
-    `GRPOTrainer`.
+    The constructor raises `InputError` for a configuration whose loss would not be that of the
+    recorded traces, and on a machine with a GPU that torch cannot use, unless `args.use_cpu` is
+    set. Its other arguments are those of `GRPOTrainer`.
     """
 
     args: TraceGRPOConfig
     record: Callable[[int, StepAccount, Iterable[Scored]], None] | None = None
-    """Called on the main process with each optimizer step, before the weights change: the steps that were taken before
-    it, its batch, and the values of its tokens. Set it on every process or on none."""
+    """Called on the main process with each optimizer step, before the weights change: the steps
+    that were taken before it, its batch, and the values of its tokens."""
     check_step: Callable[[int, Mapping[str, float]], None] | None = None
-    """Called as `record` is, and before it, with the steps that were taken before and the metrics of the step. What it
-    raises ends all processes, and the weights stay as they are."""
+    """Called as `record` is, and before it, with the steps that were taken before and the metrics
+    of the step. What it raises ends all processes, and the weights stay as they are."""
     before_training: Callable[[], None] | None = None
-    """Called on every process when a training begins, before a checkpoint is loaded: the weights are those that the
-    trainer was given."""
+    """Called on every process when a training begins, before a checkpoint is loaded: the weights
+    are those that the trainer was given."""
     _step: int
 
     def __init__(
@@ -127,47 +119,43 @@ class TraceGRPOTrainer(GRPOTrainer):
     ) -> None:
         if not isinstance(args, TraceGRPOConfig):
             raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
-        if not isinstance(train_dataset, Dataset):
-            raise InputError(f"train_dataset must be a datasets.Dataset, not {type(train_dataset).__name__}")
         if not 1 <= groups_per_step <= len(train_dataset):
             raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
         require_gpu(args.use_cpu)
         args = copy.copy(args)
         if isinstance(model, str):
+            init = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
             # TRL would spread it over all GPUs of this process
-            init = {"device_map": None, "trust_remote_code": args.trust_remote_code}
-            model = create_model_from_path(model, **init | (args.model_init_kwargs or {}))
+            init.setdefault("device_map", None)
+            model = create_model_from_path(model, **init)
             args.model_init_kwargs = None
         self.trace_source = trace_source
         self.before_batch = before_batch
         self.groups_per_step = groups_per_step
-        self.batch: ProcessBatch
-        """This process's part of the present generation batch."""
-        self.trains = False
-        """True if any token of the batch has a gradient."""
         self._generation = -1
         self._named_tasks = named_tasks(train_dataset)
         self._checkpoints = Checkpoints(self)
         self._replay = Replay()
-        self._forest: type[Pack | PaddedRows] | None = None
-        self._logprobs = torch.zeros(1, 1)
-        self._current: Mapping[str, Any] = {}
+        self._forest: Any = None
+        self._tokens_forwarded = 0
         # neither the device nor the settings of `accelerate config`, which transformers reads, decide
         args.bf16 = model.dtype == torch.bfloat16
         args.mixed_precision = "bf16" if args.bf16 else "no"
-        adapted = peft_config is not None or isinstance(model, PeftModel)
-        prepare(model.get_base_model() if isinstance(model, PeftModel) else model)
-        if not adapted:
+        inner = model
+        if isinstance(model, PeftModel):
+            inner = model.get_base_model()
+        prepare(inner)
+        trains_all = inner is model and peft_config is None
+        if trains_all:
             train_in_float32(model)
-        if args.sharding == "full" and several():
-            require_sharded_optimizer(args, model, optimizers)
-            use_fsdp(args, model)
+        if args.sharding == "full" and distributed.several():
+            distributed.require_sharded_optimizer(args, model, optimizers)
+            distributed.use_fsdp(args, model)
         else:
-            use_replicas(args)
-        # TRL would load the reference from the model's folder, with the class that config.json names
-        copies = args.beta > 0 and not adapted
+            distributed.use_replicas(args)
         beta = args.beta
-        if copies:
+        if trains_all:
+            # TRL would load the reference from the model's folder, with the class that config.json names
             args.beta = 0.0
         try:
             super().__init__(
@@ -181,29 +169,31 @@ class TraceGRPOTrainer(GRPOTrainer):
                 peft_config=peft_config,
             )
         except (ValueError, ImportError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(f"the model or its adapter cannot be trained: {error}") from error
-        args.beta = self.beta = beta
-        check_model(self.model, self.beta)
+        args.beta = beta
+        self.beta = beta
+        check_model(self.model, beta)
         merge_again(self.model)
-        if copies:
+        if beta and trains_all:
             self.ref_model = self._copy_of_model()
         # the ratio is of rolltap's engine, and TRL multiplies the loss with it
         self.use_vllm = args.vllm_importance_sampling_correction
-        register("score", self._score_ids)
-        require_same_parameters(trained_parameters(self.model).items())
+        distributed.register("score", self._score_ids)
+        parameters = distributed.trained_parameters(self.model)
+        distributed.require_same_parameters(parameters.items())
 
     # What TRL asks: batches, log-probabilities, the loss
 
     def get_train_dataloader(self) -> DataLoader[int]:
-        """Return a loader of as many numbers as one pass over the rows has micro-batches. They are not used."""
+        """Return a loader of as many numbers as one pass over the rows has micro-batches. They are
+        not used."""
         passes = len(self.train_dataset) // self.groups_per_step
         numbers = range(passes * self.num_iterations * self.args.gradient_accumulation_steps)
         return DataLoader(numbers, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute and add the gradients of a micro-batch. An error of any process ends all. Collective.
+        """Compute and add the gradients of a micro-batch. An error of any process ends all.
+        Collective.
 
         Raises `InputError` for a micro-batch that does not fit into the memory of a GPU.
         """
@@ -214,53 +204,43 @@ class TraceGRPOTrainer(GRPOTrainer):
                 loss: Tensor = step(model, inputs, num_items_in_batch)
             except torch.OutOfMemoryError as error:
                 raise InputError(
-                    f"{self._tokens_forwarded():,} tokens in one pass do not fit into the memory of the GPU: raise "
-                    "gradient_accumulation_steps, set offload_checkpoints or sharding, or lower the recipe's "
-                    f"max_tokens ({error})"
+                    f"{self._tokens_forwarded:,} tokens in one pass do not fit into the memory of "
+                    "the GPU: raise gradient_accumulation_steps, set offload_checkpoints or "
+                    f"sharding, or lower the recipe's max_tokens ({error})"
                 ) from error
             return loss
 
-        loss = abort_on_error(compute)
+        loss = distributed.abort_on_error(compute)
         self._replay.end()
-        self._step_metrics.stop(self.args.device)
         return loss
-
-    def _tokens_forwarded(self) -> int:
-        return int(self._current["forest"].tokens) if self._current else 0
 
     def _prepare_inputs(self, _: Any) -> dict[str, Any]:
         run_as_served(self.model)
         generation, iteration = divmod(self.state.global_step, self.num_iterations)
         if generation != self._generation:
-            if self._generation < 0 and iteration and self.args.vllm_importance_sampling_correction:
+            corrected = self.args.vllm_importance_sampling_correction
+            if self._generation < 0 and iteration and corrected:
                 raise InputError(
-                    f"step {self.state.global_step} is in the middle of the {self.num_iterations} iterations of a "
-                    "batch: with vllm_importance_sampling_correction resume from a checkpoint after the last one "
-                    "(save_steps a multiple of num_iterations)"
+                    f"step {self.state.global_step} is in the middle of the {self.num_iterations} "
+                    "iterations of a batch: with vllm_importance_sampling_correction resume from a "
+                    "checkpoint after the last one (save_steps a multiple of num_iterations)"
                 )
             self._load_batch(generation)
         micro_batch = self._step % self.args.gradient_accumulation_steps
         if micro_batch == 0:
-            self._step_metrics = StepMetrics(on_policy=self.batch.on_policy and iteration == 0)
-        self._step_metrics.start()
+            self._part = StepPart()
         return self._inputs[micro_batch]
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
-        """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in place of TRL's."""
-        logprobs, entropies = self._score(model, self._current["forest"])
-        self._logprobs = logprobs
-        self._step_metrics.add(logprobs.detach(), self._current)
-        return logprobs, entropies, None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Return TRL's loss with the weight of the micro-batch, and the teacher's."""
         self._current = inputs
         micro_batch: MicroBatch = inputs["micro_batch"]
         logged = self._metrics["train"]
-        self._metrics["train"] = defaultdict(list)
+        of_loss = defaultdict[str, list[float]](list)
+        self._metrics["train"] = of_loss
         loss: Tensor = super()._compute_loss(model, inputs) * micro_batch.weight
-        self._step_metrics.add_of_loss(self._metrics["train"], micro_batch.tokens)
         self._metrics["train"] = logged
+        self._part.of_loss.append((of_loss, micro_batch.tokens))
         if self.args.teacher_share:
             divergence = teacher_loss(
                 self._logprobs,
@@ -270,8 +250,16 @@ class TraceGRPOTrainer(GRPOTrainer):
                 limit=1 + self.epsilon_high,
             )
             processes = self.accelerator.num_processes  # whose gradients are averaged
-            loss = loss + self.args.teacher_share * divergence * processes / self.batch.tokens
+            weight = self.args.teacher_share * processes / micro_batch.batch_tokens
+            loss = loss + weight * divergence
         return loss
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+        """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in
+        place of TRL's."""
+        self._logprobs, entropies = self._score(model, self._current["forest"])
+        self._part.add(self._logprobs.detach(), self._current)
+        return self._logprobs, entropies, None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._checkpoints.resume_from(Path(resume_from_checkpoint))
@@ -290,119 +278,104 @@ class TraceGRPOTrainer(GRPOTrainer):
         return [self.train_dataset[i] for i in indices]
 
     def _load_batch(self, generation: int) -> None:
-        """Load a generation batch, and what the weights before it and the reference say about it. Collective."""
+        """Load a generation batch, and what the weights before it and the reference say about it.
+        Collective."""
         self._choose_forest()
         if self.before_batch is not None:
             self.before_batch()
-        first = self._generation < 0
-        self.batch = scattered(lambda: self._make_parts(self.trace_source(self.rows_of(generation))))
-        self._inputs = [self._inputs_of(micro_batch, first) for micro_batch in self.batch.micro_batches]
+
+        def load() -> list[list[MicroBatch]]:
+            return self._divide(self.trace_source(self.rows_of(generation)))
+
+        micro_batches = distributed.scattered(load)
+        self._inputs = [self._inputs_of(micro_batch) for micro_batch in micro_batches]
         self._replay.taken()  # those of the passes before the step
         self._generation = generation
-        self.trains = self.batch.trains
-        if self.args.vllm_importance_sampling_correction:
-            left = [inputs["importance_sampling_ratio"] * inputs["completion_mask"] for inputs in self._inputs]
-            self.trains = any(gathered(any(bool(weights.any()) for weights in left)))
-            if self.batch.trains and not self.trains and is_main():
-                self._warn_skipped("the importance correction left no token")
 
-    def _make_parts(self, batch: TraceBatch) -> list[ProcessBatch]:
-        """Return each process's part of a batch. Called on the main process."""
-        given = sum(trace.completion_mask.count(1) for trace in batch.traces)
-        batch.ledger.check()
-        if batch.ledger.sampled and batch.ledger.trained != given:
-            raise InputError(
-                f"{given} sampled tokens in {len(batch.traces)} traces, but the batch's ledger says "
-                f"{batch.ledger.trained}: choose sessions with Run.traces(...).batch(session_ids), or give a ledger "
-                "that says what was left out"
-            )
-        args = self.args
-        if args.teacher_share and any(trace.scores is None for trace in batch.traces):
-            raise InputError(
-                f"teacher_share = {args.teacher_share}, but a trace has no scores: read traces(scores=NAME)"
-            )
+    def _divide(self, batch: TraceBatch) -> list[list[MicroBatch]]:
+        """Return each process's micro-batches of a batch. Called on the main process."""
+        check_batch(batch)
+        share = self.args.teacher_share
+        trained = batch
+        if not share:
+            trained = with_signal(batch)
+        elif any(trace.scores is None for trace in batch.traces):
+            what = f"teacher_share = {share}, but a trace has no scores"
+            raise InputError(f"{what}: read traces(scores=NAME)")
         advantages = session_advantages(batch.rewards, self.scale_rewards)
-        trained = with_signal(batch, every=args.teacher_share > 0)
-        computed = [trace for trace in trained.traces if args.computes_all or advantages.get(trace.session_id)]
-        tokens = tokens_by_session(trained.traces)
+        computed = trained.traces
+        if not self.args.computes_all:
+            computed = [trace for trace in computed if advantages[trace.session_id]]
+        # the teacher's share takes the place of rewards, not of the reference or the entropies
+        scaled = {session: (1 - share) * advantage for session, advantage in advantages.items()}
         sessions = session_tokens(
             computed,
-            # the teacher's share takes the place of rewards, not of the reference or the entropies
-            {session: (1 - args.teacher_share) * advantage for session, advantage in advantages.items()},
-            routing=args.routing == "recorded",
+            scaled,
+            routing=self.args.routing == "recorded",
             embeddings=self.model.get_input_embeddings().weight.shape[0],
         )
-        if not sessions:
-            self._warn_skipped(why_skipped(batch))
+        self._batch = batch
         self._account = StepAccount(trained, advantages, computed)
         self.log_metrics(batch_metrics(batch, trained, self._named_tasks))
-        total = max(1, sum(tokens.values()))
-        parts = micro_batches(
+        with_tokens = {trace.session_id for trace in trained.traces if 1 in trace.completion_mask}
+        return micro_batches(
             sessions,
-            accumulation=args.gradient_accumulation_steps,
+            accumulation=self.args.gradient_accumulation_steps,
             processes=self.accelerator.num_processes,
             loss_type=self.loss_type,
-            total_sessions=max(1, len(tokens)),
-            total_tokens=total,
+            total_sessions=max(1, len(with_tokens)),
+            total_tokens=max(1, number_trained(trained.traces)),
         )
-        return [ProcessBatch(part, total, bool(sessions), batch.on_policy) for part in parts]
 
     @torch.no_grad()
-    def _inputs_of(self, micro_batch: MicroBatch, first: bool) -> dict[str, Any]:
+    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Return the inputs of a micro-batch's loss. Collective where the weights are sharded."""
         device = self.args.device
+        rows = [session.rows for session in micro_batch.sessions]
+        rows += [[]] * (micro_batch.size - len(rows))
+        forest = self._forest(rows, device)
         inputs: dict[str, Any] = micro_batch.tensors(device)
         inputs["micro_batch"] = micro_batch
-        inputs["forest"] = self._forest_of([session.rows for session in micro_batch.sessions], micro_batch.size)
-        inputs["num_items_in_batch"] = torch.tensor(self.batch.tokens, device=device)
-        inputs["teacher_share"] = self.args.teacher_share
-        if self.beta:
-            with self._reference() as model:
-                inputs["ref_per_token_logps"], _ = self._score(model, inputs["forest"])
-        if self.args.routing == "recorded" and first:
-            self._log_difference_before(inputs)
+        inputs["forest"] = forest
+        inputs["num_items_in_batch"] = torch.tensor(micro_batch.batch_tokens, device=device)
+        mask = inputs["completion_mask"].bool()
+        sampled = inputs["sampling_per_token_logps"]
+        if self.beta and self.ref_model is not None:
+            inputs["ref_per_token_logps"], _ = self._score(self.ref_model, forest)
+        elif self.beta:
+            name = "ref" if "ref" in self.model.peft_config else None
+            with use_adapter(self.model, name):
+                inputs["ref_per_token_logps"], _ = self._score(self.model, forest)
+        if self.args.routing == "recorded" and self._generation < 0:
+            own, _ = self._score(self.model, forest, replays=False)
+            if mask.any():
+                difference = float((own - sampled)[mask].abs().mean())
+                self.log_metrics({"routing/difference_before": difference})
         if self.args.vllm_importance_sampling_correction:
-            own, _ = self._score(self.model, inputs["forest"])
-            difference = (own - inputs["sampling_per_token_logps"]) * inputs["completion_mask"]
+            own, _ = self._score(self.model, forest)
             inputs["old_per_token_logps"] = own
             inputs["importance_sampling_ratio"] = importance_weights(
-                difference,
+                (own - sampled) * mask,
                 self.vllm_importance_sampling_mode,
                 self.vllm_importance_sampling_clip_min,
                 self.vllm_importance_sampling_clip_max,
             )
         return inputs
 
-    def _log_difference_before(self, inputs: Mapping[str, Any]) -> None:
-        """Log how far trainer and engine differ where the trainer's router chooses the experts."""
-        sessions = []
-        for session in inputs["micro_batch"].sessions:
-            sessions.append([replace(row, experts=None) for row in session.rows])
-        own, _ = self._score(self.model, self._forest_of(sessions, inputs["micro_batch"].size))
-        trained = inputs["completion_mask"].bool()
-        if trained.any():
-            difference = (own - inputs["sampling_per_token_logps"])[trained].abs().mean()
-            self.log_metrics({"routing/difference_before": float(difference)})
-
     # The way through the model
 
-    def _score(self, model: Any, forest: Pack | PaddedRows) -> tuple[Tensor, Tensor]:
+    def _score(self, model: Any, forest: Pack | PaddedRows, *, replays: bool = True) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies (B, S) of a micro-batch."""
-        self._replay.begin(model, forest.experts)
-        with self.accelerator.autocast(), self._offloaded(model):
+        self._tokens_forwarded = forest.tokens
+        self._replay.begin(model, forest.experts if replays else None)
+        offloaded: Any = nullcontext()
+        on_gpu = self.args.device.type != "cpu"
+        if self.args.offload_checkpoints and on_gpu and torch.is_grad_enabled():
+            inner = self.accelerator.unwrap_model(model)
+            offloaded = get_act_offloading_ctx_manager(inner, warn_if_no_head=False)
+        with self.accelerator.autocast(), offloaded:
             output = model(**forest.inputs())
         return forest.unpack(output.log_probs).float(), forest.unpack(output.entropy)
-
-    def _offloaded(self, model: Any) -> Any:
-        """Return a context in which what the backward pass needs rests in host memory, if that is asked for."""
-        if not self.args.offload_checkpoints or self.args.device.type == "cpu" or not torch.is_grad_enabled():
-            return nullcontext()
-        return get_act_offloading_ctx_manager(self.accelerator.unwrap_model(model), warn_if_no_head=False)
-
-    def _forest_of(self, sessions: Sequence[Sequence[Row]], size: int) -> Pack | PaddedRows:
-        assert self._forest is not None
-        empty: list[Sequence[Row]] = [[] for _ in range(size - len(sessions))]
-        return self._forest([*sessions, *empty], self.args.device)
 
     def _choose_forest(self) -> None:
         """Choose packed or padded rows, before the first step. Collective."""
@@ -412,11 +385,11 @@ class TraceGRPOTrainer(GRPOTrainer):
         if self.args.forward == "padded":
             return
         # of sharded weights each process sees the gradients of its part
-        reasons = gathered(probe(self.model, self.accelerator.autocast))
+        reasons = distributed.gathered(probe(self.model, self.accelerator.autocast))
         reason = next(filter(None, reasons), None)
         if reason is None:
             self._forest = Pack
-        elif is_main():
+        elif distributed.is_main():
             logger.warning("traces run as padded rows, not as one packed row: %s", reason)
 
     def _copy_of_model(self) -> Any:
@@ -424,53 +397,52 @@ class TraceGRPOTrainer(GRPOTrainer):
         reference = copy.deepcopy(self.model).requires_grad_(False).eval()
         vars(reference).pop("forward", None)  # that of TRL's head, which knows the original
         prepare(reference, self.args.temperature)
-        return shard_reference(self.accelerator, reference)
-
-    @contextmanager
-    def _reference(self) -> Iterator[Any]:
-        """Yield the reference model. A `PeftModel` has the reference's adapter, or none, in the context."""
-        if self.ref_model is not None:
-            yield self.ref_model
-        else:
-            with use_adapter(self.model, "ref" if "ref" in self.model.peft_config else None):
-                yield self.model
+        return distributed.shard_reference(self.accelerator, reference)
 
     # The end of a step
 
     def finish_gradients(self) -> None:
-        """Check, log and record a step whose gradients are complete, before the weights change. Collective.
+        """Check, log and record a step whose gradients are complete, before the weights change.
+        Collective.
 
-        Without a gradient, or with one that is not finite, all gradients are dropped: with gradients of zero, momentum
-        and weight decay would still change the weights.
+        Without a gradient, or with one that is not finite, all gradients are dropped: with
+        gradients of zero, momentum and weight decay would still change the weights.
         """
-        finite = all(bool(local.isfinite().all()) for local in self._local_gradients())
-        finite = all(gathered(finite))
-        if not (finite and self.trains):
+        part = self._part
+        for weight in self.model.parameters():
+            gradient = weight.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            if gradient is not None and not gradient.isfinite().all():
+                part.finite = False
+        part.replayed = self._replay.taken().tolist()
+        part.stop(self.args.device)
+        parts = distributed.gathered(part)
+        finite = all(each.finite for each in parts)
+        trains = any(each.trains for each in parts)
+        if not (finite and trains):
             self.model.zero_grad(set_to_none=True)
-        if not finite and is_main():
-            self._warn_skipped("its gradients are not finite")
-        metrics = self._step_metrics.values(gathered(self._step_metrics.local(self.args.device)))
-        self.log_metrics({"steps_skipped": float(not finite), **metrics})
-        replayed, differ = self.accelerator.gather(self._replay.taken().to(self.args.device)[None]).sum(0).tolist()
-        if replayed:
-            self.log_metrics({"routing/differs": differ / replayed})
         step = self.state.global_step
-        check_step = self.check_step
-        if check_step is not None:
-            on_main(lambda: check_step(step, metrics))
-        record = self.record
-        if record is not None:
-            scored = gathered(self._step_metrics.scored)
-            on_main(lambda: record(step, self._account, chain(*scored)))
 
-    def _warn_skipped(self, why: str) -> None:
-        logger.warning("step %d was skipped: %s", self.state.global_step + 1, why)
+        def observe() -> None:
+            if not trains:
+                why = why_skipped(self._batch, self._account.computed)
+                logger.warning("step %d was skipped: %s", step + 1, why)
+            elif not finite:
+                logger.warning("step %d was skipped: its gradients are not finite", step + 1)
+            metrics = step_metrics(
+                parts,
+                on_policy=self._batch.on_policy and step % self.num_iterations == 0,
+                is_corrected=self.args.vllm_importance_sampling_correction,
+                has_teacher=self.args.teacher_share > 0,
+            )
+            self.log_metrics(metrics)
+            if self.check_step is not None:
+                self.check_step(step, metrics)
+            if self.record is not None:
+                self.record(step, self._account, scored_tokens(parts))
 
-    def _local_gradients(self) -> Iterator[Tensor]:
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        distributed.on_main(observe)
 
     def log_metrics(self, values: Mapping[str, float]) -> None:
         """Add values to those of the present step, whose mean is logged."""
@@ -480,24 +452,26 @@ class TraceGRPOTrainer(GRPOTrainer):
     # Scores for a comparison with an engine
 
     def score(self, ids: Sequence[int], *, base: bool = False) -> list[float]:
-        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present weights.
+        """Return the natural-log probabilities of `ids[1:]` at temperature 1, under the present
+        weights.
 
-        With `base`, a `PeftModel` is scored without its adapter. Other processes need not take part, unless weights are
-        sharded: then call it on all, or within `on_main`.
+        With `base`, a `PeftModel` is scored without its adapter. Other processes need not take
+        part, unless weights are sharded: then call it on all, or within `on_main`.
         """
         if self.args.sharding == "full":
-            return list(call_on_all_ranks("score", ids, base))
+            return list(distributed.call_on_all_ranks("score", ids, base))
         return self._score_ids(ids, base)
 
     @torch.no_grad()
     def _score_ids(self, ids: Sequence[int], base: bool) -> list[float]:
-        model = self.model
-        device = model.get_input_embeddings().weight.device
-        without = base and hasattr(model, "disable_adapter")
-        with model.disable_adapter() if without else nullcontext(), self.accelerator.autocast():
-            logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, :-1]
-        logprobs = selective_log_softmax(logits.float(), torch.tensor(ids[1:], device=device))
-        return [float(value) for value in logprobs]
+        every = torch.tensor([ids], device=self.model.get_input_embeddings().weight.device)
+        adapter: Any = nullcontext()
+        if base and hasattr(self.model, "disable_adapter"):
+            adapter = self.model.disable_adapter()
+        with adapter, self.accelerator.autocast():
+            logits = self.model(input_ids=every, use_cache=False).logits[:, :-1]
+        logprobs: list[float] = selective_log_softmax(logits.float(), every[:, 1:])[0].tolist()
+        return logprobs
 
 
 class _StepCallback(TrainerCallback):
@@ -507,7 +481,7 @@ class _StepCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        reduce_unused(model)
+        distributed.reduce_unused(model)
         # the training begins with a batch of its own
         self._trainer._generation = -1
         self._trainer._step = 0
@@ -515,7 +489,7 @@ class _StepCallback(TrainerCallback):
             self._trainer.before_training()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        abort_on_error(self._trainer.finish_gradients)
+        distributed.abort_on_error(self._trainer.finish_gradients)
 
 
 def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:

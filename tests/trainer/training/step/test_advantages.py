@@ -49,10 +49,6 @@ class TestSessionAdvantages:
         with pytest.raises(ValueError, match="session b has the reward"):
             session_advantages(in_groups(g={"a": 0.0, "b": reward}), "group")
 
-    def test_an_unknown_scale_is_refused(self):
-        with pytest.raises(ValueError, match="choose group, batch or none"):
-            session_advantages(in_groups(g={"a": 0.0}), "std")
-
     @pytest.mark.parametrize("scale", ["group", "batch"])
     def test_the_standard_deviation_is_trls(self, scale):
         rewards = torch.rand(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -76,7 +76,7 @@ def test_the_reasons(name, why):
             "has no effect with activation_checkpointing = F",
         ),
         ({"use_bias_correction_kl": False}, "use_bias_correction_kl = False has no effect with beta = 0"),
-        ({"max_completion_length": 9}, "max_completion_length = 9 has no effect without loss_type = 'dr_grpo'"),
+        ({"max_completion_length": 9}, "max_completion_length = 9 has no effect with loss_type = 'dapo'"),
         ({"loss_type": "dr_grpo"}, "max_completion_length = None with loss_type = 'dr_grpo'.*: give a number"),
         ({"loss_type": "vespo", "epsilon": 0.1}, "epsilon = 0.1 has no effect with loss_type = 'vespo'"),
         ({"vespo_k_pos": 1.0}, "vespo_k_pos = 1.0 has no effect with loss_type = 'dapo'"),

@@ -119,7 +119,6 @@ def same(first, second) -> bool:
 
 ELSEWHERE = {
     "activation_checkpointing": "test_trainer",
-    "disable_dropout": "test_trainer",
     "max_completion_length": "test_config",
     "model_init_kwargs": "test_trainer",
     "offload_checkpoints": "test_trainer",

@@ -8,25 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rolltap.trainer.traces.build import GroupReward, KindSpan, TraceBatch, Unrewarded
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger
-from rolltap.trainer.training.step import metrics as module
+from rolltap.trainer.training.step.batch import KINDS
 from rolltap.trainer.training.step.metrics import (
     MOST_TASKS,
-    StepMetrics,
+    StepPart,
     batch_metrics,
     named_tasks,
     peak_memory,
+    step_metrics,
 )
-from tests.deep import examples
 from tests.trainer.training.step.tiny import make_trace, record, tiny_model, trained
 
 TASKS = {"x", "y"}
 CPU = torch.device("cpu")
-ROOT, BRIDGED, RENDERED = range(3)
+BRIDGED = KINDS.index("bridged")
+RENDERED = KINDS.index("rendered")
 
 
 def named(metrics, *prefixes):
@@ -37,32 +36,31 @@ def named(metrics, *prefixes):
 def tokens(logprobs, sampler, kinds=None, **fields):
     """Return log-probabilities (1, S) and inputs of the tokens of a session, of kind `bridged` if not given."""
     number = len(logprobs)
+    session = SimpleNamespace(rows=[SimpleNamespace(ids=range(10))], traces=[7])
     inputs = {
+        "micro_batch": SimpleNamespace(sessions=[session]),
+        "forest": SimpleNamespace(tokens=4),
         "sampling_per_token_logps": torch.tensor([sampler]),
         "old_per_token_logps": torch.tensor([sampler]),
+        "teacher_per_token_logps": torch.zeros(1, number),
         "completion_mask": torch.ones(1, number, dtype=torch.long),
-        "kinds": torch.tensor([kinds or [BRIDGED] * number], dtype=torch.int8),
-        "teacher_share": 0.0,
+        "kinds": torch.tensor([kinds or [BRIDGED] * number]),
     }
     return torch.tensor([logprobs]), inputs | {name: torch.tensor([values]) for name, values in fields.items()}
 
 
-NONE = tokens([], [])
+def part_of(*micro_batches):
+    """Return a step of one process with these micro-batches."""
+    part = StepPart()
+    for logprobs, inputs in micro_batches:
+        part.add(logprobs, inputs)
+    part.stop(CPU)
+    return part
 
 
-def add(metrics, micro_batch, in_rows, forwarded):
-    logprobs, inputs = micro_batch
-    session = SimpleNamespace(rows=[SimpleNamespace(ids=range(in_rows))], traces=[])
-    beside = {"micro_batch": SimpleNamespace(sessions=[session]), "forest": SimpleNamespace(tokens=forwarded)}
-    metrics.add(logprobs, inputs | beside)
-
-
-def values(*micro_batches, on_policy=True):
+def values(*micro_batches, on_policy=True, **options):
     """Return the metrics of a step of one process with these micro-batches."""
-    metrics = StepMetrics(on_policy=on_policy)
-    for micro_batch in micro_batches:
-        add(metrics, micro_batch, in_rows=10, forwarded=4)
-    return metrics.values([metrics.local(CPU)])
+    return step_metrics([part_of(*micro_batches)], on_policy=on_policy, **options)
 
 
 def trace(session, mask=(1,), **fields):
@@ -225,35 +223,38 @@ class TestStep:
         assert not named(values(tokens([-1.0], [-1.5])), "off_policy")
 
     def test_weights_of_the_importance_correction_have_their_mean_and_limits(self):
-        step = values(tokens([-1.0] * 4, [-1.0] * 4, importance_sampling_ratio=[0.0, 0.5, 1.5, 2.0]))
+        corrected = tokens([-1.0] * 4, [-1.0] * 4, importance_sampling_ratio=[0.0, 0.5, 1.5, 2.0])
+        step = values(corrected, is_corrected=True)
         assert named(step, "importance") == {"importance/mean": 1.0, "importance/min": 0.0, "importance/max": 2.0}
         assert (step["tokens_computed"], step["tokens_masked"]) == (4, 1)
         assert not named(values(tokens([-1.0], [-1.0])), "importance", "tokens_masked")
 
     def test_what_trl_logs_of_a_micro_batch_counts_with_its_tokens_and_limits_are_limits(self):
-        metrics = StepMetrics(on_policy=True)
-        metrics.add_of_loss({"entropy": [1.0], "clip_ratio/low_min": [0.5], "clip_ratio/high_max": [0.5]}, 3)
-        metrics.add_of_loss({"entropy": [5.0], "clip_ratio/low_min": [0.25], "clip_ratio/high_max": [0.75]}, 1)
-        metrics.add_of_loss({"entropy": [0.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [0.0]}, 0)
-        step = metrics.values([metrics.local(CPU)])
+        part = part_of(tokens([], []))
+        part.of_loss = [
+            ({"entropy": [1.0], "clip_ratio/low_min": [0.5], "clip_ratio/high_max": [0.5]}, 3),
+            ({"entropy": [5.0], "clip_ratio/low_min": [0.25], "clip_ratio/high_max": [0.75]}, 1),
+            ({"entropy": [0.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [0.0]}, 0),
+        ]
+        step = step_metrics([part])
         assert named(step, "entropy") == {"entropy": 2.0}
         assert named(step, "clip_ratio") == {"clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.75}
 
     def test_a_step_without_tokens_has_no_means_of_them(self):
-        step = values(NONE)
-        assert step.keys() == {"tokens_computed", "tokens_in_rows", "tokens_forwarded", "peak_memory_gib"}
+        step = values(tokens([], []))
         assert step["tokens_computed"] == 0
+        assert not named(step, "ratio", "difference", "tokens/")
 
-    def test_tokens_a_second_count_the_time_between_start_and_stop(self, monkeypatch):
-        clock = iter([0.0, 1.5, 100.0, 100.5])
-        monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
-        metrics = StepMetrics(on_policy=True)
-        for _ in range(2):
-            metrics.start()
-            add(metrics, NONE, in_rows=30, forwarded=12)
-            metrics.stop(CPU)
-        step = metrics.values([metrics.local(CPU)])
-        assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (60, 24, 30)
+    def test_parts_are_of_all_processes(self):
+        parts = [part_of(tokens([-1.0, -2.0], [-1.0, -1.0])), part_of(tokens([-1.5], [-1.0]), tokens([], []))]
+        for seconds, part in enumerate(parts, 1):
+            part.seconds = seconds
+            part.replayed = [2.0, seconds]
+        parts[1].finite = False
+        step = step_metrics(parts)
+        assert (step["tokens_in_rows"], step["tokens_forwarded"], step["tokens_per_second"]) == (30, 12, 15)
+        assert (step["steps_skipped"], step["routing/differs"]) == (1, 0.75)
+        assert step["ratio/mean"] == pytest.approx((1 + math.exp(-1) + math.exp(-0.5)) / 3)
 
     def test_memory_is_that_of_the_process_without_a_gpu(self):
         assert 2**20 < peak_memory(CPU) < 2**40
@@ -266,33 +267,6 @@ class TestStep:
         torch.zeros(2**26, dtype=torch.uint8, device=device)
         assert peak_memory(device) >= 2**26
         assert peak_memory(device) < 2**26
-
-    @given(st.data())
-    @examples(100)
-    def test_micro_batches_and_processes_do_not_matter(self, data):
-        number = data.draw(st.integers(1, 12))
-        logprob = st.floats(-3, 0, width=32)
-
-        def column(elements):
-            return data.draw(st.lists(elements, min_size=number, max_size=number))
-
-        fields = {name: column(logprob) for name in ("logprobs", "sampler", "old_per_token_logps")}
-        fields |= {"importance_sampling_ratio": column(st.floats(0, 4, width=32))}
-        fields |= {"kinds": column(st.integers(-1, 2))}
-        parts = column(st.integers(0, 3))  # process 0 or 1, and one of its two micro-batches
-        processes = []
-        for process in (0, 1):
-            metrics = StepMetrics(on_policy=True)
-            for micro_batch in (2 * process, 2 * process + 1):
-                mine = [i for i in range(number) if parts[i] == micro_batch]
-                part = {name: [values[i] for i in mine] for name, values in fields.items()}
-                add(metrics, tokens(**part), in_rows=len(mine), forwarded=1)
-            processes.append(metrics.local(CPU))
-        whole = StepMetrics(on_policy=True)
-        add(whole, tokens(**fields), in_rows=number, forwarded=4)
-        together, alone = metrics.values(processes), whole.values([whole.local(CPU)])
-        assert together.pop("peak_memory_gib") <= alone.pop("peak_memory_gib")
-        assert together == pytest.approx(alone, rel=1e-6, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

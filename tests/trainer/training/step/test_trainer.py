@@ -188,20 +188,17 @@ def test_a_trace_that_cannot_be_trained_on_is_refused(model, traces, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("config", "dataset", "groups_per_step", "message"),
+    ("config", "groups_per_step", "message"),
     [
-        (TraceGRPOConfig, GROUPS, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
-        (TraceGRPOConfig, GROUPS, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
-        (TraceGRPOConfig, GROUPS.to_iterable_dataset(), 1, r"must be a datasets\.Dataset, not IterableDataset"),
-        (GRPOConfig, GROUPS, 1, r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"),
+        (TraceGRPOConfig, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
+        (TraceGRPOConfig, 0, "groups_per_step=0 must be between 1 and the 2 rows"),
+        (GRPOConfig, 1, r"args is a GRPOConfig: give a rolltap\.TraceGRPOConfig"),
     ],
 )
-def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(
-    model, tmp_path, config, dataset, groups_per_step, message
-):
+def test_rows_that_cannot_fill_a_step_and_trls_config_are_refused(model, tmp_path, config, groups_per_step, message):
     args = config(str(tmp_path), use_cpu=True, report_to="none", activation_checkpointing=False)
     with pytest.raises(ValueError, match=message):
-        TraceGRPOTrainer(model, args, dataset, trace_source=lambda rows: [], groups_per_step=groups_per_step)
+        TraceGRPOTrainer(model, args, GROUPS, trace_source=lambda rows: [], groups_per_step=groups_per_step)
 
 
 def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path):
@@ -209,8 +206,8 @@ def test_a_session_that_left_no_trace_counts_in_its_groups_mean(model, tmp_path)
     batch = batch_of([trace for trace in record(model, random.Random(5)) if trace.group_id == "a"])
     batch.rewards["crashed"] = GroupReward(group_id="a", reward=-10.0)
     trainer = make_trainer(model, tmp_path, batch)
-    [part] = trainer._make_parts(batch)
-    seen = torch.tensor([session.advantage for each in part.micro_batches for session in each.sessions])
+    [part] = trainer._divide(batch)
+    seen = torch.tensor([session.advantage for each in part for session in each.sessions])
     assert (seen >= 0).all()
     assert seen.max() > 0
 
@@ -253,20 +250,17 @@ def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path
         trained(model, tmp_path, batch_of(traces, ledger=Ledger(sampled=5, trained=5)))
 
 
-@pytest.mark.parametrize(("attention", "lora"), [(0.1, 0.0), (0.0, 0.1)])
-def test_dropout_is_refused(model, tmp_path, attention, lora):
-    model = copy.deepcopy(model)
-    model.model.layers[1].self_attn.attention_dropout = attention
-    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=lora)
-    with pytest.raises(ValueError, match="drops 10% of its values"):
-        make_trainer(model, tmp_path, [], peft_config=adapter)
-
-
-def test_a_model_with_dropout_is_trained_when_the_arguments_turn_it_off(model, tmp_path):
+def test_dropout_never_acts_and_that_of_an_adapter_is_refused(model, traces, tmp_path):
+    expected = gradients(model, tmp_path, traces)
+    dropping = copy.deepcopy(model)
+    dropping.model.layers[1].self_attn.attention_dropout = 0.5
+    dropping.model.layers[0].mlp.act_fn = torch.nn.Sequential(dropping.model.layers[0].mlp.act_fn, torch.nn.Dropout())
+    for checkpointing in (False, True):
+        found = gradients(dropping, tmp_path, traces, activation_checkpointing=checkpointing)
+        assert largest_difference(expected, found) < 1e-6
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    trainer = make_trainer(model, tmp_path, [], peft_config=adapter, disable_dropout=True)
-    dropouts = [module for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)]
-    assert {dropout.p for dropout in dropouts} == {0}
+    with pytest.raises(InputError, match=r"lora\.lora_dropout = 0\.1 has no effect"):
+        make_trainer(model, tmp_path, [], peft_config=adapter)
 
 
 @pytest.mark.parametrize(
