@@ -32,7 +32,11 @@ their echo by a harness that rewrites them have the same normal form."""
 FREEFORM_ARGUMENT = "input"
 """The name of the only argument, a string, of the function that represents a freeform tool."""
 
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile(
+    r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
+)
+"""An escape of half a character, in a JSON text without escaped backslashes."""
 _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
 
@@ -60,7 +64,8 @@ def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     value = _loads(text)
     if nests_deeper(value, most_levels):
         raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
-    if _SURROGATE_ESCAPE.search(text):  # also true for valid pairs, which are kept; they are rare
+    # `json.dumps` writes each emoji as a pair
+    if _SURROGATE.search(text) and _LONE_SURROGATE.search(text.replace(r"\\", "  ")):
         value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     return value
 

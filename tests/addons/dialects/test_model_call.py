@@ -1,6 +1,7 @@
 import base64
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +25,23 @@ def test_parsed_json_is_well_formed_all_the_way_down(text, ascii_only):
         assert parsed == {text: [text]}
 
 
-def test_a_pair_of_surrogates_is_a_character():
-    assert parse_json(r'"\ud83d\ude00 \ud83d"') == "😀 \ufffd"
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\ud83d\ude00 \ud83d", "😀 \ufffd"),
+        (r"\\ud83d\ude00", "\\ud83d\ufffd"),
+        (r"\ud83d\\\ude00", "\ufffd\\\ufffd"),
+        (r"\ud83d\ud83d\ude00\ude00", "\ufffd😀\ufffd"),
+    ],
+)
+def test_a_pair_of_surrogates_is_a_character_and_each_other_one_is_replaced(text, value):
+    assert parse_json(f'"{text}"') == value
+
+
+def test_pairs_are_not_written_as_json_again(monkeypatch):
+    body = json.dumps({"content": "All right 👍 \\ud83d"})
+    monkeypatch.setattr(json, "dumps", None)
+    assert parse_json(body) == {"content": "All right 👍 \\ud83d"}
 
 
 def test_a_signature_that_is_long_was_not_issued_here():
