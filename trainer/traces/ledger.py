@@ -1,29 +1,32 @@
 """The account of a token: every sampled token is trained once, or left out for a named reason.
 
-                        tokens that calls sampled
-    build_traces          - of calls that nothing is learned from          aborted failed missing_logprobs violation
-                                                                           grammar missing_routing missing_scores stale
-                                                                           ROLE superseded
-                          - beyond `max_tokens` of a trace                 over_length
-                        = in traces: each token has mask 1 in exactly one
-    label_session         - of sessions without a reward                   infrastructure cancelled unjudged excluded
-                                                                           suspicious no_reward
-                        = in a batch
-    with_signal           - of groups whose rewards are equal              no_signal
-                        = in the loss
+                   tokens that calls sampled
+    build_traces     - of calls that nothing is learned from     aborted failed missing_logprobs
+                                                                 violation grammar missing_routing
+                                                                 missing_scores stale ROLE superseded
+                     - beyond `max_tokens` of a trace            over_length
+                   = in traces: each token has mask 1 in exactly one
+    label_session    - of sessions without a reward              infrastructure cancelled unjudged
+                                                                 excluded suspicious no_reward
+                   = in a batch
+    with_signal      - of groups whose rewards are equal         no_signal
+                   = in the loss
 
-`LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that holds, in the order of
-`LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so that `sampled` never changes. The sums are
-checked, and a difference is a `LedgerError` or stops the training, where
+`LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that
+holds, in the order of `LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so
+that `sampled` never changes. The sums are checked, and a difference is a `LedgerError` or stops the
+training, where
 
-- `build_traces` has counted the calls of a session: the masks of its traces hold the trained tokens;
+- `build_traces` has counted the calls of a session: the masks of its traces hold the trained
+  tokens;
 - `trace_session` has built a session: its calls hold the sampled tokens;
-- the trainer (`training/step/trainer.py`) takes a batch, from wherever: sampled = trained + left out, and the masks of
-  the batch again;
-- an optimizer step is recorded (`trained.py`): the accounts of its sessions add up to the ledger of its batch.
+- the trainer (`training/step/trainer.py`) takes a batch, from wherever: sampled = trained + left
+  out, and the masks of the batch again;
+- an optimizer step is recorded (`trained.py`): the accounts of its sessions add up to the ledger of
+  its batch.
 
-A run's ledger (`Run.ledger`, `rolltap traces`) is the sum over its sessions, after `label_session`. Prompt tokens are
-counted beside it: `CachedPrompts`.
+A run's ledger (`Run.ledger`, `rolltap traces`) is the sum over its sessions, after `label_session`.
+Prompt tokens are counted beside it: `CachedPrompts`.
 """
 
 from collections import Counter, defaultdict
@@ -61,12 +64,14 @@ LeftOut = Literal[
 
 - `aborted`, `failed`: the call's status.
 - `missing_logprobs`: the call has none.
-- `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot be rebuilt.
+- `violation`: the call breaks an invariant of its tokens (`find_violation`), or its prompt cannot
+  be rebuilt.
 - `grammar`: the call's `under_grammar`.
 - `missing_routing`: the experts of some of the call's tokens are asked for, and were not recorded.
-- `missing_scores`: the scores of its tokens are asked for (a teacher's), and the run does not have them.
-- `stale`: in an online training, the token was sampled by weights that are older than those of its step by more than
-  `ahead`, or by others.
+- `missing_scores`: the scores of its tokens are asked for (a teacher's), and the run does not have
+  them.
+- `stale`: in an online training, the token was sampled by weights that are older than those of its
+  step by more than `ahead`, or by others.
 - A role: the call's role was not selected.
 - `superseded`: the harness asked again, and continued with the other answer.
 - `over_length`: the token is beyond `max_tokens`.
@@ -80,7 +85,7 @@ LeftOut = Literal[
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Sampled tokens of a call, its `completion_ids[start:end]`: trained, or left out for a reason."""
+    """Sampled tokens of a call, `completion_ids[start:end]`: trained, or left out for a reason."""
 
     call_id: str
     start: int
@@ -107,24 +112,29 @@ class Ledger(JupyterMixin):
     left_out: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "Ledger") -> "Ledger":
-        left_out = Counter(self.left_out) + Counter(other.left_out)
         return Ledger(
-            sampled=self.sampled + other.sampled, trained=self.trained + other.trained, left_out=dict(left_out)
+            sampled=self.sampled + other.sampled,
+            trained=self.trained + other.trained,
+            left_out=dict(Counter(self.left_out) + Counter(other.left_out)),
         )
 
     def leave_out(self, reason: LeftOut, tokens: int | None = None) -> "Ledger":
         """Return the ledger with some trained tokens left out; all of them by default."""
-        tokens = self.trained if tokens is None else tokens
+        if tokens is None:
+            tokens = self.trained
         return self + Ledger(trained=-tokens, left_out={reason: tokens})
 
     def __str__(self) -> str:
-        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.left_out.items()))
-        return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out or 'none'}"
+        reasons = [f"{count:,} {reason}" for reason, count in sorted(self.left_out.items())]
+        left_out = ", ".join(reasons) or "none"
+        return f"{self.sampled:,}: {self.trained:,} to train, left out: {left_out}"
 
     def lines(self) -> list[tuple[str, int]]:
         """Return the ledger as names and numbers of tokens."""
-        left_out = [(f"  left out: {reason}", tokens) for reason, tokens in sorted(self.left_out.items())]
-        return [("sampled tokens", self.sampled), ("  to train", self.trained), *left_out]
+        lines = [("sampled tokens", self.sampled), ("  to train", self.trained)]
+        for reason, tokens in sorted(self.left_out.items()):
+            lines.append((f"  left out: {reason}", tokens))
+        return lines
 
     def __rich__(self) -> Table:
         table = Table("", "", show_header=False, title="tokens")
@@ -143,7 +153,8 @@ class SessionAccount:
     """The account of one session. Each of its sampled tokens is in one span.
 
     Attributes:
-        spans: Those that are trained are in the order in which the session's traces have their tokens.
+        spans: Those that are trained are in the order in which the session's traces have their
+            tokens.
         reason: Why the whole session is left out; None when it is not.
         group_id, reward: Those of the session in a batch.
     """
@@ -156,15 +167,19 @@ class SessionAccount:
     @property
     def ledger(self) -> Ledger:
         """The ledger of the session."""
-        tokens = Counter[str | None]()
+        ledger = Ledger()
         for span in self.spans:
-            tokens[span.reason] += span.end - span.start
-        left_out = {reason: count for reason, count in tokens.items() if reason is not None}
-        return Ledger(sampled=tokens.total(), trained=tokens[None], left_out=left_out)
+            tokens = span.end - span.start
+            ledger.sampled += tokens
+            if span.reason is None:
+                ledger.trained += tokens
+            else:
+                ledger.left_out[span.reason] = ledger.left_out.get(span.reason, 0) + tokens
+        return ledger
 
     def leave_out(self, reason: LeftOut) -> "SessionAccount":
-        """Return the account of the session with all trained tokens left out. An earlier reason stays."""
-        spans = tuple(span if span.reason else replace(span, reason=reason) for span in self.spans)
+        """Return the account with all trained tokens left out. An earlier reason stays."""
+        spans = tuple(replace(span, reason=span.reason or reason) for span in self.spans)
         return replace(self, spans=spans, reason=self.reason or reason)
 
 
@@ -174,7 +189,8 @@ class CachedPrompts:
 
     Attributes:
         prompt_tokens: All tokens of the prompts.
-        known_tokens: Those that the engine had processed in the parent call: its prompt and completion.
+        known_tokens: Those that the engine had processed in the parent call: its prompt and
+            completion.
         cached_tokens: Those that the engine took from its cache.
     """
 
@@ -184,21 +200,28 @@ class CachedPrompts:
     cached_tokens: int = 0
 
     def __add__(self, other: "CachedPrompts") -> "CachedPrompts":
-        return CachedPrompts(**{name: number + getattr(other, name) for name, number in asdict(self).items()})
+        sums = Counter(asdict(self)) + Counter(asdict(other))
+        return CachedPrompts(**sums)
 
     @property
     def share(self) -> float | None:
         """Cached tokens of a prompt token; None without tokens."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
+        if not self.prompt_tokens:
+            return None
+        return self.cached_tokens / self.prompt_tokens
 
     @property
     def unused(self) -> bool:
         """True when next to nothing of what the engine had processed came from its cache."""
-        return self.known_tokens >= LEAST_CACHEABLE and self.cached_tokens < LEAST_CACHED_SHARE * self.known_tokens
+        least = LEAST_CACHED_SHARE * self.known_tokens
+        return self.known_tokens >= LEAST_CACHEABLE and self.cached_tokens < least
 
 
 def cached_prompts(calls: Iterable[Call]) -> dict[CallKind, CachedPrompts]:
-    """Return the prompts of calls by kind. Calls whose engine did not say how many tokens were cached are left out."""
+    """Return the prompts of calls by kind.
+
+    Calls whose engine did not say how many tokens were cached are left out.
+    """
     kinds: defaultdict[CallKind, CachedPrompts] = defaultdict(CachedPrompts)
     for call in calls:
         if call.cached_tokens is not None:
@@ -212,11 +235,11 @@ def cached_prompts(calls: Iterable[Call]) -> dict[CallKind, CachedPrompts]:
 
 
 def cached_shares(continued: Mapping[str, CachedPrompts]) -> dict[str, float]:
-    """Return the share of all harnesses' prompts as `""`, and with several harnesses that of each by its name.
+    """Return the share of all harnesses' prompts as `""`; with several, that of each by its name.
 
     `continued` has the prompts of continued calls by harness. Without tokens there is no share.
     """
-    shares = {"": sum(continued.values(), CachedPrompts()).share}
+    prompts = {"": sum(continued.values(), CachedPrompts())}
     if len(continued) > 1:
-        shares |= {harness: prompts.share for harness, prompts in continued.items() if harness}
-    return {name: share for name, share in shares.items() if share is not None}
+        prompts = {**continued, **prompts}
+    return {name: each.share for name, each in prompts.items() if each.share is not None}

@@ -3,6 +3,7 @@
 Ids are packed into bytes, so that `memcmp` compares them.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -16,47 +17,35 @@ TOKEN_BYTES = 4
 class Tokens(Sequence[int]):
     """Immutable sequence of token ids, shape (N,): all ids of an earlier `Tokens`, and a suffix.
 
-    Only the suffix is stored, with a reference to the earlier sequence. So the prompts of a chain
-    of T calls take O(total new tokens) memory. Reads as a list and equals a list of the same ids.
-    A slice or a sum is a list.
+    The first sequence that continues another one shares its memory, further ones copy. So the
+    prompts of a chain of T calls take O(total new tokens). Reads as a list and equals a list of the
+    same ids. A slice or a sum is a list.
 
-    Reading `ids[i]` or `ids[i:]` is O(N - i), and the number of earlier sequences it crosses. To
-    visit all ids, iterate: O(N).
+    Not thread-safe while it is continued.
     """
 
-    __slots__ = ("_before", "_length", "_own")
+    __slots__ = ("_ids", "_length")
 
     def __init__(self, own: Sequence[int], before: "Tokens | None" = None) -> None:
         """Append the suffix `own` to `before`. Raises `OverflowError` as `pack`."""
-        self._own = pack(own)
-        self._before = before
-        self._length = len(own)
+        suffix = pack(own)
+        self._ids = array("i")
         if before is not None:
-            self._length += len(before)
+            self._ids = before._ids
+            if len(self._ids) > len(before):  # another sequence continues it
+                self._ids = self._ids[: len(before)]
+        self._ids.frombytes(suffix)
+        self._length = len(self._ids)
 
     def packed(self, start: int = 0) -> bytes:
         """Return the packed ids from position `start` on, as `pack` does."""
-        parts = []
-        first = self._length  # position of the first id in `parts`
-        node: Tokens | None = self
-        while node is not None and first > start:
-            parts.append(node._own)
-            first -= len(node._own) // TOKEN_BYTES
-            node = node._before
-        parts.reverse()
-        ids = b"".join(parts)
-        return ids[max(start - first, 0) * TOKEN_BYTES :]
+        return self._ids[start : self._length].tobytes()
 
     def startswith(self, other: Sequence[int]) -> bool:
-        """Return True when `other` is a prefix of the ids.
-
-        Ids are compared, in O(N), only when `other` is not one of the earlier sequences that this
-        one refers to.
-        """
-        node: Tokens | None = self
-        while node is not None and node._length > len(other):
-            node = node._before
-        return node is other or self[: len(other)] == other
+        """Return True when `other` is a prefix of the ids, in O(1) when they share memory."""
+        if isinstance(other, Tokens) and other._ids is self._ids:
+            return len(other) <= len(self)
+        return self[: len(other)] == other
 
     def __len__(self) -> int:
         return self._length
@@ -66,15 +55,9 @@ class Tokens(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        if not isinstance(index, slice):
-            position = range(self._length)[index]
-            return self[position : position + 1][0]
-        start, stop, step = index.indices(self._length)
-        if step != 1:
-            return self[:][index]
-        ids = np.frombuffer(self.packed(start), np.int32)
-        found: list[int] = ids[: max(stop - start, 0)].tolist()
-        return found
+        if isinstance(index, slice):
+            return self._ids[: self._length][index].tolist()
+        return self._ids[range(self._length)[index]]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])
@@ -94,10 +77,7 @@ class Tokens(Sequence[int]):
         return repr(self[:])
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(np.frombuffer(self.packed(), np.int32), dtype)
-
-    def __reduce__(self) -> tuple[type["Tokens"], tuple[list[int]]]:
-        return Tokens, (self[:],)
+        return np.array(self._ids[: self._length], dtype)
 
 
 def pack(ids: Sequence[int]) -> bytes:

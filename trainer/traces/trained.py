@@ -1,7 +1,7 @@
-"""Tokens that the optimizer steps of a training learned from, and the trainer's values: the table `trained`.
+"""Tokens that the optimizer steps of a training learned from, and the trainer's values.
 
-A row is one session of one optimizer step, whether its tokens were trained or not. Lists of values are over the trained
-tokens alone, in the order of `TrainedSession.spans`.
+A row of the table `trained` is one session of one optimizer step, whether its tokens were trained
+or not. Lists of values are over the trained tokens alone, in the order of `TrainedSession.spans`.
 """
 
 from collections import defaultdict
@@ -28,11 +28,11 @@ from rolltap.trainer.traces.ledger import Ledger, SessionAccount, TokenSpan
 TABLE = "trained"
 
 _VALUES = {"differences": np.float16, "weights": np.float32}
-"""Columns with a value for each trained token. 16 bits round a difference by 0.05 %, and a log-probability of -4 by
-0.002: most differences are smaller."""
+"""Columns with a value for each trained token. 16 bits round a difference by 0.05 %, and a
+log-probability of -4 by 0.002: most differences are smaller."""
 Scored = tuple[Sequence[int], NDArray[np.float32]]
-"""Places of traces in `StepAccount.computed`; log-probabilities and limited importance weights of their N trained
-tokens, shape (2, N)."""
+"""Places of traces in `StepAccount.computed`; log-probabilities and limited importance weights of
+their N trained tokens, shape (2, N)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,11 @@ class TrainedSession:
         reason: Why the whole session is left out (`LeftOut`).
         left_out: The sampled tokens that are not trained, each with its reason.
         spans: The trained tokens.
-        differences: For each trained token, the trainer's log-probability before the step less the recorded one. None
-            when it was not computed, because the advantage is 0, and when it was not read.
-        weights: The importance weight of each trained token, within its limits; 1 without a correction.
+        differences: For each trained token, the trainer's log-probability before the step less the
+            recorded one. None when it was not computed, because the advantage is 0, and when it was
+            not read.
+        weights: The importance weight of each trained token, within its limits; 1 without a
+            correction.
     """
 
     step: int
@@ -72,7 +74,8 @@ class TrainedSession:
 
     def to_json(self) -> dict[str, Any]:
         """Return the session's numbers as JSON values."""
-        shown = {name: getattr(self, name) for name in ("step", "version", "advantage", "reason", "trained")}
+        names = ("step", "version", "advantage", "reason", "trained")
+        shown = {name: getattr(self, name) for name in names}
         return {**shown, "left_out": self.ledger.left_out}
 
 
@@ -91,10 +94,11 @@ class StepAccount:
     computed: Sequence[Trace] = field(repr=False)
 
     def rows(self, step: int, version: str, scored: Iterable[Scored]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of an optimizer step, without digests. `scored` are all micro-batches of all processes.
+        """Yield the rows of an optimizer step, without digests.
 
-        Raises `LedgerError` when they do not add up to the ledger of the batch, or when a trained token of a computed
-        trace has not one value.
+        `scored` are all micro-batches of all processes. Raises `LedgerError` when they do not add
+        up to the ledger of the batch, or when a trained token of a computed trace has not one
+        value.
         """
         values = self._values(scored)
         total = Ledger()
@@ -125,13 +129,14 @@ class StepAccount:
                 row["differences"] = differences.astype(np.float16)
                 row["weights"] = own[1]
             yield row
-        if total != self.batch.ledger:
-            expected = self.batch.ledger
-            raise LedgerError(f"the sessions of step {step} have the tokens {total}, their batch {expected}")
+        expected = self.batch.ledger
+        if total != expected:
+            what = f"the sessions of step {step} have the tokens {total}"
+            raise LedgerError(f"{what}, their batch {expected}")
 
     def _values(self, scored: Iterable[Scored]) -> dict[str, NDArray[np.float32]]:
-        """Return session id -> the values of the trained tokens of its computed traces, as in `Scored`."""
-        by_trace = dict[int, NDArray[np.float32]]()
+        """Return session id -> the values of the trained tokens of its computed traces."""
+        by_trace: dict[int, NDArray[np.float32]] = {}
         for numbers, values in scored:
             sizes = [self.computed[number].completion_mask.count(1) for number in numbers]
             parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
@@ -140,10 +145,10 @@ class StepAccount:
         for number, trace in enumerate(self.computed):
             part = by_trace.get(number, np.empty((2, 0), np.float32))
             by_session[trace.session_id].append(part)
-        return {session_id: np.concatenate(each, axis=1) for session_id, each in by_session.items()}
+        return {name: np.concatenate(parts, axis=1) for name, parts in by_session.items()}
 
     def _recorded_logprobs(self, session_id: str) -> NDArray[np.float32]:
-        """Return the engine's log-probabilities of the trained tokens of a session's computed traces."""
+        """Return the engine's log-probabilities of the same tokens."""
         logprobs: list[float] = []
         for trace in self.computed:
             if trace.session_id == session_id:
@@ -152,11 +157,16 @@ class StepAccount:
 
 
 def write_step(
-    writer: RunWriter, version: Callable[[int], object], step: int, account: StepAccount, scored: Iterable[Scored]
+    writer: RunWriter,
+    version: Callable[[int], object],
+    step: int,
+    account: StepAccount,
+    scored: Iterable[Scored],
 ) -> None:
-    """Commit the sessions of the optimizer step after `step` others. `version` names the weights after so many steps.
+    """Commit the sessions of the optimizer step after `step` others.
 
-    Raises `LedgerError` as `StepAccount.rows`, and `OSError`.
+    `version` names the weights after so many steps. Raises `LedgerError` as `StepAccount.rows`, and
+    `OSError`.
     """
     rows = list(account.rows(step + 1, str(version(step)), scored))
     if rows:
@@ -165,7 +175,7 @@ def write_step(
 
 
 def trained_batch(rows: list[dict[str, Any]]) -> pa.RecordBatch:
-    """Return rows as a batch with their digests, which are those of the values as they are stored."""
+    """Return rows as a batch with their digests, which are of the values as they are stored."""
     batch = pa.RecordBatch.from_pylist(rows, TRAINED_SCHEMA)
     digests = pa.array([row_digest(row, TRAINED_SCHEMA) for row in batch_rows(batch)])
     return batch.set_column(TRAINED_SCHEMA.get_field_index(DIGEST), DIGEST, digests)
@@ -180,9 +190,10 @@ def trained_steps(index: SessionIndex, session_id: str) -> list[TrainedSession]:
 
 
 def read_trained(folder: Path) -> list[TrainedSession]:
-    """Return the sessions of all steps of a training, by step, without `spans` and values. Digests are not checked.
+    """Return the sessions of all steps of a training, by step, without `spans` and values.
 
-    `folder` need not be a run folder. Uncommitted tails and damage are skipped, with a warning for damage.
+    Digests are not checked. `folder` need not be a run folder. Uncommitted tails and damage are
+    skipped, with a warning for damage.
     """
     rows: list[dict[str, Any]] = []
     for new in TableScan(folder, TABLE).new():
@@ -196,10 +207,10 @@ def _newest(rows: Iterable[dict[str, Any]]) -> list[TrainedSession]:
     found: dict[tuple[int, str], TrainedSession] = {}
     for row in rows:
         del row[DIGEST]
-        for name in {"left_out", "spans"} & row.keys():
-            row[name] = tuple(TokenSpan(**span) for span in row[name])
         for name, kind in _VALUES.items():
             if row.get(name) is not None:
                 row[name] = np.array(row[name], kind)
+        for name in ("left_out", "spans"):
+            row[name] = tuple(TokenSpan(**span) for span in row.get(name, ()))
         found[row["step"], row["session_id"]] = TrainedSession(**row)
     return sorted(found.values(), key=attrgetter("step"))
