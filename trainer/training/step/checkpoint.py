@@ -4,12 +4,14 @@
       trained/             trained weights and the optimizer's state, by torch.distributed.checkpoint
       scheduler.pt         that of the learning rate
       rng_state*.pth       the random numbers of each process, as transformers writes them
+      entropy_ctrl_state.json   TRL's state of an adaptive coefficient of the entropy, if it has one
       trainer_state.json   transformers' state; it is written last, so that a checkpoint with it is
                            whole
 
 Weights have the types in which they are trained. Frozen ones are not saved.
 """
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,13 @@ class Checkpoints(TrainerCallback):
 
         def finish() -> None:
             torch.save(trainer.lr_scheduler.state_dict(), folder / _SCHEDULER)
+            if getattr(trainer, "use_adaptive_entropy", False):
+                # TRL's `_save_checkpoint` writes it, which is not called; TRL reads it
+                entropy = {
+                    "entropy_coef": trainer.entropy_coef,
+                    "last_world_entropy": trainer._last_world_entropy,
+                }
+                (folder / "entropy_ctrl_state.json").write_text(json.dumps(entropy))
             state.save_to_json(str(folder / _STATE))
             rotate_checkpoints(args.output_dir, args.save_total_limit)
 

@@ -404,6 +404,21 @@ def test_a_training_that_was_stopped_goes_on_with_the_next_rows(model, traces, t
     assert largest_difference(whole, resumed) == 0
 
 
+def test_a_resumed_training_has_the_coefficient_of_the_entropy_where_it_was(model, traces, tmp_path):
+    config = {
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.05,
+        "entropy_target": 9.0,
+        "gradient_accumulation_steps": 1,
+    }
+    config |= {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(model, tmp_path, traces, max_steps=3, **config)
+    resumed = make_trainer(model, tmp_path, traces, max_steps=3, **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.entropy_coef == whole.entropy_coef > 0.06
+    assert largest_difference(whole.spy.weights[-1], resumed.spy.weights[-1]) == 0
+
+
 def test_a_model_that_a_packed_row_would_change_runs_padded_and_says_why(model, traces, tmp_path, monkeypatch, caplog):
     expected = gradients(model, tmp_path, traces, forward="padded")
     monkeypatch.setattr("rolltap.trainer.training.step.trainer.probe", lambda *args, **kwargs: "its memory is short")
