@@ -17,7 +17,7 @@ import rolltap
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Recorded, group_keys, interrupted_sessions
 from rolltap.trainer.traces.reader import load_sessions
-from rolltap.trainer.training.attempt import begun_online, require_same
+from rolltap.trainer.training.attempt import online_fingerprint, require_same_fingerprint
 from rolltap.trainer.training.recipe import load_recipe
 from tests.scripted_engine import Say
 from tests.trainer.cli.program import run_rolltap as run_rolltap
@@ -108,8 +108,8 @@ def test_a_training_that_was_begun_goes_on(tmp_path):
     shutil.copytree(STORED, tmp_path, dirs_exist_ok=True)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "recipe.toml")
-    begun = begun_online(recipe, rolltap.load_tasks(recipe.tasks), Harness.load(str(recipe.harness)), 0)
-    require_same("the run", json.loads((STORED / "training.json").read_text()), begun)
+    begun = online_fingerprint(recipe, rolltap.load_tasks(recipe.tasks), Harness.load(str(recipe.harness)), 0)
+    require_same_fingerprint("the run", json.loads((STORED / "training.json").read_text()), begun)
 
 
 def read_json(path: Path):

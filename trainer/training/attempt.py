@@ -19,10 +19,10 @@ from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.training.arguments import dtype_of, last_checkpoint
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, go_on_elsewhere
 
+TRAINING_FILE = "training.json"
 _CONSTANT = ("constant", "constant_with_warmup")
 """Values of `lr_scheduler_type` whose learning rates do not depend on the number of steps."""
 _DIGEST = "sha256:"
-
 _FREE_FIELDS = """
     gradient_accumulation_steps forward offload_checkpoints activation_checkpointing use_cpu
     report_to run_name project trackio_space_id disable_tqdm logging_* log_level save_*
@@ -30,61 +30,69 @@ _FREE_FIELDS = """
 """Patterns of arguments that say how a step is computed, logged and saved, not which step it is."""
 
 
-def begun_online(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
+def online_fingerprint(recipe: Recipe, tasks: Sequence[Task], harness: Harness, seed: int) -> dict[str, Any]:
     """Return what decides the steps of an online training: key -> JSON value, or the digest of a long one.
 
     Of folders that a task names the content counts. Raises `InputError` for one that cannot be read.
     """
-    return {
-        "kind": "online",
-        "tasks": _digest([task.digest() for task in tasks]),
-        "harness": _DIGEST + harness.digest(),
-        **recipe.model_dump(include={"sessions", "replace_zero_variance", "runtime"}),
-        **({"ahead": recipe.ahead} if recipe.ahead else {}),
-        **_table("forks", recipe.forks.model_dump(by_alias=True) if recipe.forks else {}),
-        **_table("recorder", recipe.recorder, FREE_OPTIONS),
-        **_table("budget", recipe.budget.model_dump(exclude_none=True)),
-        **_common(recipe, seed),
-    }
+    values = _fingerprint(recipe, seed)
+    values["kind"] = "online"
+    values["tasks"] = _digest([task.digest() for task in tasks])
+    values["harness"] = _DIGEST + harness.digest()
+    values |= recipe.model_dump(include={"sessions", "replace_zero_variance", "runtime"})
+    if recipe.ahead:
+        values["ahead"] = recipe.ahead
+    if recipe.forks is not None:
+        values |= _table("forks", recipe.forks.model_dump(by_alias=True))
+    values |= _table("recorder", recipe.recorder, FREE_OPTIONS)
+    values |= _table("budget", recipe.budget.model_dump(exclude_none=True))
+    return values
 
 
-def begun_offline(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int) -> dict[str, Any]:
-    """Return what decides the steps of an offline training, as `begun_online`. `groups` are its rows, as JSON."""
-    return {"kind": "offline", "the recorded groups": _digest(groups), **_common(recipe, seed)}
+def offline_fingerprint(recipe: Recipe, groups: Sequence[Sequence[object]], seed: int) -> dict[str, Any]:
+    """Return what decides the steps of an offline training. `groups` are its rows, as JSON."""
+    values = _fingerprint(recipe, seed)
+    values["kind"] = "offline"
+    values["the recorded groups"] = _digest(groups)
+    return values
 
 
-def require_same(where: object, known: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
-    """Raise `InputError`, which names the keys, unless a training is begun with the values that are `known`."""
-    differ = [key for key in known.keys() | begun.keys() if _json(known.get(key)) != _json(begun.get(key))]
-    if "kind" in differ:
-        differ = ["kind"]
-    if differ:
-        named = ", ".join(_named(known, key) for key in sorted(differ))
-        fix = "start in another folder, or put them back"
-        if differ == ["steps"] and isinstance(where, Path) and (where / FINISHED).exists():
-            fix = go_on_elsewhere(where, begun["steps"] - known["steps"])
-        raise InputError(f"{where} was begun with other values of {named}: {fix}")
-
-
-def _common(recipe: Recipe, seed: int) -> dict[str, Any]:
-    part_of_all = 0 < recipe.grpo.get("warmup_steps", 0) < 1
-    same_rates = recipe.grpo.get("lr_scheduler_type") in _CONSTANT and not part_of_all
-    return {
-        "seed": seed,
-        "model": str(recipe.model),
-        "dtype": dtype_of(recipe),
-        **({} if same_rates else {"steps": recipe.steps}),
-        **recipe.model_dump(include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"}),
-        **({"teacher": recipe.teacher} if recipe.teacher else {}),
-        **_table("outcomes", recipe.outcomes.model_dump()),
-        **_table("lora", recipe.lora),
-        **_table("grpo", recipe.grpo, _FREE_FIELDS.split()),
-    }
+def _fingerprint(recipe: Recipe, seed: int) -> dict[str, Any]:
+    grpo = recipe.grpo
+    values: dict[str, Any] = {"seed": seed, "model": str(recipe.model), "dtype": dtype_of(recipe)}
+    values |= recipe.model_dump(include={"groups_per_step", "strategy", "roles", "max_tokens", "suspicious"})
+    is_part_of_all = 0 < grpo.get("warmup_steps", 0) < 1
+    if grpo.get("lr_scheduler_type") not in _CONSTANT or is_part_of_all:
+        values["steps"] = recipe.steps
+    if recipe.teacher:
+        values["teacher"] = recipe.teacher
+    values |= _table("outcomes", recipe.outcomes.model_dump())
+    values |= _table("lora", recipe.lora)
+    values |= _table("grpo", grpo, _FREE_FIELDS.split())
+    return values
 
 
 def _table(name: str, values: Mapping[str, Any], free: Collection[str] = ()) -> dict[str, Any]:
     """Return the values of a table without those that match a `free` pattern."""
-    return {f"{name}.{key}": value for key, value in values.items() if not any(fnmatch(key, each) for each in free)}
+    kept = {}
+    for key, value in values.items():
+        if not any(fnmatch(key, pattern) for pattern in free):
+            kept[f"{name}.{key}"] = value
+    return kept
+
+
+def require_same_fingerprint(where: object, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `InputError`, which names the keys, unless a training is started with the values that are `known`."""
+    differ = [key for key in known.keys() | given.keys() if _json(known.get(key)) != _json(given.get(key))]
+    if "kind" in differ:
+        differ = ["kind"]
+    if not differ:
+        return
+    named = ", ".join(_named(known, key) for key in sorted(differ))
+    fix = "start in another folder, or put them back"
+    if differ == ["steps"] and isinstance(where, Path) and (where / FINISHED).exists():
+        fix = go_on_elsewhere(where, given["steps"] - known["steps"])
+    raise InputError(f"{where} was begun with other values of {named}: {fix}")
 
 
 def _named(known: Mapping[str, Any], key: str) -> str:
@@ -93,7 +101,9 @@ def _named(known: Mapping[str, Any], key: str) -> str:
     value = _json(known[key])
     if key == "steps":
         return f"steps (it was {value}, and the learning rates follow from it unless lr_scheduler_type is constant)"
-    return key if value.startswith(f'"{_DIGEST}') else f"{key} (it was {value})"
+    if value.startswith(f'"{_DIGEST}'):
+        return key
+    return f"{key} (it was {value})"
 
 
 def _digest(value: Any) -> str:
@@ -102,9 +112,6 @@ def _digest(value: Any) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-TRAINING_FILE = "training.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +127,21 @@ class Attempt:
 
 
 @contextmanager
-def claimed_attempt(run: Path, begun: Mapping[str, Any]) -> Iterator[Attempt]:
+def claimed_attempt(run: Path, fingerprint: Mapping[str, Any]) -> Iterator[Attempt]:
     """Count a start of the training on the folder `run`, and yield it. No other start ever gets the same attempt.
 
-    `begun` is what decides the steps (`begun_online`, `begun_offline`). The first start keeps it. The count is on the
-    disk when the block begins, in which no other training can start on the folder.
+    The first start keeps the `fingerprint`. The count is on the disk when the block begins, in which no other training
+    can start on the folder.
 
-    Raises `InputError` when the first start had another `begun`; `RunError` when another training is running, and when
-    `training.json` is damaged, or missing beside checkpoints; and `OSError`.
+    Raises `InputError` when the first start had another fingerprint; `RunError` when another training is running, and
+    when `training.json` is damaged, or missing beside checkpoints; and `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     path = run / TRAINING_FILE
     with ExitStack() as stack:
         with locked(run, wait=True):
-            attempt = _next_attempt(path, begun)
-            known = {"run": attempt.run, "starts": attempt.number + 1, "begun": begun}
+            attempt = _next_attempt(path, fingerprint)
+            known = {"run": attempt.run, "starts": attempt.number + 1, "begun": fingerprint}
             write_atomically(path, json.dumps(known, indent=2) + "\n")
             stack.enter_context(locked(path))
         yield attempt
@@ -142,11 +149,12 @@ def claimed_attempt(run: Path, begun: Mapping[str, Any]) -> Iterator[Attempt]:
 
 def require_shared(run: Path, attempt: Attempt) -> None:
     """Raise `InputError` unless this process, on whatever machine, sees the folder `run` of the attempt."""
-    if not (run / TRAINING_FILE).exists() or f'"{attempt.run}"' not in (run / TRAINING_FILE).read_text():
+    path = run / TRAINING_FILE
+    if not path.exists() or f'"{attempt.run}"' not in path.read_text():
         raise InputError(f"{run.absolute()} is not that of the first process: all nodes must share it, under one path")
 
 
-def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
+def _next_attempt(path: Path, fingerprint: Mapping[str, Any]) -> Attempt:
     try:
         with locked(path) as free:
             if free is None:
@@ -157,10 +165,11 @@ def _next_attempt(path: Path, begun: Mapping[str, Any]) -> Attempt:
             raise ValueError(f"no name of weights begins with {attempt.run!r} and ends with {attempt.number!r}")
         before: dict[str, Any] = dict(known["begun"])
     except FileNotFoundError as error:
-        if checkpoint := last_checkpoint(path.parent / CHECKPOINTS):
+        checkpoint = last_checkpoint(path.parent / CHECKPOINTS)
+        if checkpoint is not None:
             raise RunError(f"{checkpoint} exists, but not {path}, which says whose it is: train elsewhere") from error
         return Attempt(secrets.token_hex(4), 0)
     except (ValueError, LookupError, TypeError) as error:
         raise RunError(f"{path} is damaged ({error}): train into a new folder") from error
-    require_same(path.parent, before, begun)
+    require_same_fingerprint(path.parent, before, fingerprint)
     return attempt

@@ -16,7 +16,6 @@ from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.concurrency import run_blocking
 from rolltap.trainer.names import Version, counted, file_name, some
 from rolltap.trainer.rollouts.resume import Group
-from rolltap.trainer.rollouts.schedule import Evaluation
 from rolltap.trainer.rollouts.worker import Worker
 from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
@@ -32,19 +31,21 @@ from rolltap.trainer.training.steps import FinishedSessions, step_group
 
 
 class Evaluations:
-    """The evaluations of a training into the folder `run`, on the main process; none for a recipe without the table."""
+    """The evaluations of a training into the folder `run`, on the main process; none without the recipe's table."""
 
-    def __init__(self, recipe: Recipe, run: Path) -> None:
+    def __init__(self, recipe: Recipe, run: Path, say: Callable[[str], object]) -> None:
         self.worker: Worker
-        """It runs the sessions. `check` makes it, and the caller enters and leaves it."""
-        self._recipe, self._run = recipe, run
-        self._table = recipe.evaluation or HeldOut(tasks=Path())
+        """It has the stage of the sessions. `check` makes it, and the caller enters and leaves it."""
         self.tasks: Sequence[Task] = ()
         """Held-out tasks, as they will be run; none without the table."""
+        self._recipe = recipe
+        self._run = run
+        self._say = say
+        self._table = recipe.evaluation or HeldOut(tasks=Path())
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
 
-    def check(self, training: Worker, tasks: Sequence[Task], say: Callable[[str], object]) -> None:
+    def check(self, training: Worker, tasks: Sequence[Task]) -> None:
         """Check the table and its tasks, and build their images. `training` has these `tasks`, as they will be run.
 
         Harness, runtime and engines are the training's: boxes of both hide what sessions of both must not see. Says
@@ -54,39 +55,48 @@ class Evaluations:
             return
         options = json.dumps(sampling(self._recipe) | self._table.sampling)
         recorder = self._recipe.recorder | {"rolltap_sampling": options}
-        recipe, engine = self._recipe.model_copy(update={"recorder": recorder}), training.recorder.engine
-        out = self._run / EVALUATION
-        self.worker = Worker(recipe, harness=training.harness, engine=engine, model=recipe.model, out=out)
+        recipe = self._recipe.model_copy(update={"recorder": recorder})
+        self.worker = Worker(
+            recipe,
+            harness=training.harness,
+            engine=training.recorder.engine,
+            model=recipe.model,
+            out=self._run / EVALUATION,
+        )
         self.worker.runtime = training.runtime
-        # those that are refused were named when the recipe was read
-        held_out = self.worker.fit(load_tasks(self._table.tasks, repositories=self._recipe.repositories, refused=[]))
-        contents = {task.id: task.model_copy(update={"id": ""}).digest() for task in [*held_out, *tasks]}
-        known = {name for task in tasks for name in (task.id, contents[task.id])}
-        if same := [task.id for task in held_out if not known.isdisjoint((task.id, contents[task.id]))]:
-            say(f"warning: {counted(len(same), 'task')} of evaluation.tasks, which the training has too: {some(same)}")
+        # tasks that are refused were named when the recipe was read
+        held_out = load_tasks(self._table.tasks, repositories=recipe.repositories, refused=[])
+        held_out = self.worker.fit(held_out)
+        known = {task.id for task in tasks} | {_content(task) for task in tasks}
+        same = [task.id for task in held_out if task.id in known or _content(task) in known]
+        if same:
+            what = f"{counted(len(same), 'task')} of evaluation.tasks"
+            self._say(f"warning: {what}, which the training has too: {some(same)}")
         self.tasks = run_blocking(self.worker.build(held_out))
 
-    def begin(self, version: Version, *, last: bool = False) -> Evaluation | None:
-        """Return the groups to run with the published weights `version`, without the sessions that have ended.
-
-        None when no evaluation is due, and when they were returned before.
-        """
-        if version.step in self._begun or not (missing := self.missing(version, last=last)):
-            return None
-        self._begun.add(version.step)
-        write_atomically(self._run / EVALUATION / POLICY_FILE, (self._run / POLICY_FILE).read_text())
-        return Evaluation(missing, self.worker.stage, self._table.share)
+    def begin(self, version: Version, *, last: bool = False) -> list[Group]:
+        """Return the groups to run with the published weights `version`: see `missing`. None are returned twice."""
+        missing = self.missing(version, last=last)
+        if missing:
+            self._begun.add(version.step)
+            policy = (self._run / POLICY_FILE).read_text()
+            write_atomically(self._run / EVALUATION / POLICY_FILE, policy)
+        return missing
 
     def missing(self, version: Version, *, last: bool = False) -> list[Group]:
-        """Return the groups of an evaluation that is due, with the sessions that have not ended."""
-        due = last or version.step % (self._table.every * self._recipe.iterations) == 0
-        if not due or not self.tasks:
+        """Return the groups of an evaluation that is due and has not begun, with the sessions that have not ended."""
+        is_due = last or version.step % (self._table.every * self._recipe.iterations) == 0
+        if not is_due or not self.tasks or version.step in self._begun:
             return []
         ended = self._ended(version)
-        missing = [(group, [name for name in group.session_ids if name not in ended]) for group in self._all(version)]
-        return [replace(group, session_ids=names) for group, names in missing if names]
+        groups = []
+        for group in self._all(version):
+            names = [name for name in group.session_ids if name not in ended]
+            if names:
+                groups.append(replace(group, session_ids=names))
+        return groups
 
-    def metrics(self, version: Version, say: Callable[[str], object]) -> dict[str, float]:
+    def metrics(self, version: Version) -> dict[str, float]:
         """Return the metrics of the weights `version` by name, and say the first ones; none without an evaluation.
 
         They are of the sessions that the run folder has, of whatever start of the training. Sessions without a reward
@@ -102,37 +112,56 @@ class Evaluations:
         if not sessions:
             if version.step in self._begun:
                 number = len(self.tasks) * self._table.sessions
-                say(f"warning: none of the {number} sessions of the evaluation of {version} has a reward")
+                what = f"none of the {number} sessions of the evaluation of {version}"
+                self._say(f"warning: {what} has a reward")
             return {}
         rewards = rewards_of(sessions)
         means = {name: fmean(given) for name, given in rewards.items()}
-        metrics = {"eval/step": float(version.step), "eval/sessions": float(len(sessions))}
-        metrics["eval/reward"] = fmean(means.values())
-        if harness := sessions[0].harness:
-            metrics[f"eval/reward/harness/{file_name(harness)}"] = metrics["eval/reward"]
+        mean = fmean(means.values())
+        metrics = {
+            "eval/step": float(version.step),
+            "eval/sessions": float(len(sessions)),
+            "eval/reward": mean,
+        }
+        harness = sessions[0].harness
+        if harness:
+            metrics[f"eval/reward/harness/{file_name(harness)}"] = mean
         if len(self.tasks) <= MOST_TASKS:
-            metrics |= {f"eval/reward/task/{file_name(name)}": mean for name, mean in means.items()}
+            for name, task_mean in means.items():
+                metrics[f"eval/reward/task/{file_name(name)}"] = task_mean
         rows = pass_rows(rewards)
         for row in rows:
-            for name, chance in ((f"eval/pass@{row.k}", row.pass_at), (f"eval/pass^{row.k}", row.pass_all)):
-                metrics |= {name: chance.value, f"{name}_low": chance.low, f"{name}_high": chance.high}
+            chances = {f"eval/pass@{row.k}": row.pass_at, f"eval/pass^{row.k}": row.pass_all}
+            for name, chance in chances.items():
+                metrics[name] = chance.value
+                metrics[f"{name}_low"] = chance.low
+                metrics[f"{name}_high"] = chance.high
         what = f"{counted(len(sessions), 'session')} of {counted(len(rewards), 'held-out task')}"
-        say(f"evaluated {version}: reward {metrics['eval/reward']:.3f}, pass@1 {rows[0].pass_at}, {what}")
+        self._say(f"evaluated {version}: reward {mean:.3f}, pass@1 {rows[0].pass_at}, {what}")
         return metrics
 
-    def append(self, version: Version, step: int, say: Callable[[str], object]) -> None:
+    def append(self, version: Version, step: int) -> None:
         """Append the metrics of weights to the file after a step, unless it has them. Raises `RunError`, `OSError`."""
         path = self._run / METRICS
         if any(line.get("eval/step") == version.step for line in read_metrics(path)):
             return
-        if metrics := self.metrics(version, say):
+        metrics = self.metrics(version)
+        if metrics:
             append_metrics(path, step, metrics)
 
     def _all(self, version: Version) -> list[Group]:
         """Return a group of each task. Its id is of no training group, not even of one of the same task."""
-        return [step_group(version, 0, task, self._table.sessions, EVALUATION) for task in self.tasks]
+        sessions = self._table.sessions
+        return [step_group(version, 0, task, sessions, EVALUATION) for task in self.tasks]
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""
         finished = FinishedSessions(load_sessions(self._run / EVALUATION).values())
-        return {name: session for group in self._all(version) for name, session in finished.of(group).items()}
+        ended: dict[str, Session] = {}
+        for group in self._all(version):
+            ended |= finished.of(group, version)
+        return ended
+
+
+def _content(task: Task) -> str:
+    return task.model_copy(update={"id": ""}).digest()

@@ -33,7 +33,7 @@ from rolltap.trainer.traces.sessions import (
     trace_session,
 )
 from rolltap.trainer.training.arguments import biased, check_arguments, require_rows
-from rolltap.trainer.training.attempt import Attempt, begun_offline, claimed_attempt
+from rolltap.trainer.training.attempt import Attempt, claimed_attempt, offline_fingerprint
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.advantages import rewards_differ
@@ -86,7 +86,8 @@ class RecordedTraces(Source):
 
     def claim(self, stack: ExitStack) -> Attempt:
         """Claim the folder, make it a run, and say what is trained and what is not."""
-        attempt = stack.enter_context(claimed_attempt(self._out, begun_offline(self._recipe, self.groups, self._seed)))
+        fingerprint = offline_fingerprint(self._recipe, self.groups, self._seed)
+        attempt = stack.enter_context(claimed_attempt(self._out, fingerprint))
         write_metadata(self._out, {"model": str(self._recipe.model), **self._digests})
         sessions = sum(len(group.session_ids) for group in self.groups)
         self._console.print(f"{len(self.groups)} groups to train, of {sessions} sessions")

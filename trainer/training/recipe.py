@@ -104,8 +104,8 @@ class Recipe(RolloutConfig):
     beside the steps, and a token is trained by weights that are at most this number of steps newer than the weights
     that sampled it."""
     replace_zero_variance: int = Field(default=0, ge=0)
-    """Maximum number of further groups of a step, of tasks drawn by seed and step. One is run for each group whose
-    rewards are all equal, which trains nothing."""
+    """Maximum number of further groups of a step. One is run for each group whose rewards are all equal, which trains
+    nothing: the next group in the order of the tasks."""
     forks: Forks | None = None
     """Forks for groups whose rewards are all equal, before `replace_zero_variance` adds groups. By default none."""
     outcomes: Outcomes = Outcomes()
@@ -172,8 +172,16 @@ class Recipe(RolloutConfig):
         """Return the way from its sessions to labelled traces."""
         alone = self.teacher is not None and self.grpo.get("teacher_share", 1) == 1
         rules = RewardRules(self.outcomes, self.suspicious, unrewarded=0.0 if alone else None)
-        age, routing = self.ahead * self.iterations, self.replays_routing  # a version counts optimizer steps
-        how: dict[str, Any] = {"ahead": age, "rewards": rules, "routing": routing, "scores": self.teacher}
+        age, routing = (
+            self.ahead * self.iterations,
+            self.replays_routing,
+        )  # a version counts optimizer steps
+        how: dict[str, Any] = {
+            "ahead": age,
+            "rewards": rules,
+            "routing": routing,
+            "scores": self.teacher,
+        }
         return TraceOptions(self.strategy, self.roles, self.max_tokens, **how)
 
     @property

@@ -1,4 +1,4 @@
-"""The sessions of a step: their ids, those that are on the disk already, and the tasks of its further groups.
+"""The sessions of a step: their ids, and those that are on the disk already.
 
 `batches.jsonl` in the run folder has the sessions of each step that was trained, one JSON object a line. A session is
 `[id, revision]`: a step that is taken again takes these sessions with the rewards of these revisions, and no attempt at
@@ -7,10 +7,13 @@ with a row that are in no line are still to be trained.
 """
 
 import os
-import random
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ValidationError
 
@@ -64,6 +67,9 @@ class TrainedBatches:
                 raise RunError(what) from error
             self._steps[batch.step] = batch
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def get(self, step: int) -> TrainedBatch | None:
         """Return the batch of a step; None when it was not trained before."""
         return self._steps.get(step)
@@ -73,9 +79,9 @@ class TrainedBatches:
         groups: set[str] = set()
         for batch in self._steps.values():
             for name in [*dict(batch.sessions), *batch.stale]:
-                place = _PLACE.fullmatch(place_of(name))
+                place = Place.parse(name)
                 if place is not None:
-                    groups.add(place["group"])
+                    groups.add(place.group_id)
         return groups
 
     def add(self, batch: TrainedBatch) -> None:
@@ -87,13 +93,27 @@ class TrainedBatches:
             os.fsync(file.fileno())
 
 
-_PLACE = re.compile(
-    r"(?P<group>.+-(?P<weights>(?P<run>[0-9a-f]{8})\.[0-9]+)\.[0-9]+)"
-    r"-(?P<index>[0-9]+)\.(?P<attempt>[0-9]+)"
-)
-"""A session's place: the group that it was run in, with the run and the step of its weights; its
-index in the group; and the training's attempt. The group of its row may be another one since
-somebody changed it."""
+_PLACE = re.compile(r"(.+-[0-9a-f]{8}\.[0-9]+\.[0-9]+)-([0-9]+)\.([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Parts of a session's id. The group of its row may be another one since somebody changed it."""
+
+    group_id: str
+    """The group that it was run in."""
+    index: int
+    """Its index in the group."""
+    start: int
+    """The training's attempt."""
+
+    @classmethod
+    def parse(cls, session_id: str) -> Self | None:
+        """Return the place of a session of a step; None for an id of another form."""
+        found = _PLACE.fullmatch(place_of(session_id))
+        if found is None:
+            return None
+        return cls(found[1], int(found[2]), int(found[3]))
 
 
 def step_group(
@@ -145,43 +165,39 @@ def placed(group: Group, sessions: Iterable[Session]) -> dict[str, Session]:
 
     A service may have sessions of other starts of the training.
     """
-
-    def index(session_id: str) -> str:
-        return place_of(session_id).removeprefix(f"{group.group_id}-").partition(".")[0]
-
-    own = {index(session.session_id): session for session in sessions}
-    return {name: own[index(name)] for name in group.session_ids if index(name) in own}
+    by_index: dict[int, Session] = {}
+    for session in sessions:
+        place = Place.parse(session.session_id)
+        if place is not None:
+            by_index[place.index] = session
+    return {name: by_index[index] for index, name in enumerate(group.session_ids) if index in by_index}
 
 
 class FinishedSessions:
-    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index.
+    """Sessions with a row in the run folder, and no outcome of `RERUN`, by group and index."""
 
-    The weights of their step sampled the first token of each, or with `ahead` any weights of their
-    training.
-    """
-
-    def __init__(self, sessions: Iterable[Session], *, ahead: bool = False) -> None:
-        self._found: dict[tuple[str, int], tuple[tuple[int, int], Session]] = {}
+    def __init__(self, sessions: Iterable[Session]) -> None:
+        attempts = []
         for session in sessions:
-            place = _PLACE.fullmatch(place_of(session.session_id))
-            if place is None or session.status in RERUN:
-                continue
-            weights = (session.policy_version or "").rpartition(".")[0]
-            same = weights == place["weights"]
-            if ahead:
-                same = weights.partition(".")[0] == place["run"]
-            if same:
-                at = (place["group"], int(place["index"]))
-                attempt = (int(place["attempt"]), attempt_of(session.session_id))
-                if at not in self._found or attempt < self._found[at][0]:
-                    self._found[at] = (attempt, session)
+            place = Place.parse(session.session_id)
+            if place is not None and session.status not in RERUN:
+                attempts.append((place.start, attempt_of(session.session_id), place, session))
+        attempts.sort(key=itemgetter(0, 1))
+        self._found: defaultdict[tuple[str, int], list[Session]] = defaultdict(list)
+        for _, _, place, session in attempts:
+            self._found[place.group_id, place.index].append(session)
 
-    def of(self, group: Group) -> dict[str, Session]:
-        """Return id in `group` -> session of the first attempt that need not be tried again."""
+    def of(self, group: Group, weights: Version, staleness: int = 0) -> dict[str, Session]:
+        """Return id in `group` -> session of the first attempt that need not be tried again.
+
+        The weights of its first token are at most `staleness` optimizer steps older than `weights`.
+        """
         finished: dict[str, Session] = {}
         for index, name in enumerate(group.session_ids):
-            if (group.group_id, index) in self._found:
-                finished[name] = self._found[group.group_id, index][1]
+            for session in self._found[group.group_id, index]:
+                age = weights.age(session.policy_version or "")
+                if age is not None and 0 <= age <= staleness:
+                    finished.setdefault(name, session)
         return finished
 
 
@@ -189,16 +205,3 @@ def has_signal(sessions: Iterable[Session], rules: RewardRules) -> bool:
     """Return True when the rewards of a group's sessions, by the recipe's rules, differ (`rewards_differ`)."""
     rewards = [label_session(session, rules).reward for session in sessions]
     return rewards_differ([reward for reward in rewards if reward is not None])
-
-
-def further_tasks(tasks: Sequence[Task], used: Sequence[Task], number: int, *, seed: int, step: int) -> list[Task]:
-    """Return the tasks of up to `number` further groups of a step, drawn by (`seed`, `step`).
-
-    Tasks that the step has not `used` come first. When all have come, they are drawn again.
-    """
-    rng = random.Random(f"{seed}/{step}/further")
-    drawn = rng.sample(tasks, len(tasks))
-    drawn.sort(key=used.__contains__)
-    while len(drawn) < number:
-        drawn += rng.sample(tasks, len(tasks))
-    return drawn[:number]

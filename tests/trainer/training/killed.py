@@ -41,7 +41,6 @@ from tests.trainer.training.stand_ins import (
     FolderEngine,
     Points,
     schedule_by,
-    sessions_by,
     write_inputs,
 )
 
@@ -91,7 +90,7 @@ POINTS = {
         ["3: half of policy- was removed 1"],
         ["3: after a call was recorded 1"],
         ["3: after a session was recorded 2"],
-        ["4: after a session was recorded 5"],
+        ["3: after a session was recorded 5"],
         ["3: after read_batch 1"],
         ["3: after a micro-batch 1"],
         ["3: before the optimizer's step 1"],
@@ -131,7 +130,7 @@ SHORT = {
     "checkpoint": [
         ["0: after writing training.json 1"],
         ["3: after the engine has loaded the weights 1", "0: after the engine has loaded the weights 1"],
-        ["4: after a session was recorded 5"],
+        ["3: after a session was recorded 5"],
         ["3: half of scheduler.pt 1"],
     ],
     "lora": [["4: before save_finished 1"]],
@@ -193,8 +192,7 @@ def train(folder: Path, kill_at: str | None = None) -> int:
         FolderEngine.folder, FolderEngine.points = folder / "engine", points
         FolderEngine.model = folder.parents[1] / "model"
         engines.EngineAdmin = FolderEngine
-        worker.Recorder, worker.run_groups = FakeRecorder, sessions_by(points)
-        worker.Schedule = schedule_by(points)
+        worker.Recorder, worker.Schedule = FakeRecorder, schedule_by(points)
         call, before_batch = online.OnlineTraces.__call__, online.OnlineTraces.before_batch
 
         def stepped(source: online.OnlineTraces) -> None:

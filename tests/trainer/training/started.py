@@ -4,7 +4,6 @@ The engines are folders below `FOLDER/engine`, and harness and recorder are func
 writes its id to `FOLDER/pid-RANK`. FAULT is a key of `FAULTS`, or `none`.
 """
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 
+from rolltap.addons.engine.policy import PolicyFile
 from rolltap.trainer.cli.main import main
 from rolltap.trainer.engine import engines
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
-from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, sessions_by
+from tests.trainer.training.stand_ins import FakeRecorder, FolderEngine, Points, schedule_by
 
 
 class RecorderWithChild(FakeRecorder):
@@ -67,15 +67,14 @@ def publish_is_refused(folder: Path) -> None:
 
 
 def _in_second_rollout(act: Callable[[], None]) -> None:
-    run_groups = worker.run_groups
+    submit = worker.Schedule.submit
 
-    async def acting(*args: Any, policy_version: str, **kwargs: Any) -> Any:
-        if policy_version.split(".")[1] == "1":
+    async def acting(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        if PolicyFile(schedule.stage.recorder.path).read().version.split(".")[1] == "1":
             act()
-            await asyncio.sleep(0)  # a signal is handled here
-        return await run_groups(*args, policy_version=policy_version, **kwargs)
+        return await submit(schedule, *args, **kwargs)
 
-    worker.run_groups = acting
+    worker.Schedule.submit = acting
 
 
 FAULTS: dict[str, Callable[[Path], None]] = {
@@ -91,7 +90,7 @@ def stand_in(folder: Path, set_in: Callable[[Any, str, Any], None] = setattr) ->
         set_in(FolderEngine, name, value)
     set_in(engines, "EngineAdmin", FolderEngine)
     set_in(worker, "Recorder", RecorderWithChild)
-    set_in(worker, "run_groups", sessions_by(points))
+    set_in(worker, "Schedule", schedule_by(points))
 
 
 def start(folder: Path, fault: str) -> None:

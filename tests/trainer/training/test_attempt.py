@@ -16,10 +16,10 @@ from rolltap.trainer.traces.sessions import Outcomes
 from rolltap.trainer.training.attempt import (
     TRAINING_FILE,
     Attempt,
-    begun_offline,
-    begun_online,
     claimed_attempt,
-    require_same,
+    offline_fingerprint,
+    online_fingerprint,
+    require_same_fingerprint,
     require_shared,
 )
 from rolltap.trainer.training.recipe import Forks, HeldOut, Machine, Recipe
@@ -108,7 +108,7 @@ HARNESS = Harness(name="h", program="p", headless=[])
 
 
 def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
-    return begun_online(Recipe(**{"model": "m", "steps": 1} | recipe), tasks, harness, seed)
+    return online_fingerprint(Recipe(**{"model": "m", "steps": 1} | recipe), tasks, harness, seed)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def online(*, tasks=(TASK,), harness=HARNESS, seed=0, **recipe):
     ],
 )
 def test_how_a_step_is_computed_and_reported_may_change(changed):
-    require_same("here", json.loads(json.dumps(online())), online(**changed))
+    require_same_fingerprint("here", json.loads(json.dumps(online())), online(**changed))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
 def test_what_decides_the_steps_may_not(changed, message):
     values = rf"^here was begun with other values of {message}( \(it was .*\))?: start in another folder"
     with pytest.raises(InputError, match=values):
-        require_same("here", json.loads(json.dumps(online())), online(**changed))
+        require_same_fingerprint("here", json.loads(json.dumps(online())), online(**changed))
 
 
 @pytest.mark.parametrize(
@@ -165,26 +165,26 @@ def test_what_decides_the_steps_may_not(changed, message):
 )
 def test_the_number_of_steps_decides_the_learning_rates_and_may_not_change(grpo):
     message = r"other values of steps \(it was 1, and the learning rates .* is constant\): start in another folder"
-    offline = [begun_offline(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)]
+    offline = [offline_fingerprint(Recipe(model="m", steps=steps, grpo=grpo), [], 0) for steps in (1, 2)]
     for known, begun in (offline, [online(grpo=grpo), online(grpo=grpo, steps=2)]):
         with pytest.raises(InputError, match=message):
-            require_same("here", known, begun)
+            require_same_fingerprint("here", known, begun)
 
 
 @pytest.mark.parametrize("kind", ["constant", "constant_with_warmup"])
 def test_the_number_of_steps_may_change_with_constant_learning_rates(kind):
     grpo = {"lr_scheduler_type": kind, "warmup_steps": 3}
-    require_same("here", online(grpo=grpo), online(grpo=grpo, steps=2))
+    require_same_fingerprint("here", online(grpo=grpo), online(grpo=grpo, steps=2))
 
 
 @pytest.mark.parametrize(
     ("known", "begun", "message"),
     [
-        (begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), online(), r'kind \(it was "offline"\)'),
-        (online(), begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), r'kind \(it was "online"\)'),
+        (offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), online(), r'kind \(it was "offline"\)'),
+        (online(), offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"))], 0), r'kind \(it was "online"\)'),
         (
-            begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, 1.0))], 0),
-            begun_offline(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, -5.0))], 0),
+            offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, 1.0))], 0),
+            offline_fingerprint(OFFLINE, [(0, "a", ("a-0", "a-1"), (), "t", (0.0, -5.0))], 0),
             "the recorded groups",
         ),
     ],
@@ -192,7 +192,7 @@ def test_the_number_of_steps_may_change_with_constant_learning_rates(kind):
 )
 def test_an_offline_training_is_no_online_one_and_none_with_another_reward(known, begun, message):
     with pytest.raises(InputError, match=f"other values of {message}"):
-        require_same("here", known, begun)
+        require_same_fingerprint("here", known, begun)
 
 
 def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
@@ -202,6 +202,6 @@ def test_the_content_of_folders_decides_and_not_their_place(tmp_path):
     old, moved, changed = (
         online(tasks=(TASK.model_copy(update={"workspace": tmp_path / name}),)) for name in ("old", "moved", "changed")
     )
-    require_same("here", old, moved)
+    require_same_fingerprint("here", old, moved)
     with pytest.raises(InputError, match="other values of tasks"):
-        require_same("here", old, changed)
+        require_same_fingerprint("here", old, changed)

@@ -47,7 +47,8 @@ def test_the_held_out_tasks_are_run_beside_a_step_with_its_weights_and_nothing_o
     loop = make_loop()
     batch = loop.step(0, "ab")
     assert loop.evaluated == OF_STEP_0
-    assert list(batch.rewards) == loop.run == list(load_sessions(loop.folder))[::-1]
+    assert list(batch.rewards) == loop.run
+    assert load_sessions(loop.folder).keys() == batch.rewards.keys()
     assert batch.ledger.sampled == 2 * len(loop.run)
     sessions = load_sessions(loop.folder / EVALUATION)
     assert sessions.keys() == {*OF_STEP_0}
@@ -61,9 +62,9 @@ def test_the_held_out_tasks_are_run_beside_a_step_with_its_weights_and_nothing_o
 
 def test_a_recipe_without_the_table_evaluates_nothing(tmp_path):
     loop = Loop(tmp_path)
-    source = loop.source(9)
     loop.step(0, "a")
-    source.finish(9)
+    with loop.source(9) as source:
+        source.finish(9)
     assert (loop.evaluated, loop.logged, (tmp_path / EVALUATION).exists()) == ([], [], False)
 
 
@@ -80,9 +81,9 @@ def test_a_step_with_further_groups_is_evaluated_once_also_when_an_evaluation_fa
     loop = make_loop("ax", settings={"replace_zero_variance": 2})
     record = loop.record
 
-    def fail(folder, groups, version):
+    def fail(folder, group, version):
         loop.faults = "infrastructure" if folder.name == EVALUATION else ""
-        return record(folder, groups, version)
+        return record(folder, group, version)
 
     loop.record = fail
     loop.step(0, "a")
@@ -101,11 +102,13 @@ class TestRestart:
         assert loop.evaluated == OF_STEP_0
         assert loop.logged == [loop.logged[0]] * 2
 
-    def test_a_step_that_was_trained_before_there_was_a_table_is_not_evaluated(self, make_loop, tmp_path):
+    def test_a_step_that_was_trained_before_there_was_a_table_is_evaluated_when_it_is_taken_again(
+        self, make_loop, tmp_path
+    ):
         Loop(tmp_path).step(0, "a")
         loop = make_loop()
         loop.step(0, "a", attempt=1)
-        assert (loop.evaluated, loop.logged, "warning" in loop.console.file.getvalue()) == ([], [], False)
+        assert (len(loop.evaluated), loop.run, loop.published) == (4, [], ["1a2b3c4d.0.1"])
 
     def test_only_the_missing_sessions_are_run_though_those_of_the_step_have_ended(self, make_loop):
         loop = make_loop()
@@ -130,15 +133,16 @@ class TestRestart:
 class TestLast:
     def test_the_finished_weights_are_evaluated_after_their_publication_whatever_the_step(self, make_loop):
         loop = make_loop(every=100)
-        source = loop.source(9)
         append_metrics(loop.folder / METRICS, 9, {"reward": 1.0})
-        source.finish(9)
+        with loop.source(9) as source:
+            source.finish(9)
         assert loop.published == ["1a2b3c4d.9.0"]
         assert loop.evaluated == [name.replace(".0.0-", ".9.0-") for name in OF_STEP_0]
         assert loop.run == []
         trained, last = read_metrics(loop.folder / METRICS)
         assert ("eval/step" in trained, last["step"], last["eval/step"], last["eval/reward"]) == (False, 9, 9, 0.5)
-        loop.source(9, attempt=1).finish(9)
+        with loop.source(9, attempt=1) as source:
+            source.finish(9)
         assert (len(loop.evaluated), len(read_metrics(loop.folder / METRICS))) == (4, 2)
 
     def test_one_that_fails_is_told_from_a_training_that_failed(self, make_loop):
@@ -148,8 +152,9 @@ class TestLast:
             raise RecorderError("gave up")
 
         loop.record = fail
-        with pytest.raises(EngineError, match=r"is finished, and its model is in .*: only the last evaluation .*gave"):
-            loop.source(9).finish(9)
+        message = r"is finished, and its model is in .*: only the last evaluation .*gave"
+        with loop.source(9) as source, pytest.raises(EngineError, match=message):
+            source.finish(9)
 
 
 def test_a_training_is_evaluated_before_it_after_its_steps_and_at_its_end(tmp_path, monkeypatch):
@@ -215,9 +220,9 @@ class TestMetrics:
                             )
                         )
             recipe = Recipe(model="m", steps=9, evaluation={"tasks": "t", "sessions": 4})
-            evaluations = Evaluations(recipe, tmp_path)
+            evaluations = Evaluations(recipe, tmp_path, lambda line: None)
             evaluations.tasks = [Task(id=name, instruction="go", evaluate=["true"]) for name in tasks]
-            return evaluations.metrics(Version("1a2b3c4d", step, 0), lambda line: None)
+            return evaluations.metrics(Version("1a2b3c4d", step, 0))
 
         return metrics_of
 
@@ -264,8 +269,8 @@ class TestCheck:
             training = Worker(recipe, harness=harness, engine=url, model=recipe.model, out=run)
             training.runtime = Boxes()
             console = Console(file=StringIO(), width=1000)
-            evaluations = Evaluations(recipe, run)
-            evaluations.check(training, training.fit(tasks), console.print)
+            evaluations = Evaluations(recipe, run, console.print)
+            evaluations.check(training, training.fit(tasks))
             return evaluations, training, console.file.getvalue()
 
         return check

@@ -1,7 +1,7 @@
 """The trace source of an online run, with rewards from a table in place of harness and engine."""
 
 import asyncio
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from io import StringIO
@@ -31,7 +31,7 @@ from rolltap.trainer.training.attempt import Attempt
 from rolltap.trainer.training.online import OnlineTraces
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, read_metrics
-from rolltap.trainer.training.steps import BATCHES, TrainedBatches
+from rolltap.trainer.training.steps import BATCHES, TrainedBatch, TrainedBatches
 from tests.factories import START, make_call
 from tests.trainer.engine.acting import serving
 from tests.trainer.runs.views.test_score import Scoring, logprob
@@ -71,6 +71,7 @@ class Loop:
         self.waiting: dict[str, Any] = {}
         self.refusal: EngineError | None = None
         admins = [SimpleNamespace(url="http://a"), SimpleNamespace(url="http://b")]
+        self.tasks: dict[int, str] = {}
         self.engines = SimpleNamespace(admins=admins, require_owned=self.require_owned, silent=list)
         self.console = Console(file=StringIO(), width=1000)
 
@@ -87,15 +88,18 @@ class Loop:
         self.published.append(version)
         write_policy(self.folder, None, version)
 
-    def run_sessions(self, groups, version, evaluation):
-        evaluated = evaluation.groups if evaluation is not None else []
-        self.evaluated += [each.session_id for each in self.record(self.folder / EVALUATION, evaluated, str(version))]
-        sessions = self.record(self.folder, groups, str(version))
+    def run_sessions(self, group, version, evaluates):
+        if evaluates:
+            sessions = self.record(self.folder / EVALUATION, group, version)
+            self.evaluated += [session.session_id for session in sessions]
+            return sessions
+        sessions = self.record(self.folder, group, version)
         self.run += [session.session_id for session in sessions]
-        self.forked |= {group.group_id: group.fork for group in groups if group.fork}
+        if group.fork:
+            self.forked[group.group_id] = group.fork
         return sessions
 
-    def record(self, folder, groups, version):
+    def record(self, folder, group, version):
         sessions = [
             Session(
                 session_id=session_id,
@@ -107,7 +111,6 @@ class Loop:
                 else float(session_id.partition(".")[2].count("-0")),
                 policy_version=next((self.other[end] for end in self.other if session_id.endswith(end)), version),
             )
-            for group in groups
             for session_id in group.session_ids
         ]
         for session in sessions:
@@ -121,12 +124,12 @@ class Loop:
                 writer.add_session(session)
         return sessions
 
+    @contextmanager
     def source(self, number, attempt=0):
-        """Return a source before a step."""
+        """Yield a source before a step."""
         source = OnlineTraces(self.recipe, self.folder, engine="http://a", seed=7, console=self.console)
-        source._roll_out, source._worker = self.run_sessions, SimpleNamespace(schedule=self.open_schedule)
+        source._worker = SimpleNamespace(schedule=self.open_schedule)
         source._tasks = {task.id: task for task in TASKS}
-        source.take(Attempt("1a2b3c4d", attempt), self)
         if self.recipe.evaluation is not None:
             source._evaluations.tasks, source._evaluations.worker = HELD_OUT, SimpleNamespace(stage=None)
         source.trainer = SimpleNamespace(
@@ -134,17 +137,21 @@ class Loop:
             args=SimpleNamespace(max_steps=9),
             model=None,
             rows_of=self.rows_of,
-            log_metrics=self.logged.append,
+            log_metrics=lambda metrics: self.logged.append(metrics) if metrics else None,
         )
-        return source
+        with ExitStack() as stack:
+            source.take(Attempt("1a2b3c4d", attempt), self, stack)
+            yield source
 
     @property
     def metrics(self):
         return {name: value for line in self.logged for name, value in line.items()}
 
     def rows_of(self, step):
-        """Return the rows of a step of the rollouts ahead."""
+        """Return the rows of a step."""
         groups = self.recipe.groups_per_step
+        if step in self.tasks:
+            return [{"task_id": task} for task in self.tasks[step]]
         return [{"task_id": TASKS[number % 5].id} for number in range(step * groups, (step + 1) * groups)]
 
     def open_schedule(self, advance, *, share):
@@ -152,9 +159,17 @@ class Loop:
 
     def step(self, number, tasks, attempt=0):
         """Return the batch of a step, by a source of its own as after a restart."""
-        source = self.source(number, attempt)
-        source.before_batch()
-        return source([{"task_id": task} for task in tasks])
+        iterations = self.recipe.iterations
+        self.tasks[number // iterations] = tasks
+        self.recipe = self.recipe.model_copy(update={"groups_per_step": len(tasks)})
+        trained = TrainedBatches(self.folder)
+        for earlier in range(len(trained), number // iterations):
+            place = f"1a2b3c4d.{earlier * iterations}"
+            names = [f"{row['task_id']}-{place}.{n}-0.0" for n, row in enumerate(self.rows_of(earlier))]
+            trained.add(TrainedBatch(step=earlier * iterations, sessions=[(name, 0) for name in names]))
+        with self.source(number, attempt) as source:
+            source.before_batch()
+            return source([])
 
 
 class AtOnce:
@@ -175,8 +190,7 @@ class AtOnce:
     async def submit(self, group, stage=None, evaluates=False):
         events = asyncio.get_running_loop()
         result = events.create_future()
-        groups, evaluation = ([], SimpleNamespace(groups=[group])) if evaluates else ([group], None)
-        sessions = self.loop.run_sessions(groups, self.loop.published[-1], evaluation)
+        sessions = self.loop.run_sessions(group, self.loop.published[-1], evaluates)
         if group.task.id in self.loop.held:
             self.loop.waiting[group.task.id] = partial(events.call_soon_threadsafe, result.set_result, sessions)
         else:
@@ -231,19 +245,17 @@ def test_a_step_whose_sessions_all_lack_a_reward_ends_the_training_and_runs_agai
 
 
 def test_an_engine_that_refuses_the_last_weights_is_told_from_a_training_that_failed(loop):
-    source = loop.source(9)
     loop.refusal = EngineError("the engine at http://b is gone")
-    with pytest.raises(
-        EngineError, match=r"is finished, and its model is in .*/model: only the last .*http://b is gone"
-    ):
+    message = r"is finished, and its model is in .*/model: only the last .*http://b is gone"
+    with loop.source(9) as source, pytest.raises(EngineError, match=message):
         source.finish(9)
 
 
 def test_the_engines_are_verified_before_anything_is_published_and_get_the_trained_weights_last(loop):
-    source = loop.source(0)
-    source.begin(source.trainer)
-    source.before_batch()
-    source.finish(9)
+    with loop.source(0) as source:
+        source.begin(source.trainer)
+        source.before_batch()
+        source.finish(9)
     assert loop.published == ["base 1a2b3c4d.0.0", "1a2b3c4d.0.0", "1a2b3c4d.9.0"]
 
 
@@ -287,19 +299,18 @@ def test_the_sessions_of_a_step_are_scored_by_the_teacher_and_not_again_after_a_
     with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
         teacher, batches = Teacher(engine.url, str(tokenizer_folder)), []
         for attempt in range(2):
-            source = loop.source(3, attempt)
-            source._teacher = teacher
-            source.before_batch()
-            batches.append(source([{"task_id": "a"}]))
+            with loop.source(0, attempt) as source:
+                source._teacher = teacher
+                source.before_batch()
+                batches.append(source([]))
         assert engine.scored == [[1, 2, 3]] * 2
     scores = [logprob([1], 2), logprob([1, 2], 3)]
     assert [trace.scores for batch in batches for trace in batch.traces] == [scores] * 4
-    assert loop.run == ["a-1a2b3c4d.3.0-0.0", "a-1a2b3c4d.3.0-1.0"]
+    assert loop.run == ["a-1a2b3c4d.0.0-0.0", "a-1a2b3c4d.0.0-1.0"]
 
 
 def test_a_step_reads_no_session_of_earlier_steps(tmp_path, tokenizer, tokenizer_folder, monkeypatch):
     loop = Loop(tmp_path / "run", teacher="big")
-    source = loop.source(0)
     read, seen = SegmentReader.read, set[str]()
 
     def watched(reader, offset):
@@ -308,14 +319,14 @@ def test_a_step_reads_no_session_of_earlier_steps(tmp_path, tokenizer, tokenizer
         return batch
 
     monkeypatch.setattr(SegmentReader, "read", watched)
-    with serving(Scoring(tmp_path / "big", tokenizer)) as engine:
+    with serving(Scoring(tmp_path / "big", tokenizer)) as engine, loop.source(0) as source:
         source._teacher = Teacher(engine.url, str(tokenizer_folder))
         for step in range(3):
             source.trainer.state.global_step = step
             loop.other = {"-1.0": "other"} if step == 2 else {}
             source.before_batch()
             seen.clear()
-            batch = source([{"task_id": "a"}])
+            batch = source([])
             assert seen == batch.accounts.keys()
     assert batch.ledger.left_out == {"stale": 2}, "and their weights were read"
 
@@ -330,9 +341,7 @@ class TestAhead:
             def make(number=0, attempt=0, **settings):
                 settings = {"ahead": 1, "publish": "lora", "lora": {"r": 1}, **settings}
                 self.loop = Loop(tmp_path, **settings)
-                source = self.loop.source(number, attempt)
-                stack.callback(source._beside.close)
-                return source
+                return stack.enter_context(self.loop.source(number, attempt))
 
             yield make
 
@@ -420,7 +429,7 @@ class TestAhead:
         table = {"tasks": "held", "every": 1, "sessions": 1}
         source = make(evaluation=table)
         whole, loop = self.loop.record, self.loop
-        loop.record = lambda folder, groups, version: whole(folder, [g for g in groups if g.task.id != "y"], version)
+        loop.record = lambda folder, group, version: [] if group.task.id == "y" else whole(folder, group, version)
         self.step(source, 0)
         again = make(0, attempt=1, evaluation=table)
         for number in range(2):
@@ -443,7 +452,7 @@ class TestAhead:
     def test_weights_are_published_at_the_end_whatever_fails_beside_the_last_step(self, make):
         source = make()
         self.step(source, 0)
-        source._ahead.end_evaluation = Mock(side_effect=RecorderError("gave up"))
+        source._rollouts.end_evaluation = Mock(side_effect=RecorderError("gave up"))
         with pytest.raises(EngineError, match=r"training is finished, .*: only the last evaluation failed: gave up"):
             source.finish(1)
         assert self.loop.published[-1] == "1a2b3c4d.1.0"
@@ -469,12 +478,11 @@ class TestGroupsWithoutSignal:
     def test_a_further_group_without_signal_is_replaced_too_until_the_limit(self, tmp_path):
         loop = Loop(tmp_path, "abcde", replace_zero_variance=4)
         loop.step(3, "a")
-        tasks = [session_id.partition("-")[0] for session_id in loop.run[::2]]
-        assert tasks[0] == "a"
-        assert sorted(tasks[1:]) == ["b", "c", "d", "e"]
-        assert [session_id.partition(".3.")[2][0] for session_id in loop.run[::2]] == list("01234")
+        groups = [session_id.removesuffix("-0.0") for session_id in loop.run[::2]]
+        further = [f"{task}-1a2b3c4d.{step}.0" for step, task in enumerate("eabc", 4)]
+        assert groups == ["a-1a2b3c4d.3.0", *further]
 
-    def test_a_restarted_step_draws_the_same_tasks_and_takes_their_sessions(self, tmp_path):
+    def test_a_restarted_step_takes_the_same_groups_and_their_sessions(self, tmp_path):
         loop = Loop(tmp_path, "abc", replace_zero_variance=4)
         first = loop.step(3, "ab")
         loop.run.clear()
@@ -504,7 +512,7 @@ class TestForks:
 
     def test_a_restarted_step_takes_the_same_forks(self, loop, monkeypatch):
         with monkeypatch.context() as killed:
-            killed.setattr(TrainedBatches, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 loop.step(3, "ab")
         assert len(loop.forked) == 2
@@ -537,7 +545,7 @@ class TestFaults:
 
     def test_the_faults_of_a_step_that_was_not_trained_are_run_again(self, loop, monkeypatch):
         with monkeypatch.context() as killed:
-            killed.setattr(TrainedBatches, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            killed.setattr(online, "read_batch", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 loop.step(3, "ab")
         loop.run.clear()

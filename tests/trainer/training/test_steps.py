@@ -3,8 +3,6 @@
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
@@ -23,12 +21,12 @@ from rolltap.trainer.training.steps import (
     TrainedBatch,
     TrainedBatches,
     find_fork,
-    further_tasks,
     has_signal,
     step_group,
 )
 from tests.factories import START, make_call, make_session
 
+STEP = Version("1a2b3c4d", 4, 9)
 TASKS = [Task(id=name, instruction="go", evaluate=["true"]) for name in ("a", "a-1", "b-0.0", "c")]
 
 
@@ -68,7 +66,7 @@ def test_no_two_sessions_of_a_training_have_the_same_id():
 
 def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
     sessions = ended(group_of(0), 0) + ended(group_of(1), 2)
-    found = FinishedSessions(sessions).of(group_of(2))
+    found = FinishedSessions(sessions).of(group_of(2), STEP)
     names = group_of(2).session_ids
     assert found == {names[0]: sessions[0], names[2]: sessions[1]}
 
@@ -85,31 +83,38 @@ def test_sessions_of_any_attempt_are_found_under_the_ids_of_this_one():
     ids=lambda group: group.session_ids[0],
 )
 def test_sessions_of_another_group_or_of_another_form_are_not_found(other):
-    assert FinishedSessions(ended(other, 0, 1, 2)).of(group_of(1)) == {}
+    assert FinishedSessions(ended(other, 0, 1, 2)).of(group_of(1), STEP) == {}
 
 
 @pytest.mark.parametrize("weights", ["default", "1a2b3c4d.3.0", "0f0f0f0f.4.0", ""])
 def test_sessions_that_other_weights_sampled_are_not_found(weights):
-    assert FinishedSessions(ended(group_of(0), 0, weights=weights)).of(group_of(1)) == {}
+    assert FinishedSessions(ended(group_of(0), 0, weights=weights)).of(group_of(1), STEP, 0) == {}
+
+
+@pytest.mark.parametrize(("staleness", "found"), [(0, ["4"]), (1, ["3", "4"]), (9, ["2", "3", "4"])])
+def test_sessions_of_older_weights_are_found_up_to_the_staleness(staleness, found):
+    sessions = [ended(group_of(0), n, weights=f"1a2b3c4d.{n + 2}.0")[0] for n in range(3)]
+    finished = FinishedSessions(sessions).of(group_of(1), STEP, staleness)
+    assert [session.policy_version.split(".")[1] for session in finished.values()] == found
 
 
 def test_sessions_beyond_the_size_of_the_group_are_not_found():
-    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of(group_of(1))
+    found = FinishedSessions(ended(group_of(0, sessions=8), 1, 7)).of(group_of(1), STEP)
     assert [session.session_id for session in found.values()] == ["a-1a2b3c4d.4.0-1.0"]
 
 
 def test_the_first_attempt_at_a_session_counts_whatever_the_order_of_the_rows():
     first, second, third = (ended(group_of(attempt), 0, reward=attempt)[0] for attempt in (2, 9, 10))
     for sessions in ([first, second, third], [third, second, first]):
-        (found,) = FinishedSessions(sessions).of(group_of(11, sessions=1)).values()
+        (found,) = FinishedSessions(sessions).of(group_of(11, sessions=1), STEP).values()
         assert found is first
 
 
 def test_a_fault_is_run_again_and_the_session_in_its_place_counts():
     sessions = ended(group_of(0), 0) + ended(group_of(0), 1, 2, status="infrastructure", reward=None)
-    assert list(FinishedSessions(sessions).of(group_of(1)).values()) == sessions[:1]
+    assert list(FinishedSessions(sessions).of(group_of(1), STEP).values()) == sessions[:1]
     again = ended(group_of(1), 1)
-    assert list(FinishedSessions(sessions + again).of(group_of(2)).values()) == [sessions[0], *again]
+    assert list(FinishedSessions(sessions + again).of(group_of(2), STEP).values()) == [sessions[0], *again]
 
 
 @pytest.mark.parametrize(
@@ -129,24 +134,6 @@ def test_a_group_has_the_signal_of_the_rewards_that_the_recipe_gives():
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1)))
     assert has_signal(sessions, RewardRules(Outcomes(timeout=1), 0.5))
     assert not has_signal(sessions, RewardRules(Outcomes(timeout=1), "exclude"))
-
-
-@given(st.integers(), st.integers(0, 1000), st.integers(0, 12), st.sets(st.sampled_from(range(4)), min_size=1))
-def test_further_tasks_are_those_that_the_step_has_not_used_first_and_each_once(seed, step, number, used):
-    given_tasks = [TASKS[i] for i in used]
-    drawn = further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
-    assert drawn == further_tasks(TASKS, given_tasks, number, seed=seed, step=step)
-    assert len(drawn) == number
-    unused = [task for task in TASKS if task not in given_tasks]
-    assert {task.id for task in drawn[: len(unused)]} <= {task.id for task in unused}
-    for start in range(0, number, 4):
-        assert len({task.id for task in drawn[start : start + 4]}) == len(drawn[start : start + 4])
-
-
-def test_steps_and_seeds_draw_other_tasks():
-    places = [(seed, step) for seed in range(3) for step in range(3)]
-    drawn = [further_tasks(TASKS, TASKS[:1], 4, seed=seed, step=step) for seed, step in places]
-    assert len({tuple(task.id for task in tasks) for tasks in drawn}) > 3
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 4, "sess', b'{"step": 4, "sessions": ["\xc3', b"\x00\x00"])

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from rolltap.addons.errors import RecorderError
 from rolltap.addons.store.records import Session
-from rolltap.trainer.rollouts.resume import Group
+from rolltap.trainer.names import Version
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.training.ahead import Ahead, Flow
+from rolltap.trainer.training.rollouts import AsyncRollouts, Starts
+from rolltap.trainer.training.steps import step_group
 
 TASK = Task(id="a", instruction="go", evaluate=["true"])
 
 
 @given(
-    ahead=st.integers(1, 3),
+    staleness=st.integers(0, 3),
     size=st.integers(1, 3),
     steps=st.integers(1, 5),
     over=st.sets(st.integers(0, 9)),
@@ -25,19 +26,19 @@ TASK = Task(id="a", instruction="go", evaluate=["true"])
     data=st.data(),
 )
 def test_no_group_starts_too_early_none_is_lost_and_the_training_never_waits_for_nothing(
-    ahead, size, steps, over, in_order, data
+    staleness, size, steps, over, in_order, data
 ):
-    flow = Flow(ahead, size, steps, filterfalse(over.__contains__, count()))
+    starts = Starts(staleness, size, steps, filterfalse(over.__contains__, count()))
     running, complete, begun, taken, given_up = [], [], {}, Counter(), 0
 
     def start():
-        for number in flow.start():
+        for number in starts.take():
             assert number not in begun
             begun[number] = step
             running.append(number)
 
     for step in range(steps):
-        flow.step = step
+        starts.step = step
         start()
         kept = 0
         while kept < size:
@@ -47,11 +48,11 @@ def test_no_group_starts_too_early_none_is_lost_and_the_training_never_waits_for
             number = complete.pop()
             taken[number] += 1
             if in_order and not given_up:
-                assert 0 <= step - begun[number] <= ahead
-            assert len(begun) <= (ahead + step + 1) * size + given_up
+                assert 0 <= step - begun[number] <= staleness
+            assert len(begun) <= (staleness + step + 1) * size + given_up
             if given_up < 3 and data.draw(st.booleans()):
                 given_up += 1
-                flow.begun -= 1
+                starts.replace()
                 start()
             else:
                 kept += 1
@@ -92,8 +93,14 @@ class Played:
     def cancel_running(self, too_old, why):
         self.cancelled += [(version, why) for version in ("1", "2") if too_old(version)]
 
-    def end(self, group_id, *session_ids):
-        sessions = [Session(session_id=name, status="completed", group_id=group_id) for name in session_ids]
+    @property
+    def numbers(self):
+        return [int(name.split(".")[1]) for name in self.submitted]
+
+    def end(self, number, *names):
+        """End a group with sessions of these names in it."""
+        group_id = f"a-1a2b3c4d.{number}.0"
+        sessions = [Session(session_id=f"{group_id}-{name}", status="completed") for name in names]
         self.running = 0
         self.loop.call_soon_threadsafe(self.submitted[group_id].set_result, sessions)
 
@@ -102,8 +109,8 @@ class Played:
         self.loop.call_soon_threadsafe(self.block.cancel)
 
 
-def beside(finished=lambda group: {}, **settings):
-    """Return rollouts ahead of two steps of one group with two sessions, and a list for their schedule."""
+def beside(finished=lambda group: {}):
+    """Return rollouts one step ahead, of one group with two sessions a step, and a list for their schedule."""
     opened = []
 
     def open_schedule(advance):
@@ -111,73 +118,85 @@ def beside(finished=lambda group: {}, **settings):
         return opened[0]
 
     def group_of(number):
-        return Group(TASK, f"g{number}", [f"g{number}-{index}" for index in range(2)])
+        return step_group(Version("1a2b3c4d", number, 0), 0, TASK, 2)
 
-    flow = Flow(settings.get("ahead", 1), 1, 9, count())
-    return Ahead(flow, open_schedule, group_of=group_of, finished=finished, show=lambda *_: None), opened
+    starts = Starts(1, 1, 9, count())
+    return AsyncRollouts(starts, open_schedule, group_of=group_of, finished=finished), opened
 
 
-def names(sessions):
-    return [session.session_id for session in sessions]
+def taken(rollouts):
+    """Return the number of the oldest complete group, and the names of its sessions in it."""
+    group = rollouts.take()
+    return group.number, *(each.session_id.removeprefix(f"{group.group.group_id}-") for each in group.sessions)
 
 
 def test_the_oldest_complete_group_comes_first_and_new_weights_let_others_start():
-    ahead, opened = beside()
-    with ahead:
+    rollouts, opened = beside()
+    with rollouts:
         (schedule,) = opened
-        ahead.publish(0)
-        assert list(schedule.submitted) == ["g0", "g1"]
-        schedule.end("g1", "g1-1", "g1-0")
-        assert names(ahead.take()) == ["g1-0", "g1-1"]
-        ahead.publish(1)
-        assert list(schedule.submitted) == ["g0", "g1", "g2"]
-        schedule.end("g2", "g2-0")
-        schedule.end("g0", "g0-0", "g0-1~1")
+        rollouts.publish(0)
+        assert schedule.numbers == [0, 1]
+        schedule.end(1, "1.0", "0.0")
+        assert taken(rollouts) == (1, "0.0", "1.0")
+        rollouts.publish(1)
+        assert schedule.numbers == [0, 1, 2]
+        schedule.end(2, "0.0")
+        schedule.end(0, "0.0", "1.0~1")
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), schedule.loop).result()
-        assert names(ahead.take()) == ["g0-0", "g0-1~1"]
-        ahead.give_up()
-        assert list(schedule.submitted) == ["g0", "g1", "g2", "g3"]
-        assert names(ahead.take()) == ["g2-0"], "a session that never began has no row"
+        assert taken(rollouts) == (0, "0.0", "1.0~1")
+        rollouts.replace()
+        assert schedule.numbers == [0, 1, 2, 3]
+        assert taken(rollouts) == (2, "0.0"), "a session that never began has no row"
 
 
 def test_sessions_that_have_ended_before_are_not_run_again():
-    known = Session(session_id="g0-1.0", status="completed")
-    ahead, opened = beside(lambda group: {"g0-1": known} if group.group_id == "g0" else {})
-    with ahead:
-        ahead.publish(0)
-        opened[0].end("g0", "g0-0")
-        assert names(ahead.take()) == ["g0-0", "g0-1.0"]
+    known = Session(session_id="a-1a2b3c4d.0.0-1.7", status="completed")
+    rollouts, opened = beside(lambda group: {"a-1a2b3c4d.0.0-1.0": known} if ".0.0" in group.group_id else {})
+    with rollouts:
+        rollouts.publish(0)
+        opened[0].end(0, "0.0")
+        assert taken(rollouts) == (0, "0.0", "1.7")
+
+
+def test_progress_is_shown_from_where_it_is():
+    rollouts, opened = beside()
+    shown = []
+    with rollouts:
+        opened[0].advance("sessions", 1, 2)
+        rollouts.show(lambda *progress: shown.append(progress))
+        opened[0].advance("sessions", 2, 2)
+    assert shown == [("sessions", 1, 2), ("sessions", 2, 2)]
 
 
 def test_a_schedule_that_fails_ends_every_call_with_its_error():
-    ahead, opened = beside()
-    with ahead:
-        ahead.publish(0)
+    rollouts, opened = beside()
+    with rollouts:
+        rollouts.publish(0)
         opened[0].fail(RecorderError("the recorder has died"))
-        for call in (ahead.take, ahead.take, lambda: ahead.publish(1), ahead.idle_seconds):
+        for call in (rollouts.take, rollouts.take, lambda: rollouts.publish(1), rollouts.idle_seconds):
             with pytest.raises(RecorderError, match="the recorder has died"):
                 call()
 
 
 def test_leaving_stops_the_schedule_and_its_thread():
-    ahead, opened = beside()
-    with ahead:
-        ahead.publish(0)
+    rollouts, opened = beside()
+    with rollouts:
+        rollouts.publish(0)
     assert all(result.cancelled() for result in opened[0].submitted.values())
-    assert not any(thread.name.startswith("rolltap-ahead") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("rolltap-rollouts") for thread in threading.enumerate())
 
 
 def test_sessions_are_stopped_by_the_weights_with_which_they_began():
-    ahead, opened = beside()
-    with ahead:
-        ahead.cancel_running(lambda version: version == "1", "it is old")
+    rollouts, opened = beside()
+    with rollouts:
+        rollouts.cancel_running(lambda version: version == "1", "it is old")
         assert opened[0].cancelled == [("1", "it is old")]
 
 
 def test_only_the_time_in_which_no_session_runs_is_idle():
-    ahead, opened = beside()
-    with ahead:
-        ahead.publish(0)
+    rollouts, opened = beside()
+    with rollouts:
+        rollouts.publish(0)
         opened[0].advance("", 0, 2)
-        assert ahead.idle_seconds() > 0
-        assert ahead.idle_seconds() == 0
+        assert rollouts.idle_seconds() > 0
+        assert rollouts.idle_seconds() == 0
