@@ -147,10 +147,3 @@ class SessionBudget:
         """Wait until a running call has ended."""
         self._settled.clear()
         await self._settled.wait()
-
-
-def uncut(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded sampling parameters with the token limit from before `record_cut`, by which a retry is known."""
-    asked = dict(sampling.get("asked", {}))
-    limit = asked.pop("max_tokens", sampling.get("max_tokens"))
-    return {**sampling, "max_tokens": limit, "asked": asked}

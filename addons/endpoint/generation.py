@@ -294,7 +294,10 @@ class Generation:
         call, prepared = self.call, self._prepared
         outage, call.error = call.error, None
         call.status, call.finished_at = status, utc_now()
-        call.sampling = json_text({**prepared.sampling, "asked": prepared.model_call.unapplied()})
+        asked = prepared.model_call.unapplied()
+        if prepared.model_call.grammar is not None and "structured_outputs" not in prepared.sampling:
+            asked["structured_outputs"] = prepared.model_call.grammar
+        call.sampling = json_text({**prepared.sampling, "asked": asked})
         bounds = self._session.rendering.vocabulary, prepared.sampling["max_tokens"]
         call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions, *bounds)
         call.reply = None

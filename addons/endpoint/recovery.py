@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, Reply, Tool, Usage
-from rolltap.addons.endpoint.budget import Used, uncut
+from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import FinishedCall, newest
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
@@ -287,7 +287,7 @@ class RecoveredSession:
                 return None
         return FinishedCall(
             call_id=row["call_id"],
-            digest=request_digest(row["dialect"], row["model"], prompt_ids, uncut(sampling)),
+            digest=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
             reply=reply,
             usage=usage_of(row, turn.completion_ids.tolist(), reply.reasoning, self._recovery.rendering),
             delivered=delivered,

@@ -19,6 +19,7 @@ SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 ROUTE_HEADER = "x-rolltap-route"
 PREFIX_HEADER = "x-rolltap-prefix"
+_CHANGED = ("max_tokens", "structured_outputs")
 END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
@@ -96,9 +97,13 @@ def sampling_parameters(
 def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> bytes:
     """Return the digest of a request. Requests with the same digest repeat each other.
 
-    It covers the API, the model's name, the prompt and `sampling`, the parsed column `sampling` of the call's row:
-    the parameters sent to the engine (token limit, stop texts, schema) and `asked`.
+    It covers the API, the model's name, the prompt and `sampling`, the parsed column `sampling` of the
+    call's row: the parameters sent to the engine (token limit, stop texts, schema) and `asked`. A
+    parameter that a budget or an engine has changed counts as it was: the value in `asked`.
     """
-    digest = hashlib.blake2b(json.dumps([dialect, model, sampling], sort_keys=True).encode(), digest_size=16)
+    asked = dict(sampling.get("asked", {}))
+    before = {name: asked.pop(name) for name in _CHANGED if name in asked}
+    request = [dialect, model, {**sampling, **before, "asked": asked}]
+    digest = hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16)
     digest.update(array("i", prompt_ids))
     return digest.digest()

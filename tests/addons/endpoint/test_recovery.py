@@ -341,6 +341,20 @@ class TestLostReply:
             assert said(await answer(harness)) == "New."
             assert said(await answer(harness, messages=[user("b")])) == "Two."
 
+    async def test_a_reply_that_was_not_held_to_its_schema_is_given_again(self, restart, scripted_engine):
+        refusal = Answer(400, '{"error": {"message": "no such grammar"}}')
+        scripted_engine.replies += [refusal, Say("Free."), Say("New.")]
+        schema = {"name": "x", "schema": {"type": "object"}}
+        form = {"tools": [], "response_format": {"type": "json_schema", "json_schema": schema}}
+        async with restart() as harness:
+            lost = await answer(harness, **form)
+        async with restart() as harness:
+            assert await answer(harness, **form) == lost
+            sampling = json.loads(harness.calls()[0]["sampling"])
+            assert "structured_outputs" not in sampling
+            assert sampling["asked"]["structured_outputs"] == {"json": {"type": "object"}}
+            assert said(await answer(harness, tools=[])) == "New."
+
     async def test_a_call_that_failed_is_sampled_anew(self, restart, scripted_engine):
         scripted_engine.replies += [*[Say("one two", break_after=1)] * 2, Say("New.")]
         async with restart() as harness:
