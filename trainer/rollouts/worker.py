@@ -30,7 +30,7 @@ from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule, Schedul
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import SessionTable, load_sessions
 
 
 class Worker:
@@ -176,7 +176,8 @@ async def roll_out(
         if any(task.build for task in fitting):
             console.print(f"building the images of tasks; {recorder.path / 'logs'} has the output")
         fitting = await worker.build(fitting)
-        recorded = Recorded(load_sessions(recorder.path).values())
+        sessions = SessionTable(recorder.path)
+        recorded = Recorded(sessions.refresh().values())
         keys = await worker.keys(fitting, weights)
         await asyncio.to_thread(warn_of_unchecked, fitting, worker.digests)
         groups = [
@@ -188,7 +189,7 @@ async def roll_out(
             console.print(line)
         with watched(worker.silent, console) as advance:
             await worker.run(missing, advance=advance)
-    ended = Recorded(load_sessions(recorder.path).values())
+    ended = Recorded(sessions.refresh().values())
     return tuple(session.session_id for group in groups for session in ended.attempts(group))
 
 

@@ -19,7 +19,7 @@ from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.service.client import PAUSES, AsyncClient, Client
 from rolltap.trainer.service.serve import TOKEN_FILE
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import SessionTable
 
 
 class RemoteWorker:
@@ -34,6 +34,7 @@ class RemoteWorker:
         self._client = Client(url, token_file=out / TOKEN_FILE)
         self._engine, self._out, self._options = engine, out, dict(options)
         self._sampling: dict[str, float] = json.loads(self._options.pop("rolltap_sampling"))
+        self._sessions = SessionTable(out)
 
     def fit(self, tasks: Sequence[Task]) -> list[Task]:
         """Return the tasks. Raises `InputError` when the service runs others, elsewhere, or with another program."""
@@ -80,14 +81,23 @@ class RemoteWorker:
 
     def schedule(self, advance: Advance, **_: Any) -> "RemoteSchedule":
         """Return a schedule for groups that come one after the other."""
-        return RemoteSchedule(self._client.asynchronous, self._out, self._sampling, advance)
+        return RemoteSchedule(self._client.asynchronous, self._sessions, self._sampling, advance)
 
 
 class RemoteSchedule:
     """Groups that run on a service beside each other, as in a `Schedule`. An async context manager."""
 
-    def __init__(self, client: AsyncClient, run: Path, sampling: dict[str, float], advance: Advance) -> None:
-        self._client, self._run, self._sampling, self._advance = client, run, sampling, advance
+    def __init__(
+        self,
+        client: AsyncClient,
+        sessions: SessionTable,
+        sampling: dict[str, float],
+        advance: Advance,
+    ) -> None:
+        self._client = client
+        self._sessions = sessions
+        self._sampling = sampling
+        self._advance = advance
         self._waiting: set[asyncio.Task[list[Session]]] = set()
         self._ended = 0
 
@@ -125,7 +135,7 @@ class RemoteSchedule:
         if name is None:
             return []
         view = await self._client.wait(name)
-        rows = await asyncio.to_thread(load_sessions, self._run)
+        rows = await asyncio.to_thread(self._sessions.refresh)
         return [rows[session.session_id] for session in view.sessions]
 
     def _over(self, waiting: asyncio.Task[list[Session]]) -> None:

@@ -45,7 +45,7 @@ _STORED_OTHERWISE = ("prompt_length", "prompt_tail_ids", DIGEST)
 
 
 class SessionTable:
-    """The rows of a run's sessions. Reads each commit once, at a `refresh`. Not thread-safe.
+    """The rows of a run's sessions. Reads each commit once, at a `refresh`, from any thread.
 
     Attributes:
         rows: Session id -> the row that counts: the one of the highest revision, of several the
@@ -58,6 +58,7 @@ class SessionTable:
         self.scan = TableScan(run, "sessions")
         self.rows: dict[str, Session] = {}
         self.changed: set[str] = set()
+        self._lock = threading.Lock()
 
     def refresh(self) -> dict[str, Session]:
         """Add what was committed since, with a warning for changed rows, and return the rows.
@@ -65,12 +66,13 @@ class SessionTable:
         Raises `OSError`, and `RunError` when the folder cannot be read.
         """
         read_metadata(self.run)
-        known = set(self.changed)
-        for segment in self.scan.new():
-            for _, batch in segment.batches:
-                for row in batch_rows(batch):
-                    self._take(row)
-        new = self.changed - known
+        with self._lock:
+            known = set(self.changed)
+            for segment in self.scan.new():
+                for _, batch in segment.batches:
+                    for row in batch_rows(batch):
+                        self._take(row)
+            new = self.changed - known
         if new:
             logger.warning(
                 "%s: the rows of %d sessions were changed after they were written (%s, ...): "

@@ -5,8 +5,10 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.rewards import make_session as make
 from rolltap.addons.store.tables import TABLES, run_files
-from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, load_sessions
+from rolltap.trainer.traces import reader
+from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, SessionTable, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.factories import START, add_rows, make_call, make_session, write_run
 
@@ -138,17 +140,28 @@ def test_the_last_row_of_a_session_wins(run):
     assert load_sessions(run) == {"s": judged, "t": other}
 
 
+def test_the_rows_of_sessions_are_read_once_each_while_the_run_grows(run, monkeypatch):
+    made = []
+    monkeypatch.setattr(reader, "make_session", lambda row: made.append(row) or make(row))
+    table = SessionTable(run)
+    for number in range(3):
+        add_rows(run, make_session(str(number), reward=0.0), make_session("s", reward=1.0, revision=number))
+        assert table.refresh() == table.refresh() == load_sessions(run)
+    assert len(made) == 6 + (2 + 4 + 6)
+    assert table.rows["s"].revision == 2
+
+
 def test_a_reader_has_what_was_committed_until_its_last_refresh(run, chain):
     add_rows(run, *chain[:2], make_session(reward=None))
-    reader = SessionReader(run)
+    sessions = SessionReader(run)
     add_rows(run, chain[2], make_session(reward=0.5, revision=1), make_session("t"))
-    assert reader.session_ids == ["s"]
-    assert reader.read("s").session.reward is None
-    reader.refresh()
-    assert reader.session_ids == ["s", "t"]
-    found = reader.read("s")
+    assert sessions.session_ids == ["s"]
+    assert sessions.read("s").session.reward is None
+    sessions.refresh()
+    assert sessions.session_ids == ["s", "t"]
+    found = sessions.read("s")
     assert (found.calls, found.session.reward) == (chain, 0.5)
-    assert (reader.read("gone").calls, reader.read("gone").session) == ([], None)
+    assert (sessions.read("gone").calls, sessions.read("gone").session) == ([], None)
 
 
 @pytest.mark.parametrize("read", [RecordedCalls, load_sessions, SessionReader])
