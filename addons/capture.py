@@ -8,12 +8,11 @@ from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from mitmproxy import ctx, exceptions, http
-from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.dialects.routes import ANY_PREFIX, UNSPECIFIC_PREFIXES, Route, find_route
 from rolltap.addons.endpoint.errors import event_kind
-from rolltap.addons.endpoint.server import Endpoint, Expected
+from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.options import OPTIONS
 from rolltap.addons.recorder import open_run
 from rolltap.addons.sessions import SESSION
@@ -73,7 +72,6 @@ class Capture:
         self.endpoint: Endpoint | None = None
         """None until a run is open."""
         self._starting: asyncio.Task[None] | None = None
-        self._expected = Expected()
 
     def load(self, _: object) -> None:
         """Set mitmproxy's own options."""
@@ -90,7 +88,6 @@ class Capture:
             raise exceptions.OptionsError(f"{names} cannot change while a run is recorded: restart mitmdump")
         try:
             self.endpoint = open_run(ctx.options)
-            self.endpoint.expected = self._expected
         except exceptions.OptionsError as error:
             # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
             logger.error("%s", error)
@@ -146,22 +143,6 @@ class Capture:
         request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
         request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
-
-    def server_connect(self, data: ServerConnectionHookData) -> None:
-        """Choose the local port of a connection to the endpoint, which lets in no others."""
-        if self.endpoint is not None and data.server.address == ("127.0.0.1", self.endpoint.port):
-            try:
-                data.server.sockname = self._expected.choose()
-            except OSError as error:
-                data.server.error = f"no port for a connection to the endpoint: {error}"
-
-    def server_disconnected(self, data: ServerConnectionHookData) -> None:
-        """Forget a connection that was closed, or not opened."""
-        server = data.server
-        if self.endpoint is not None and server.sockname and server.address == ("127.0.0.1", self.endpoint.port):
-            self._expected.discard(server.sockname[1])
-
-    server_connect_error = server_disconnected
 
     def warnings(self) -> Sequence[str]:
         """Return what the user should know of the engines' models."""

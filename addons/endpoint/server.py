@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from aiohttp import web
@@ -60,41 +60,6 @@ IDLE_SECONDS = 300.0
 """Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
 
 
-class Expected(set[int]):
-    """The local ports of the proxy's connections to the endpoint.
-
-    Every process of this machine can connect to a port on loopback. The proxy chooses its own port for each connection
-    before it connects, so the endpoint knows whom to expect, and closes all others before they can send a byte.
-    """
-
-    def choose(self) -> tuple[str, int]:
-        """Expect a connection from a free local address, and return it. Raises `OSError` when none is free."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address: tuple[str, int] = free.getsockname()
-        self.add(address[1])
-        return address
-
-
-class Gate(asyncio.Protocol):
-    """Hands an expected connection to the protocol that `make` returns, and closes any other."""
-
-    def __init__(self, expected: Expected, make: Callable[[], asyncio.Protocol]) -> None:
-        self._expected = expected
-        self._make = make
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Check the peer's port of a new connection."""
-        assert isinstance(transport, asyncio.Transport)
-        peer = transport.get_extra_info("peername")
-        if peer is None or peer[1] not in self._expected:
-            transport.abort()
-            return
-        protocol = self._make()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
-
-
 class Endpoint:
     """An aiohttp application that answers model calls. `warnings` are texts for the user about model and engines.
 
@@ -118,8 +83,6 @@ class Endpoint:
         self.refusals = Refusals(writer.note)
         self.sessions: dict[str, Session] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
-        self.expected: Expected | None = None
-        """The connections that are let in. None lets in all."""
         self.engines: EnginePool
         self._engine_key = engine_key
         self._secret = secrets.token_urlsafe(32)
@@ -175,8 +138,8 @@ class Endpoint:
         await self._runner.setup()
         make = self._runner.server
         assert make is not None
-        gate = make if self.expected is None else partial(Gate, self.expected, make)
-        self._server = await asyncio.get_running_loop().create_server(gate, sock=self._socket, backlog=ACCEPTED)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(make, sock=self._socket, backlog=ACCEPTED)
         self._socket.listen(BACKLOG)
         self._forgetting = asyncio.create_task(self._forget())
 
@@ -224,7 +187,10 @@ class Endpoint:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
-            return web.Response(status=403, text="this port takes requests only from the rolltap recorder's proxy")
+            why = "this port takes requests only from the rolltap recorder's proxy"
+            refusal = web.Response(status=403, text=why)
+            refusal.force_close()
+            return refusal
         asked = ClientRequest.of(request)
         if request.headers[ROUTE_HEADER] == END:
             return await self._end(request, asked)

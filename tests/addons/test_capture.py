@@ -8,7 +8,7 @@ import pytest
 from mitmproxy import ctx, exceptions, http
 from mitmproxy.addons.proxyserver import Proxyserver
 from mitmproxy.connection import Server
-from mitmproxy.proxy.server_hooks import ServerConnectionHookData
+from mitmproxy.proxy.server_hooks import ServerConnectHook, ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.capture import CAPTURED, Capture
@@ -186,27 +186,25 @@ class TestModelCalls:
         assert ours == capture.endpoint.headers("s1", "api.openai.com", Route(openai_chat, "generate"))
         assert ours["x-rolltap-session"] == "s1"
 
-    async def test_the_endpoint_answers_what_was_captured_on_a_connection_of_the_proxy_until_that_is_closed(
-        self, capture
-    ):
+    async def test_the_endpoint_answers_what_was_captured_and_nothing_else(self, capture):
         flow = captured(capture)
 
-        async def status(headers, *, closed=False):
-            data = ServerConnectionHookData(Server(address=("127.0.0.1", capture.endpoint.port)), flow.client_conn)
-            capture.server_connect(data)
-            if closed:
-                capture.server_disconnected(data)
+        async def status(headers):
             async with (
-                aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=data.server.sockname)) as client,
+                aiohttp.ClientSession() as client,
                 client.post(flow.request.url, data=b"{", headers=headers) as response,
             ):
                 return response.status
 
         assert await status(dict(flow.request.headers)) == 400
         assert await status({}) == 403
-        with pytest.raises(aiohttp.ClientError):
-            await status(dict(flow.request.headers), closed=True)
         assert [event["kind"] for event in read_rows(capture.endpoint.writer.run, "events")] == ["rejected"]
+
+    async def test_the_system_chooses_the_port_of_a_connection_to_the_endpoint(self, capture):
+        address = ("127.0.0.1", capture.endpoint.port)
+        data = ServerConnectionHookData(Server(address=address), captured(capture).client_conn)
+        await ctx.master.addons.handle_lifecycle(ServerConnectHook(data))
+        assert data.server.sockname is None
 
 
 class TestOptions:
@@ -307,9 +305,3 @@ async def test_nothing_is_captured_before_a_run_is_open():
         flow = captured(capture)
         capture.record(Event(kind="refused"))
     assert CAPTURED not in flow.metadata
-
-
-def test_a_connection_to_another_address_chooses_its_port_itself(capture):
-    other = ServerConnectionHookData(Server(address=("127.0.0.1", 1)), tflow.tclient_conn())
-    capture.server_connect(other)
-    assert other.server.sockname is None
