@@ -11,6 +11,7 @@ from datasets import Dataset
 from rolltap.addons.errors import InputError
 from rolltap.trainer.models import devices
 from rolltap.trainer.models.devices import require_gpu
+from rolltap.trainer.training import loop
 from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.deep import cases
@@ -121,23 +122,26 @@ def test_a_trainer_in_python_is_refused_too(gpu, tmp_path):
 VARIABLES = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
 SETTINGS = """
 import torch
-from rolltap.trainer.training.loop import join_processes
-join_processes(None)
+from rolltap.trainer.models.devices import use_expandable_segments
+use_expandable_segments()
 assert not torch.cuda.is_initialized()
 print(f"settings: {torch._C._accelerator_getAllocatorSettings()}\\n", end="", flush=True)
 """
+JOINED = SETTINGS.replace(
+    "models.devices import use_expandable_segments\nuse_expandable_segments()",
+    "training.loop import join_processes\njoin_processes(None)",
+)
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def settings(folder, *launcher, **variables) -> list[str]:
+def settings(folder, program, *launcher, **variables) -> list[str]:
     """Return what torch's memory of each process is set to when CUDA may start."""
     script = folder / "settings.py"
-    script.write_text(SETTINGS)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for name in VARIABLES:
-        environment.pop(name, None)
+    script.write_text(program)
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     ended = subprocess.run(
         [sys.executable, *launcher, script],
-        env=environment | variables,
+        env=environment | {"OMP_NUM_THREADS": "1"} | variables,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -145,14 +149,21 @@ def settings(folder, *launcher, **variables) -> list[str]:
     return [line.removeprefix("settings: ") for line in ended.stdout.splitlines()]
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_the_memory_of_a_process_grows_in_place_when_it_joins_the_others(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(loop, "use_expandable_segments", lambda: called.append("first"))
+    monkeypatch.setattr(loop, "on_main", lambda function: called.append("joined"))
+    loop.join_processes(None)
+    assert called == ["first", "joined"]
+    assert settings(tmp_path, SETTINGS) == ["expandable_segments:True"]
 
 
-@pytest.mark.parametrize(("launcher", "processes"), cases([([], 1), (TORCHRUN, 2)]))
-def test_the_memory_of_every_process_grows_in_place(tmp_path, launcher, processes):
-    assert settings(tmp_path, *launcher) == ["expandable_segments:True"] * processes
+@pytest.mark.deep  # short, the test above
+def test_the_memory_of_every_process_grows_in_place(tmp_path):
+    assert settings(tmp_path, JOINED, *TORCHRUN) == ["expandable_segments:True"] * 2
 
 
 @pytest.mark.parametrize("variable", cases(VARIABLES))
 def test_memory_is_as_the_user_has_set_it(tmp_path, variable):
-    assert settings(tmp_path, **{variable: "max_split_size_mb:64"}) == ["max_split_size_mb:64"]
+    mine = "max_split_size_mb:64"
+    assert settings(tmp_path, SETTINGS, **{variable: mine}) == [mine]

@@ -86,7 +86,7 @@ def probe(model: Any, autocast: Callable[[], AbstractContextManager[Any]]) -> st
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a way to run the rows gives."""
+    """Results of one way to run the rows."""
 
     logprobs: list[Tensor]
     """Of each row."""
@@ -122,14 +122,11 @@ class _Probe:
         config = model.config.get_text_config(decoder=True)
         self._ids = min(TRUNK_IDS, config.vocab_size // 2)
         self._rows = _rows(config, self._ids)
-        outside = {*self._embeddings.parameters()}
-        head = model.get_output_embeddings()
-        if head is not None:
-            outside.update(head.parameters())
         # matrices, which mixed precision casts, in the first and in the last layers
+        decoder = model.get_decoder()
         trained = []
-        for weight in model.parameters():
-            if weight.requires_grad and weight.ndim > 1 and weight not in outside:
+        for weight in getattr(decoder, "layers", decoder).parameters():
+            if weight.requires_grad and weight.ndim > 1:
                 trained.append(weight)
         self._watched = trained[:2] + trained[2:][-2:]
 

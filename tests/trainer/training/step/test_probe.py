@@ -1,7 +1,6 @@
 """The probe: which models may run packed rows, and why others may not."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from transformers import (
 )
 
 from rolltap.addons.errors import InputError
-from rolltap.trainer.training.step import attention, linear
+from rolltap.trainer.training.step import attention
 from rolltap.trainer.training.step.model import prepare, run_as_served
 from rolltap.trainer.training.step.pack import Pack
 from rolltap.trainer.training.step.probe import BRANCHES, TRUNK, probe
@@ -78,18 +77,9 @@ def test_a_model_with_an_adapter_is_as_before_afterwards():
     assert not model.get_input_embeddings()._forward_hooks
 
 
-@in_each_precision
-def test_linear_attention_that_is_not_known_leaks_and_is_noticed(autocast, monkeypatch):
-    monkeypatch.setattr(linear, "_has_known_mixer", lambda module: False)
-    assert "differ" in (probe(prepared("qwen3.5"), autocast) or "")
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4, "initializer_range": 0.2}
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, **small))
-    assert probe(prepare(model, 1.0), autocast)
-
-
-@in_each_precision
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family, autocast, monkeypatch):
+def leaking(family):
+    """Return a model whose first layer mixes each token with the one before it, without an
+    error."""
     model = prepared(family)
     part = model.model.layers[0].mlp
     alone = part.forward
@@ -97,8 +87,30 @@ def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family,
     def mixes(hidden):
         return alone(hidden + pad(hidden, (0, 0, 1, -1)))
 
-    monkeypatch.setattr(part, "forward", mixes)
-    assert "differ" in (probe(model, autocast) or "")
+    part.forward = mixes
+    return model
+
+
+@in_each_precision
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_layer_that_mixes_each_token_with_the_one_before_it_is_noticed(family, autocast):
+    assert "differ" in (probe(leaking(family), autocast) or "")
+
+
+@in_each_precision
+def test_linear_attention_that_is_not_known_is_noticed(autocast):
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        state_size=4,
+        initializer_range=0.2,
+    )
+    assert probe(prepare(MambaForCausalLM(config), 1.0), autocast)
+    model = prepared("qwen3.5")
+    for layer in model.model.layers[:3]:
+        del layer.linear_attn.forward
+    assert probe(model, autocast)
 
 
 @in_each_precision
@@ -200,20 +212,19 @@ def test_plain_rows_run_one_at_a_time():
     assert all(rows == 1 for rows, _ in shapes)
 
 
-def probe_shard(leaks: bool, rank: int) -> str | None:
-    """Probe a model whose weights are sharded over the ranks."""
-    linear_model = prepared("qwen3.5")
-    if leaks:
-        for layer in linear_model.model.layers[:3]:
-            vars(layer.linear_attn).pop("forward")
-    linear_model.activation_checkpointing_enable()
+def shard(model):
     mesh = init_device_mesh("cpu", (2,))
-    for layer in linear_model.model.layers:
+    for layer in model.get_decoder().layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(linear_model, mesh=mesh)
-    return probe(linear_model, nullcontext)
+    return fully_shard(model, mesh=mesh)
 
 
 def test_each_process_probes_its_part_of_a_sharded_model():
-    assert run_ranks(partial(probe_shard, False)) == [None, None]
-    assert all("differ" in (reason or "") for reason in run_ranks(partial(probe_shard, True)))
+    def probe_both(rank):
+        fine = prepared("qwen3.5")
+        fine.activation_checkpointing_enable()
+        return probe(shard(fine), nullcontext), probe(shard(leaking("qwen3")), nullcontext)
+
+    for fine, leaks in run_ranks(probe_both):
+        assert fine is None
+        assert "differ" in leaks
