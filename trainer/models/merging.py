@@ -40,23 +40,21 @@ class MergedWeights:
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
         self.model: PreTrainedModel = _inner(model)
         if getattr(self.model, "hf_quantizer", None) is not None:
-            raise InputError(
-                "the model is quantized: publish LoRA adapters, or load the model without its quantization_config"
-            )
+            said = "publish LoRA adapters, or load it without quantization_config"
+            raise InputError(f"the model is quantized: {said}")
         self._adapted = _adapted(self.model)
-        self._weights: dict[str, Tensor] = {}
+        self.unmerged: dict[str, Tensor] = {}
         """Weights as they are in memory, by their names without adapters."""
         for name, weight in self.model.state_dict().items():
             if not _is_of_adapter(name):
                 parts = [part for part in name.split(".") if part not in _WRAPPED]
-                self._weights[".".join(parts)] = weight
-        for names in self.model.all_tied_weights_keys.items():
-            for name, other in (names, names[::-1]):
-                if self._adapted_module(name) is not None:
-                    raise InputError(
-                        f"the adapter changes {name}, which is the same weight as {other}: leave "
-                        "the module out of the adapter"
-                    )
+                self.unmerged[".".join(parts)] = weight
+        for name, other in self.model.all_tied_weights_keys.items():
+            if self._adapted_module(name) or self._adapted_module(other):
+                raise InputError(
+                    f"the adapter changes one of {name} and {other}, which are the same weight: "
+                    "leave the module out of the adapter"
+                )
 
     def _adapted_module(self, name: str) -> str | None:
         """Return the name of the module whose adapter changes a weight."""
@@ -66,10 +64,6 @@ class MergedWeights:
                 return name
         return None
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of each weight, by name."""
-        return {name: weight.shape for name, weight in self._weights.items()}
-
     @torch.no_grad()
     def get(self, names: list[str]) -> dict[str, Tensor]:
         """Return weights by name. Those of modules with an adapter are merged copies."""
@@ -78,7 +72,7 @@ class MergedWeights:
         for name in names:
             path = self._adapted_module(name)
             if path is None:
-                plain[name] = self._weights[name]
+                plain[name] = self.unmerged[name]
             else:
                 paths.add(path)
         found = _gathered(self.model, plain)

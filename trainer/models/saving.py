@@ -65,15 +65,15 @@ class NamedWeights:
         self._layer_of: dict[str, str] = {}
         """The base's name of a weight -> its layer."""
         frozen = set(frozen_modules(self._model))
-        shapes = self._weights.shapes()
-        for name in shapes:
+        unmerged = self._weights.unmerged
+        for name in unmerged:
             if name.rpartition(".")[0] not in frozen:
                 match = _LAYER.match(name)
                 self._names[match[0] if match else ""].append(name)
         # names of the same weight, of which the base may have one
         tied = _stored_shapes(self._model, dict.fromkeys(self._model.all_tied_weights_keys, ()))
         for layer, names in self._names.items():
-            stored = _stored_shapes(self._model, {name: shapes[name] for name in names})
+            stored = _stored_shapes(self._model, {name: unmerged[name].shape for name in names})
             for name, shape in stored.items():
                 if name not in tied or base.shapes.get(name) is not None:
                     _require_stored(name, shape, base)

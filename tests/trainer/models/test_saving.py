@@ -136,8 +136,8 @@ def test_an_adapter_is_merged_into_what_is_saved_and_stays_in_the_model(checkpoi
 @pytest.mark.parametrize(
     ("name", "save", "how", "message"),
     [
-        ("qwen3-tied", save_weights, {"target_modules": ["embed_tokens"]}, "is the same weight as"),
-        ("qwen3-tied", save_weights, WHOLE_HEAD, "is the same weight as"),
+        ("qwen3-tied", save_weights, {"target_modules": ["embed_tokens"]}, "are the same weight"),
+        ("qwen3-tied", save_weights, WHOLE_HEAD, "are the same weight"),
         ("qwen3-moe", save_adapter, EXPERTS, "the adapter changes"),
         ("qwen3-moe", save_adapter, WHOLE_HEAD, "the adapter changes"),
     ],

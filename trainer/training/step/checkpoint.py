@@ -1,7 +1,7 @@
 """Checkpoints of a training, from which any number of processes resumes it.
 
     checkpoint-N/
-      trained/             trained weights and the optimizer's state, by torch.distributed.checkpoint
+      trained/             trained weights and the optimizer's state, by torch's own checkpoints
       scheduler.pt         that of the learning rate
       rng_state*.pth       the random numbers of each process, as transformers writes them
       entropy_ctrl_state.json   TRL's state of an adaptive coefficient of the entropy, if it has one
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import rotate_checkpoints
@@ -118,7 +117,11 @@ def save_trained(model: nn.Module, folder: Path, optimizer: torch.optim.Optimize
 
 
 @torch.no_grad()
-def load_trained(model: nn.Module, folder: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load_trained(
+    model: nn.Module,
+    folder: Path,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
     """Read what any number of processes wrote with `save_trained`, sharded or not, into a model.
     Collective.
 
@@ -127,7 +130,13 @@ def load_trained(model: nn.Module, folder: Path, optimizer: torch.optim.Optimize
     """
     saved = _saved(folder)
     weights = trained_parameters(model)
-    _require_same_names({name for name in saved if "/" not in name}, set(weights), folder)
+    other = weights.keys() ^ {name for name in saved if "/" not in name}
+    if other:
+        raise InputError(
+            f"the checkpoint {folder} is of another model: {len(other)} weights are in one of them "
+            f"alone, such as {min(other)}. Resume with the model, and the version of rolltap, that "
+            "saved it, or start in another folder"
+        )
     state: dict[str, Any] = {name: weight.detach() for name, weight in weights.items()}
     for name, metadata in saved.items():
         if optimizer is not None and "/" in name:
@@ -149,7 +158,7 @@ def _empty(metadata: Any, weight: Tensor) -> Tensor | None:
     if not isinstance(metadata, TensorStorageMetadata):
         return None
     dtype = metadata.properties.dtype
-    if isinstance(weight, DTensor) and metadata.size == weight.shape:
+    if metadata.size == weight.shape:
         return torch.empty_like(weight, dtype=dtype)
     return torch.empty(metadata.size, dtype=dtype)
 
@@ -163,18 +172,6 @@ def _saved(folder: Path) -> dict[str, Any]:
             f"the checkpoint {folder} is of another version of rolltap, or not whole ({error}): "
             "resume with the version that saved it, or start in another folder"
         ) from error
-
-
-def _require_same_names(saved: set[str], own: set[str], folder: Path) -> None:
-    other = saved ^ own
-    if other:
-        first = min(other)
-        verb = "has" if first in saved else "lacks"
-        raise InputError(
-            f"the checkpoint {folder} is of another model: {len(other)} weights are in one of them "
-            f"alone; it {verb} {first}. Resume with the model, and the version of rolltap, that "
-            "saved it, or start in another folder"
-        )
 
 
 def _call_torch(function: Callable[..., Any], state: dict[str, Any], folder: Path) -> None:

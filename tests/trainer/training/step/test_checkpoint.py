@@ -177,8 +177,8 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path, saved):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"2 weights .* lacks more\.bias"),
-        (lambda model: delattr(model.model, "norm"), r"1 weights .* has model\.norm\.weight"),
+        (lambda model: setattr(model, "more", torch.nn.Linear(2, 2)), r"2 weights .* such as more\.bias"),
+        (lambda model: delattr(model.model, "norm"), r"1 weights .* such as model\.norm\.weight"),
         (lambda model: setattr(model.model, "norm", torch.nn.LayerNorm(7, bias=False)), "cannot be written or read"),
     ],
 )
