@@ -3,10 +3,13 @@
 The trainer publishes weights in `policy.json` of the run folder. It imports this file, which needs no aiohttp.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from rolltap.addons.errors import RunError
 from rolltap.addons.store.records import Call, VersionSpan
 
 POLICY_FILE = "policy.json"
@@ -16,9 +19,11 @@ POLICY_FILE = "policy.json"
 class Policy:
     """Published weights. `model` is the LoRA adapter's name in the engine, or None for the base model."""
 
-    version: str
+    version: Annotated[str, Field(coerce_numbers_to_str=True)]
     model: str | None = None
 
+
+_POLICY = TypeAdapter(Policy)
 
 UNPUBLISHED = Policy("default")
 """The engine's own weights, under vLLM's name for them: what is taken before anything is published."""
@@ -34,15 +39,20 @@ class PolicyFile:
         self._policy = UNPUBLISHED
 
     def read(self) -> Policy:
-        """Return the current policy. Raises `OSError`, and `ValueError` or `KeyError` for a malformed file."""
+        """Return the current policy. Raises `OSError`, and `RunError` for a malformed file."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
             return self._policy
         seen = (stat.st_mtime_ns, stat.st_ino)
         if seen != self._seen:
-            data = json.loads(self._path.read_text())
-            self._policy = Policy(str(data["version"]), data.get("model"))
+            text = self._path.read_text()
+            try:
+                self._policy = _POLICY.validate_json(text)
+            except ValidationError as error:
+                (first, *_) = error.errors()
+                why = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
+                raise RunError(f"{self._path} is not a published policy: {why}") from None
             self._seen = seen
         return self._policy
 

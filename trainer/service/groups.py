@@ -297,7 +297,7 @@ class Groups:
             return self.policy()
 
     def policy(self) -> Policy:
-        """Return the published policy. Raises `OSError` and `ValueError` when it cannot be read."""
+        """Return the published policy. Raises `OSError` and `RunError` when it cannot be read."""
         return PolicyFile(self.path).read()
 
     def waiting(self) -> Counter[int]:

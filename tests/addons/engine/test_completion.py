@@ -52,6 +52,16 @@ async def kept(harness):
 
 
 class TestPublication:
+    @pytest.mark.parametrize("text", ["{", "[]", '{"model": null}', '{"version": "1", "model": 1}'])
+    async def test_a_file_that_says_nothing_of_the_weights_is_a_fault(self, harness, scripted_engine, text):
+        write_atomically(harness.run / POLICY_FILE, text)
+        body = {"model": "m", "messages": [user()]}
+        status, answer = await harness.send(body)
+        assert (status, POLICY_FILE in answer) == (500, True)
+        assert len(harness.events("fault")) == 1
+        publish(harness.run, ONE)
+        assert await ask(harness) == [ONE]
+
     async def test_a_session_keeps_its_adapter_and_a_new_session_gets_the_new_one(self, kept, scripted_engine):
         assert await ask(kept) == [ONE]
         assert await ask(kept, session="s2") == [TWO]
