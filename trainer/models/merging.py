@@ -29,6 +29,13 @@ _WRAPPED = ("base_layer", "original_module")
 """Parts of a weight's name that PEFT inserts below a module with an adapter."""
 
 
+def without_adapter(model: Any) -> Any:
+    """Return the model without PEFT's wrapper; its modules may have adapters."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
+
+
 class MergedWeights:
     """The weights of a model as it would be without its adapter. The model itself stays as it is.
 
@@ -38,7 +45,7 @@ class MergedWeights:
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
-        self.model: PreTrainedModel = _inner(model)
+        self.model: PreTrainedModel = without_adapter(model)
         if getattr(self.model, "hf_quantizer", None) is not None:
             said = "publish LoRA adapters, or load it without quantization_config"
             raise InputError(f"the model is quantized: {said}")
@@ -46,7 +53,7 @@ class MergedWeights:
         self.unmerged: dict[str, Tensor] = {}
         """Weights as they are in memory, by their names without adapters."""
         for name, weight in self.model.state_dict().items():
-            if not _is_of_adapter(name):
+            if self._adapted_module(name) is None or not _is_of_adapter(name):
                 parts = [part for part in name.split(".") if part not in _WRAPPED]
                 self.unmerged[".".join(parts)] = weight
         for name, other in self.model.all_tied_weights_keys.items():
@@ -98,13 +105,6 @@ class MergedWeights:
         return dict(module.state_dict(prefix=prefix))
 
 
-def _inner(model: Any) -> Any:
-    """Return the model without PEFT's wrapper."""
-    if isinstance(model, PeftModel):
-        return model.get_base_model()
-    return model
-
-
 def _is_of_adapter(name: str) -> bool:
     return any(part.startswith(_ADAPTER) for part in name.split("."))
 
@@ -138,7 +138,7 @@ PREFIX = "base_model.model."
 
 def adapter_weights(model: PeftModel) -> dict[str, Tensor]:
     """Return the weights of all adapters whole, by the names of the `PeftModel`."""
-    inner = _inner(model)
+    inner = without_adapter(model)
     own = {}
     for name, weight in inner.state_dict().items():
         if _is_of_adapter(name):

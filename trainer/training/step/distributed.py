@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import fsdp2_prepare_model
-from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn import Parameter
@@ -29,6 +28,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rolltap.addons.errors import InputError, RankError
+from rolltap.trainer.models.merging import without_adapter
 
 T = TypeVar("T")
 
@@ -382,7 +382,7 @@ def use_fsdp(args: TrainingArguments, model: nn.Module) -> None:
     # else the gradients of all layers would be whole until the last micro-batch
     accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     args.accelerator_config = replace(args.accelerator_config, **accumulation)
-    inner = _without_adapter(model)
+    inner = without_adapter(model)
     register("gather", partial(_gather, inner))
     inner.gather_weights = partial(call_on_all_ranks, "gather")
 
@@ -393,13 +393,6 @@ def use_replicas(args: TrainingArguments) -> None:
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     # an expert, or its adapter, that no token has chosen
     args.ddp_find_unused_parameters = True
-
-
-def _without_adapter(model: Any) -> Any:
-    """Return the model without PEFT's wrapper."""
-    if isinstance(model, PeftModel):
-        return model.get_base_model()
-    return model
 
 
 def _gather(model: nn.Module, names: Sequence[str]) -> list[torch.Tensor]:
@@ -436,7 +429,7 @@ def reduce_unused(model: nn.Module) -> None:
     if not isinstance(model, FSDPModule):
         return
     model.set_reduce_scatter_unused_params(True)
-    inner = _without_adapter(model)
+    inner = without_adapter(model)
     head = inner.get_output_embeddings()
 
     def gather_head(*_: Any) -> None:

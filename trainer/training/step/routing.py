@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.models.merging import without_adapter
 from rolltap.trainer.training.step.linear import feed_forward_in_chunks, takes_one_argument
 from rolltap.trainer.training.step.pack import OWN
 
@@ -43,9 +44,7 @@ class Replay:
         self.end()
         if experts is None:
             return
-        model = getattr(model, "module", model)
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+        model = without_adapter(getattr(model, "module", model))
         self.attach(model)
         layers = len(model.get_decoder().layers)
         if experts.shape[1] != layers:

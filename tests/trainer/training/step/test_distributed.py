@@ -31,8 +31,12 @@ def fail_on(rank, bad):
     return rank
 
 
-def reported(rank):
-    return f"RankError: process {rank} on {gethostname()} failed: ValueError: no memory on {rank}"
+def own_and_reported(bad, number=2):
+    """Return the outcome of each rank if one fails in `fail_on`."""
+    said = f"process {bad} on {gethostname()} failed: ValueError: no memory on {bad}"
+    outcomes = [f"RankError: {said}"] * number
+    outcomes[bad] = f"ValueError: no memory on {bad}"
+    return outcomes
 
 
 def total(value):
@@ -41,19 +45,19 @@ def total(value):
     return tensor.item()
 
 
+def nothing():
+    return None
+
+
 def test_the_result_or_the_error_of_the_main_process_is_everybodys():
-    assert run_ranks(lambda rank: on_main(lambda: {"from": rank})) == [{"from": 0}, {"from": 0}]
-    outcomes = run_ranks(lambda rank: on_main(lambda: fail_on(rank, 0)))
-    assert outcomes == ["ValueError: no memory on 0", reported(0)]
+    def result(rank):
+        return on_main(lambda: {"from": rank})
 
+    def error(rank):
+        return on_main(lambda: fail_on(rank, 0))
 
-def test_each_process_gets_its_own_part_of_a_list_of_the_main_process():
-    assert run_ranks(lambda rank: scattered(lambda: ["first", "second", {"the": "third"}]), 3) == [
-        "first",
-        "second",
-        {"the": "third"},
-    ]
-    assert run_ranks(lambda rank: scattered(lambda: fail_on(rank, 0))) == ["ValueError: no memory on 0", reported(0)]
+    assert run_ranks(result) == [{"from": 0}, {"from": 0}]
+    assert run_ranks(error) == own_and_reported(0)
 
 
 class Part:
@@ -70,12 +74,18 @@ class Part:
         return Part()
 
 
-def test_a_process_does_not_receive_the_parts_of_the_others():
+def test_each_process_receives_its_own_part_of_a_list_of_the_main_process():
     def receive(rank):
-        scattered(lambda: [[Part()], [Part(), Part()]])
-        return Part.received
+        part = scattered(lambda: [[Part()] * 3, [Part()], [Part(), Part()]])
+        return len(part), Part.received
 
-    assert run_ranks(receive)[1] == 2
+    def error(rank):
+        return scattered(lambda: fail_on(rank, 0))
+
+    found = run_ranks(receive, 3)
+    assert [length for length, _ in found] == [3, 1, 2]
+    assert [received for _, received in found[1:]] == [1, 2]
+    assert run_ranks(error) == own_and_reported(0)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -86,9 +96,7 @@ def test_an_error_of_any_process_is_raised_on_all_and_they_go_on(bad):
         except Exception as error:
             return f"{type(error).__name__}: {error}", total(rank)
 
-    expected = [(reported(bad), 1)] * 2
-    expected[bad] = (f"ValueError: no memory on {bad}", 1)
-    assert run_ranks(function) == expected
+    assert run_ranks(function) == [(outcome, 1) for outcome in own_and_reported(bad)]
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -102,34 +110,42 @@ def test_a_process_that_fails_between_collective_operations_does_not_leave_the_o
         gathered(rank)
         abort_on_error(lambda: step(rank))
 
-    expected = [reported(bad)] * 3
-    expected[bad] = f"ValueError: no memory on {bad}"
-    assert run_ranks(train, 3, seconds=30) == expected
+    assert run_ranks(train, 3, seconds=30) == own_and_reported(bad, 3)
+
+
+def test_when_all_processes_fail_they_report_one_error():
+    outcomes = run_ranks(lambda rank: abort_on_error(lambda: fail_on(rank, rank)))
+    assert outcomes in (own_and_reported(0), own_and_reported(1))
 
 
 def test_the_others_end_when_the_main_process_fails_in_what_it_does_for_all():
     def train(rank):
         abort_on_error(lambda: on_main(lambda: fail_on(rank, 0)))
 
-    assert run_ranks(train) == ["ValueError: no memory on 0", reported(0)]
+    assert run_ranks(train) == own_and_reported(0)
 
 
-@pytest.mark.parametrize("collective", [on_main, raise_on_all, lambda function: scattered(lambda: [function()] * 2)])
+def scatter_twice(function):
+    return scattered(lambda: [function()] * 2)
+
+
+@pytest.mark.parametrize("collective", [on_main, raise_on_all, scatter_twice])
 @pytest.mark.parametrize("dead", [0, 1])
 def test_the_others_hear_of_a_process_that_ends(collective, dead):
     def function(rank):
-        raise_on_all(lambda: None)  # the group is there
+        raise_on_all(nothing)  # the group is there
         if rank == dead:
             os._exit(9)
-        return [collective(lambda: None) for _ in range(2)]
+        return [collective(nothing) for _ in range(2)]
 
     survivor = run_ranks(function, dead=[dead])[1 - dead]
-    assert survivor.startswith("RankError: another training process ended: its own output says why")
+    said = "RankError: another training process ended: its own output says why"
+    assert survivor.startswith(said)
 
 
 def test_an_error_that_cannot_be_told_is_still_raised():
     def function(rank):
-        raise_on_all(lambda: None)
+        raise_on_all(nothing)
         if rank == 1:
             os._exit(9)
         return raise_on_all(lambda: fail_on(rank, 0))
@@ -138,9 +154,12 @@ def test_an_error_that_cannot_be_told_is_still_raised():
 
 
 def test_the_main_process_calls_a_collective_function_of_all_while_the_others_wait():
+    def call():
+        return [call_on_all_ranks("total", 10), call_on_all_ranks("total", 20)]
+
     def function(rank):
         register("total", lambda value: total(value + rank))
-        return on_main(lambda: [call_on_all_ranks("total", 10), call_on_all_ranks("total", 20)])
+        return on_main(call)
 
     assert run_ranks(function) == [[21, 41], [21, 41]]
 
@@ -150,7 +169,7 @@ def test_the_others_hear_of_an_error_in_a_function_of_all():
         register("fail", lambda: total(fail_on(rank, 1)))
         return on_main(lambda: call_on_all_ranks("fail"))
 
-    assert run_ranks(function) == [reported(1), "ValueError: no memory on 1"]
+    assert run_ranks(function) == own_and_reported(1)
 
 
 def test_operations_that_do_not_notice_a_lost_process_are_aborted():
@@ -165,9 +184,11 @@ def test_operations_that_do_not_notice_a_lost_process_are_aborted():
 
 
 def test_each_process_has_the_values_of_all_and_only_rank_0_is_the_main_process():
+    def function(rank):
+        return is_main(), raise_on_all(lambda: rank), gathered(rank == 1)
+
     assert is_main()
-    found = run_ranks(lambda rank: (is_main(), raise_on_all(lambda: rank), gathered(rank == 1)))
-    assert found == [(True, 0, [False, True]), (False, 1, [False, True])]
+    assert run_ranks(function) == [(True, 0, [False, True]), (False, 1, [False, True])]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +200,13 @@ def test_each_process_has_the_values_of_all_and_only_rank_0_is_the_main_process(
 )
 def test_processes_with_other_parameters_do_not_wait_for_each_other(shape, number, message):
     def check(rank):
-        sizes = [shape] * number if rank else [2]
-        require_same_parameters((f"a{i}", torch.nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes))
+        sizes = [2]
+        if rank:
+            sizes = [shape] * number
+        parameters = {}
+        for i, size in enumerate(sizes):
+            parameters[f"a{i}"] = torch.nn.Parameter(torch.zeros(size))
+        require_same_parameters(parameters.items())
 
     for outcome in run_ranks(check):
         assert outcome.startswith("InputError: the processes train different models: ")
@@ -189,4 +215,6 @@ def test_processes_with_other_parameters_do_not_wait_for_each_other(shape, numbe
 
 def test_a_process_alone_waits_for_nobody():
     assert not several()
-    assert on_main(lambda: 1) == raise_on_all(lambda: 1) == abort_on_error(lambda: 1) == scattered(lambda: [1]) == 1
+    for function in (on_main, raise_on_all, abort_on_error):
+        assert function(lambda: 1) == 1
+    assert scattered(lambda: [1]) == 1
