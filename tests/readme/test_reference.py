@@ -82,8 +82,9 @@ def test_the_metrics_of_a_step(on_policy):
 
     of_loss = re.findall(r'self\._metrics\[mode\]\["(.+?)"\]', inspect.getsource(GRPOTrainer._compute_loss))
     assert len(of_loss) > 5
-    columns = dict.fromkeys(["logprob", "ratio", "difference", "teacher_kl", "importance"], np.ones(len(KINDS)))
-    part = StepPart(seconds=1.0, replayed=(2.0, 1.0), scored=[([0], columns | {"kind": np.arange(len(KINDS))})])
+    values = np.ones((6, len(KINDS)))
+    values[-1] = range(len(KINDS))
+    part = StepPart(seconds=1.0, replayed=(2.0, 1.0), scored=[([0], values)])
     # the router's loss is refused
     part.of_loss.append(({name: [1.0] for name in of_loss if name != "aux_loss"}, 1))
     metrics = step_metrics([part], on_policy=on_policy, is_corrected=True, has_teacher=True)

@@ -44,7 +44,8 @@ def session_advantages(rewards: Mapping[str, GroupReward], scale: Scale) -> dict
     """
     for session, labelled in rewards.items():
         if not math.isfinite(labelled.reward):
-            raise InputError(f"session {session} has the reward {labelled.reward}: it must be a finite number")
+            what = f"session {session} has the reward {labelled.reward}"
+            raise InputError(f"{what}: it must be a finite number")
     groups = rewards_by("group_id", rewards.values())
     means = {}
     divisors = {}

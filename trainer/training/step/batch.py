@@ -5,7 +5,6 @@ import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import get_args
 
 import numpy as np
@@ -42,13 +41,16 @@ class SessionTokens:
     rows: list[Row]
     traces: list[int]
     """Index of each row's trace in the batch."""
-    logprobs: Floats
-    """The engine's log-probabilities, at least `LEAST_LOGPROB`, shape (n,)."""
-    scores: Floats
-    """The teacher's, likewise; `LEAST_LOGPROB` without one."""
-    kinds: Floats
-    """Index in `KINDS` of each token's call, shape (n,); -1 where the trace does not say."""
+    tokens: Floats
+    """Values of each token, (3, n): the engine's log-probability, at least `LEAST_LOGPROB`; the
+    teacher's, likewise, without a meaning if there is none; the index in `KINDS` of its call, -1
+    where the trace does not say."""
     advantage: float
+
+    @property
+    def length(self) -> int:
+        """The number n of its trained tokens."""
+        return len(self.tokens[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +74,28 @@ class MicroBatch:
         Tokens are (B, S), where S is the most tokens of a session. The ids have no meaning: the
         log-probabilities come from the rows.
         """
-        longest = max([1, *(len(session.logprobs) for session in self.sessions)])
-        mask, logprobs, scores, kinds = torch.zeros(4, self.size, longest)
+        longest = 1
+        for session in self.sessions:
+            longest = max(longest, session.length)
+        values = torch.zeros(4, self.size, longest)
         advantages = torch.zeros(self.size)
         for i, session in enumerate(self.sessions):
-            tokens = slice(len(session.logprobs))
-            mask[i, tokens] = 1
-            logprobs[i, tokens] = torch.from_numpy(session.logprobs)
-            scores[i, tokens] = torch.from_numpy(session.scores)
-            kinds[i, tokens] = torch.from_numpy(session.kinds)
+            values[:3, i, : session.length] = torch.from_numpy(session.tokens)
+            values[3, i, : session.length] = 1
             advantages[i] = session.advantage
-        values = {
-            "prompt_ids": torch.zeros(self.size, 1, dtype=torch.long),
-            "prompt_mask": torch.ones(self.size, 1, dtype=torch.long),
-            "completion_ids": torch.zeros_like(mask, dtype=torch.long),
-            "completion_mask": mask.long(),
+        logprobs, scores, kinds, mask = values.to(device)
+        mask = mask.long()
+        return {
+            "prompt_ids": mask[:, :0],
+            "prompt_mask": mask[:, :0],
+            "completion_ids": mask,
+            "completion_mask": mask,
             "old_per_token_logps": logprobs,
             "sampling_per_token_logps": logprobs,
             "teacher_per_token_logps": scores,
-            "advantages": advantages,
+            "advantages": advantages.to(device),
             "kinds": kinds,
         }
-        return {name: value.to(device) for name, value in values.items()}
 
 
 def rows_of_step(
@@ -119,7 +121,8 @@ def rows_of_step(
         order = list(range(num_rows))
         if shuffle:
             random.Random(f"{seed}/{number}").shuffle(order)
-        begun = set(taken[len(taken) - len(taken) % rows_per_step :])
+        whole = len(taken) // rows_per_step * rows_per_step
+        begun = set(taken[whole:])
         taken += sorted(order, key=begun.__contains__)
         number += 1
     return taken[end - rows_per_step : end]
@@ -146,24 +149,19 @@ def with_signal(batch: TraceBatch) -> TraceBatch:
 
     They are left out as `no_signal`. All rewards stay.
     """
+    groups = rewards_by("group_id", batch.rewards.values())
     silent = set[str]()
-    for group, rewards in rewards_by("group_id", batch.rewards.values()).items():
-        if not rewards_differ(rewards):
-            silent.add(group)
-    kept = []
-    dropped = []
-    for trace in batch.traces:
-        if batch.rewards[trace.session_id].group_id in silent:
-            dropped.append(trace)
-        else:
-            kept.append(trace)
+    for session, label in batch.rewards.items():
+        if not rewards_differ(groups[label.group_id]):
+            silent.add(session)
+    kept = [trace for trace in batch.traces if trace.session_id not in silent]
     ledger = batch.ledger
     if ledger.sampled:
-        ledger = ledger.leave_out("no_signal", number_trained(dropped))
+        dropped = number_trained(batch.traces) - number_trained(kept)
+        ledger = ledger.leave_out("no_signal", dropped)
     accounts = dict(batch.accounts)
-    for session, label in batch.rewards.items():
-        if label.group_id in silent and session in accounts:
-            accounts[session] = accounts[session].leave_out("no_signal")
+    for session in accounts.keys() & silent:
+        accounts[session] = accounts[session].leave_out("no_signal")
     return replace(batch, traces=kept, ledger=ledger, accounts=accounts)
 
 
@@ -185,7 +183,11 @@ def number_trained(traces: Sequence[Trace]) -> int:
 
 
 def session_tokens(
-    traces: Sequence[Trace], advantages: Mapping[str, float], *, routing: bool, embeddings: int
+    traces: Sequence[Trace],
+    advantages: Mapping[str, float],
+    *,
+    routing: bool,
+    embeddings: int,
 ) -> list[SessionTokens]:
     """Return the sessions of traces that train any token, in the order of their first traces.
 
@@ -216,13 +218,13 @@ def session_tokens(
                 )
             rows.append(row)
             values.append(_token_values(traces[place]))
-        logprobs, scores, kinds = np.concatenate(values, axis=1)
-        sessions.append(SessionTokens(rows, own, logprobs, scores, kinds, advantages[session]))
+        tokens = np.concatenate(values, axis=1)
+        sessions.append(SessionTokens(rows, own, tokens, advantages[session]))
     return sessions
 
 
 def _token_values(trace: Trace) -> Floats:
-    """Return log-probabilities, scores and kinds of a trace's n trained tokens, (3, n)."""
+    """Return the values of a trace's trained tokens, as in `SessionTokens`."""
     values = np.full((3, len(trace.logprobs)), LEAST_LOGPROB, np.float32)
     values[0] = trace.logprobs
     if trace.scores is not None:
@@ -253,13 +255,13 @@ def micro_batches(
     for first in range(0, len(parts), processes):
         beside = parts[first : first + processes]
         size = max(1, *map(len, beside))
-        tokens = [sum(len(sessions[i].logprobs) for i in part) for part in beside]
+        together = [sessions[i] for part in beside for i in part]
+        tokens = sum(session.length for session in together)
         for process, part in enumerate(beside):
-            share = tokens[process] / total_tokens
-            weight = loss_weight(loss_type, len(parts), size / total_sessions, share)
             own = [sessions[i] for i in part]
-            micro_batch = MicroBatch(own, size, sum(tokens), total_tokens, weight)
-            found[process].append(micro_batch)
+            share = sum(session.length for session in own) / total_tokens
+            weight = loss_weight(loss_type, len(parts), size / total_sessions, share)
+            found[process].append(MicroBatch(own, size, tokens, total_tokens, weight))
     return found
 
 
@@ -285,14 +287,17 @@ def spread(sessions: Sequence[Sequence[Row]], parts: int) -> list[list[int]]:
     the smallest possible. The largest stretch comes first, so that a batch that does not fit into
     memory fails at once. Takes O(total tokens).
     """
-    packed = [sorted(row.ids.tobytes() for row in rows) for rows in sessions]
+    packed = []
+    for rows in sessions:
+        packed.append(sorted(row.ids.tobytes() for row in rows))
     order = sorted(range(len(sessions)), key=packed.__getitem__)
     alone = []
     added = []
     before: list[bytes] = []
     for i in order:
+        both = _distinct_tokens(before + packed[i])
+        added.append(both - _distinct_tokens(before))
         alone.append(_distinct_tokens(packed[i]))
-        added.append(_distinct_tokens(before + packed[i]) - _distinct_tokens(before))
         before = packed[i]
 
     def fits(most: int) -> bool:
@@ -300,10 +305,12 @@ def spread(sessions: Sequence[Sequence[Row]], parts: int) -> list[list[int]]:
 
     smallest = bisect_left(range(sum(added)), True, key=fits)
     stretches = _stretches(alone, added, smallest)
-    stretches.sort(key=itemgetter(0), reverse=True)
-    found: list[list[int]] = [[] for _ in range(parts)]
-    for indices, (_, first, end) in zip(found, stretches, strict=False):
-        indices += order[first:end]
+    stretches.sort(reverse=True)
+    found = []
+    for _, first, end in stretches:
+        found.append(order[first:end])
+    while len(found) < parts:
+        found.append([])
     return found
 
 

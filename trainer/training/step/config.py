@@ -26,6 +26,8 @@ _NotNegative = Annotated[float, Limit(ge=0)]
 _Positive = Annotated[float, Limit(gt=0)]
 _Share = Annotated[float, Limit(ge=0, le=1)]
 _Count = Annotated[int, Limit(ge=1)]
+_Loss = Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+_Correction = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(kw_only=True)
@@ -57,7 +59,7 @@ class TraceGRPOConfig(GRPOConfig):
     the trainer's weights as they are. A recipe with `teacher` has 1 by default."""
 
     # TRL's, with limits
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = "dapo"
+    loss_type: _Loss = "dapo"
     importance_sampling_level: Literal["token", "sequence"] = "token"
     epsilon: _NotNegative = 0.2
     epsilon_high: _NotNegative | None = None
@@ -83,9 +85,7 @@ class TraceGRPOConfig(GRPOConfig):
     the engine's probability, and is clipped. With it, the ratio is to the trainer's own probability
     before the step, which takes one more forward pass, and the loss is weighted by trainer /
     engine, as TRL does it for vLLM."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_truncate"
-    )
+    vllm_importance_sampling_mode: _Correction = "token_truncate"
     vllm_importance_sampling_clip_min: _Share | None = None
     vllm_importance_sampling_clip_max: Annotated[float, Limit(ge=1)] | None = 3.0
     scale_rewards: Literal[True, False, "group", "batch", "none"] = "group"
@@ -117,7 +117,7 @@ class TraceGRPOConfig(GRPOConfig):
         given = copy.copy(self)
         try:
             made = self._derive()
-        except Exception as error:  # of all kinds: a missing package, an unknown name, a number out of range
+        except Exception as error:  # a missing package, an unknown name, a number out of range
             causes = [name for name in changed if given._made_without(name)]
             named = [f"{name} = {changed[name]!r}" for name in causes or changed]
             raise InputError(f"{', '.join(named)}: {error}") from error
@@ -209,7 +209,8 @@ class TraceGRPOConfig(GRPOConfig):
         if self.teacher_share and self.temperature != 1:
             why = "whose scores are at temperature 1: leave one of them out"
             yield "temperature", f"with a teacher, {why}"
-        if any(part in str(self.optim) for part in ("lomo", "layerwise")):
+        optimizer = str(self.optim)
+        if "lomo" in optimizer or "layerwise" in optimizer:
             why = "before the gradients are checked: choose another optimizer"
             yield "optim", f"steps inside the backward pass, {why}"
 
@@ -227,10 +228,10 @@ _DEFAULTS = _default_values()
 _TYPES = get_type_hints(TraceGRPOConfig, include_extras=True)
 
 _FOR_THE_REST = """
-    output_dir max_steps num_train_epochs seed use_cpu shuffle_dataset trust_remote_code lr_scheduler_type
-    lr_scheduler_kwargs optim optim_args adam_beta1 adam_beta2 adam_epsilon save_strategy save_steps
-    save_total_limit logging_strategy logging_steps logging_first_step log_level disable_tqdm report_to run_name project
-    trackio_space_id
+    output_dir max_steps num_train_epochs seed use_cpu shuffle_dataset trust_remote_code
+    lr_scheduler_type lr_scheduler_kwargs optim optim_args adam_beta1 adam_beta2 adam_epsilon
+    save_strategy save_steps save_total_limit logging_strategy logging_steps logging_first_step
+    log_level disable_tqdm report_to run_name project trackio_space_id
 """
 ACCEPTED = frozenset(TraceGRPOConfig.__annotations__).union(_FOR_THE_REST.split())
 """Fields that may be set: those above, and TRL's for model, optimizer, checkpoints and logging."""
@@ -266,8 +267,8 @@ _STEPS = 100
 _REASONS = {
     "load the weights in bfloat16 (bf16) or float32: their type decides the precision": "bf16 fp16",
     "the traces are sampled already; the recorder's option rolltap_sampling has the parameters": (
-        "generation_ top_p top_k min_p repetition_ chat_template_ cache_ use_cache use_vllm vllm_ max_tool_ "
-        "use_transformers transformers_ ds3_ num_generations"
+        "generation_ top_p top_k min_p repetition_ chat_template_ cache_ use_cache use_vllm vllm_"
+        " max_tool_ use_transformers transformers_ ds3_ num_generations"
     ),
     "micro-batches are made of the sessions of a step: set gradient_accumulation_steps": (
         "per_device_train_batch_size steps_per_generation"
@@ -275,9 +276,12 @@ _REASONS = {
     "the model computes as engines do, without dropout and without a balance of experts": (
         "disable_dropout router_aux_"
     ),
-    "rewards and outcomes are recorded; a recipe's [rewards] says which sessions count": "mask_truncated reward_",
+    "rewards and outcomes are recorded; a recipe has a table [rewards]": "mask_truncated reward_",
     "there is no evaluation set; a recipe's table [evaluation] has held-out tasks": (
-        "do_eval do_predict eval_ per_device_eval batch_eval metric_ greater_ load_best prediction_loss include_for"
+        """
+        do_eval do_predict eval_ per_device_eval batch_eval metric_ greater_ load_best
+        prediction_loss include_for
+        """
     ),
     'processes average their gradients; sharding = "full" shards the weights': (
         "fsdp deepspeed parallelism_ accelerator_ ddp_ average_tokens"
@@ -308,15 +312,19 @@ def check_type(name: str, value: Any, kind: Any) -> None:
     try:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
-        faults = dict.fromkeys(fault["msg"] for fault in error.errors() if fault["type"] != "none_required")
+        faults = []
+        for fault in error.errors():
+            if fault["type"] != "none_required" and fault["msg"] not in faults:
+                faults.append(fault["msg"])
         raise InputError(f"{name} = {value!r}: {' or '.join(faults)}") from error
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{name} = {value}: give a finite number")
 
 
+_RANDOM = ("gaussian", "orthogonal", "mica")
 CHANGE_BASE: Mapping[str, Callable[[Any], bool]] = {
     "bias": lambda bias: bias != "none",
-    "init_lora_weights": lambda init: isinstance(init, str) and init not in ("gaussian", "orthogonal", "mica"),
+    "init_lora_weights": lambda init: isinstance(init, str) and init not in _RANDOM,
 }
 """Field of PEFT's `LoraConfig` -> true for values with which the model without its adapter is not
 the base model."""
@@ -331,19 +339,21 @@ def check_model(model: Any, beta: float) -> None:
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "lora_dropout", 0):
             what = f"lora.lora_dropout = {config.lora_dropout} has no effect"
-            raise InputError(f"{what}: the model computes as engines do, without dropout; remove it")
+            why = "the model computes as engines do, without dropout"
+            raise InputError(f"{what}: {why}; remove it")
         for key, changes in CHANGE_BASE.items():
             value = getattr(config, key, "none")
             if beta and changes(value):
-                raise InputError(
-                    f"beta = {beta!r}: with lora.{key} = {value!r}, the model without its adapter is "
-                    "not the model that was given, the reference: leave one of them out"
-                )
+                what = f"beta = {beta!r}: with lora.{key} = {value!r}"
+                why = "the model without its adapter is not the model that was given, the reference"
+                raise InputError(f"{what}, {why}: leave one of them out")
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise InputError("lora.target_modules has the output embeddings, whose adapter would not be trained: remove it")
+        what = "lora.target_modules has the output embeddings, whose adapter would not be trained"
+        raise InputError(f"{what}: remove it")
     for name, weight in model.named_parameters():
         if weight.dtype == torch.float16:
-            raise InputError(f"{name} is in float16, whose range is too small: load the model in bfloat16 or float32")
+            what = f"{name} is in float16, whose range is too small"
+            raise InputError(f"{what}: load the model in bfloat16 or float32")
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for table in (rope, *rope.values()):  # some models have a table for each type of layer

@@ -3,7 +3,12 @@
 from torch import Tensor
 
 
-def importance_weights(difference: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
+def importance_weights(
+    difference: Tensor,
+    mode: str,
+    low: float | None,
+    high: float | None,
+) -> Tensor:
     """Return the weights exp(trainer - engine), from differences of log-probabilities (B, S).
 
     They are those of tokens, (B, S), or of sessions, (B, 1), whose differences are summed; beyond a
@@ -20,7 +25,13 @@ def importance_weights(difference: Tensor, mode: str, low: float | None, high: f
     return weights.masked_fill(weights != limited, 0.0)
 
 
-def teacher_loss(logprobs: Tensor, sampled: Tensor, teacher: Tensor, mask: Tensor, limit: float) -> Tensor:
+def teacher_loss(
+    logprobs: Tensor,
+    sampled: Tensor,
+    teacher: Tensor,
+    mask: Tensor,
+    limit: float,
+) -> Tensor:
     """Return the sum over tokens of the reverse KL divergence from a teacher, with the gradient of
     its estimate.
 

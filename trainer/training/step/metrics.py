@@ -43,7 +43,11 @@ def named_tasks(dataset: Dataset) -> set[str]:
     return tasks
 
 
-def batch_metrics(batch: TraceBatch, trained: TraceBatch, tasks: Collection[str]) -> dict[str, float]:
+def batch_metrics(
+    batch: TraceBatch,
+    trained: TraceBatch,
+    tasks: Collection[str],
+) -> dict[str, float]:
     """Return metrics by name. `trained` is the part of the batch with a signal.
 
     `sessions_excluded` are those that the recipe leaves out for their outcome or for suspicions,
@@ -124,8 +128,10 @@ class StepPart:
     """Choices of experts that were replayed, and those of them that differ from the trainer's."""
     tokens_in_rows: int = 0
     tokens_forwarded: int = 0
-    scored: list[tuple[list[int], dict[str, NDArray[np.float32]]]] = field(default_factory=list)
-    """For each micro-batch the places of its traces, and values of their N trained tokens, (N,)."""
+    scored: list[tuple[list[int], NDArray[np.float32]]] = field(default_factory=list)
+    """For each micro-batch the places of its traces, and values of their N trained tokens, (6, N):
+    log-probabilities and importance weights, as in `Scored`, ratios, differences from the sampler
+    and from the teacher, and kinds."""
     of_loss: list[tuple[Mapping[str, list[float]], int]] = field(default_factory=list)
     """For each micro-batch the metrics that TRL's loss logged, which are those of all processes,
     and the trained tokens of all processes."""
@@ -140,18 +146,18 @@ class StepPart:
             for row in session.rows:
                 self.tokens_in_rows += len(row.ids)
         weights = inputs.get("importance_sampling_ratio", logprobs.new_ones(()))
-        values = {
-            "logprob": logprobs,
-            "ratio": (logprobs - inputs["old_per_token_logps"]).exp(),
-            "difference": logprobs - inputs["sampling_per_token_logps"],
-            "teacher_kl": logprobs - inputs["teacher_per_token_logps"],
-            "kind": inputs["kinds"],
-            "importance": weights.expand(logprobs.shape),
-        }
+        values = [
+            logprobs,
+            weights.expand(logprobs.shape),
+            (logprobs - inputs["old_per_token_logps"]).exp(),
+            logprobs - inputs["sampling_per_token_logps"],
+            logprobs - inputs["teacher_per_token_logps"],
+            inputs["kinds"],
+        ]
         trained = inputs["completion_mask"].bool()
-        columns = {name: value[trained].float().cpu().numpy() for name, value in values.items()}
-        self.scored.append((traces, columns))
-        if columns["importance"].any():
+        tokens = torch.stack(values)[:, trained].float().cpu().numpy()
+        self.scored.append((traces, tokens))
+        if tokens[1].any():
             self.trains = True
 
     def stop(self, device: torch.device) -> None:
@@ -163,8 +169,8 @@ class StepPart:
 def scored_tokens(parts: Sequence[StepPart]) -> Iterator[Scored]:
     """Yield the tokens of all micro-batches of all processes for the account of the step."""
     for part in parts:
-        for traces, columns in part.scored:
-            yield traces, np.stack([columns["logprob"], columns["importance"]])
+        for traces, values in part.scored:
+            yield traces, values[:2]
 
 
 def step_metrics(
@@ -191,39 +197,43 @@ def step_metrics(
     if replayed:
         metrics["routing/differs"] = differs / replayed
 
-    every = defaultdict[str, list[NDArray[np.float32]]](list)
+    every = []
     for part in parts:
-        for _, columns in part.scored:
-            for name, column in columns.items():
-                every[name].append(column)
-    tokens = {name: np.concatenate(each, dtype=np.float64) for name, each in every.items()}
-    metrics["tokens_computed"] = len(tokens["logprob"])
-    if not len(tokens["logprob"]):
+        for _, values in part.scored:
+            every.append(values)
+    tokens = np.concatenate(every, axis=1, dtype=np.float64)
+    _, weights, ratios, differences, from_teacher, kinds = tokens
+    metrics["tokens_computed"] = len(kinds)
+    if not len(kinds):
         return metrics
-    shown = ["ratio"]
+    metrics |= _limits("ratio", ratios)
     if is_corrected:
-        shown.append("importance")
-        metrics["tokens_masked"] = int(np.count_nonzero(tokens["importance"] == 0))
-    for name in shown:
-        metrics[f"{name}/mean"] = tokens[name].mean()
-        metrics[f"{name}/min"] = tokens[name].min()
-        metrics[f"{name}/max"] = tokens[name].max()
+        metrics |= _limits("importance", weights)
+        metrics["tokens_masked"] = int(np.count_nonzero(weights == 0))
     if has_teacher:
-        metrics["teacher_kl"] = tokens["teacher_kl"].mean()
+        metrics["teacher_kl"] = from_teacher.mean()
     if on_policy:
-        metrics["difference_max"] = abs(tokens["difference"]).max()
+        metrics["difference_max"] = abs(differences).max()
     for number, kind in enumerate(KINDS):
-        differences = tokens["difference"][tokens["kind"] == number]
-        if not len(differences):
+        of_kind = differences[kinds == number]
+        if not len(of_kind):
             continue
-        metrics[f"tokens/{kind}"] = len(differences)
-        difference = abs(differences).mean()
+        metrics[f"tokens/{kind}"] = len(of_kind)
+        mean = abs(of_kind).mean()
         if on_policy:
-            metrics[f"difference/{kind}"] = difference
-            metrics[f"sampler_ratio/{kind}"] = np.exp(differences).mean()
+            metrics[f"difference/{kind}"] = mean
+            metrics[f"sampler_ratio/{kind}"] = np.exp(of_kind).mean()
         else:
-            metrics[f"off_policy/{kind}"] = difference
+            metrics[f"off_policy/{kind}"] = mean
     return metrics
+
+
+def _limits(name: str, values: NDArray[np.float64]) -> dict[str, float]:
+    return {
+        f"{name}/mean": values.mean(),
+        f"{name}/min": values.min(),
+        f"{name}/max": values.max(),
+    }
 
 
 def _metrics_of_loss(part: StepPart) -> dict[str, float]:

@@ -118,9 +118,11 @@ class TraceGRPOTrainer(GRPOTrainer):
         peft_config: Any = None,
     ) -> None:
         if not isinstance(args, TraceGRPOConfig):
-            raise InputError(f"args is a {type(args).__name__}: give a rolltap.TraceGRPOConfig, which has its fields")
+            kind = type(args).__name__
+            raise InputError(f"args is a {kind}: give a rolltap.TraceGRPOConfig with its fields")
         if not 1 <= groups_per_step <= len(train_dataset):
-            raise InputError(f"groups_per_step={groups_per_step} must be between 1 and the {len(train_dataset)} rows")
+            what = f"groups_per_step={groups_per_step} must be between 1 and"
+            raise InputError(f"{what} the {len(train_dataset)} rows")
         require_gpu(args.use_cpu)
         args = copy.copy(args)
         if isinstance(model, str):
@@ -138,7 +140,7 @@ class TraceGRPOTrainer(GRPOTrainer):
         self._replay = Replay()
         self._forest: Any = None
         self._tokens_forwarded = 0
-        # neither the device nor the settings of `accelerate config`, which transformers reads, decide
+        # the device does not decide, nor does `accelerate config`, which transformers reads
         args.bf16 = model.dtype == torch.bfloat16
         args.mixed_precision = "bf16" if args.bf16 else "no"
         inner = model
@@ -155,7 +157,7 @@ class TraceGRPOTrainer(GRPOTrainer):
             distributed.use_replicas(args)
         beta = args.beta
         if trains_all:
-            # TRL would load the reference from the model's folder, with the class that config.json names
+            # TRL would load the reference from the model's folder, with the class of config.json
             args.beta = 0.0
         try:
             super().__init__(
@@ -185,17 +187,16 @@ class TraceGRPOTrainer(GRPOTrainer):
     # What TRL asks: batches, log-probabilities, the loss
 
     def get_train_dataloader(self) -> DataLoader[int]:
-        """Return a loader of as many numbers as one pass over the rows has micro-batches. They are
-        not used."""
+        """Return a loader of numbers, which are not used: one for each micro-batch of a pass."""
         passes = len(self.train_dataset) // self.groups_per_step
         numbers = range(passes * self.num_iterations * self.args.gradient_accumulation_steps)
         return DataLoader(numbers, batch_size=1, collate_fn=list)  # type: ignore[arg-type]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Compute and add the gradients of a micro-batch. An error of any process ends all.
-        Collective.
+        """Compute and add the gradients of a micro-batch. Collective.
 
-        Raises `InputError` for a micro-batch that does not fit into the memory of a GPU.
+        An error of any process ends all. Raises `InputError` for a micro-batch that does not fit
+        into the memory of a GPU.
         """
         step = super().training_step
 
@@ -254,7 +255,12 @@ class TraceGRPOTrainer(GRPOTrainer):
             loss = loss + weight * divergence
         return loss
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, None]:
         """Return the log-probabilities and entropies of the micro-batch's tokens, each (B, S), in
         place of TRL's."""
         self._logprobs, entropies = self._score(model, self._current["forest"])
@@ -307,7 +313,9 @@ class TraceGRPOTrainer(GRPOTrainer):
         if not self.args.computes_all:
             computed = [trace for trace in computed if advantages[trace.session_id]]
         # the teacher's share takes the place of rewards, not of the reference or the entropies
-        scaled = {session: (1 - share) * advantage for session, advantage in advantages.items()}
+        scaled = {}
+        for session, advantage in advantages.items():
+            scaled[session] = (1 - share) * advantage
         sessions = session_tokens(
             computed,
             scaled,
@@ -349,8 +357,8 @@ class TraceGRPOTrainer(GRPOTrainer):
         if self.args.routing == "recorded" and self._generation < 0:
             own, _ = self._score(self.model, forest, replays=False)
             if mask.any():
-                difference = float((own - sampled)[mask].abs().mean())
-                self.log_metrics({"routing/difference_before": difference})
+                difference = (own - sampled)[mask].abs().mean()
+                self.log_metrics({"routing/difference_before": difference.item()})
         if self.args.vllm_importance_sampling_correction:
             own, _ = self._score(self.model, forest)
             inputs["old_per_token_logps"] = own
@@ -364,7 +372,13 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     # The way through the model
 
-    def _score(self, model: Any, forest: Pack | PaddedRows, *, replays: bool = True) -> tuple[Tensor, Tensor]:
+    def _score(
+        self,
+        model: Any,
+        forest: Pack | PaddedRows,
+        *,
+        replays: bool = True,
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies (B, S) of a micro-batch."""
         self._tokens_forwarded = forest.tokens
         self._replay.begin(model, forest.experts if replays else None)
@@ -375,7 +389,9 @@ class TraceGRPOTrainer(GRPOTrainer):
             offloaded = get_act_offloading_ctx_manager(inner, warn_if_no_head=False)
         with self.accelerator.autocast(), offloaded:
             output = model(**forest.inputs())
-        return forest.unpack(output.log_probs).float(), forest.unpack(output.entropy)
+        logprobs = forest.unpack(output.log_probs).float()
+        entropies = forest.unpack(output.entropy)
+        return logprobs, entropies
 
     def _choose_forest(self) -> None:
         """Choose packed or padded rows, before the first step. Collective."""
@@ -402,8 +418,7 @@ class TraceGRPOTrainer(GRPOTrainer):
     # The end of a step
 
     def finish_gradients(self) -> None:
-        """Check, log and record a step whose gradients are complete, before the weights change.
-        Collective.
+        """Check, log and record a step, before the weights change. Collective.
 
         Without a gradient, or with one that is not finite, all gradients are dropped: with
         gradients of zero, momentum and weight decay would still change the weights.
@@ -464,14 +479,16 @@ class TraceGRPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _score_ids(self, ids: Sequence[int], base: bool) -> list[float]:
-        every = torch.tensor([ids], device=self.model.get_input_embeddings().weight.device)
+        device = self.model.get_input_embeddings().weight.device
+        every = torch.tensor([ids], device=device)
         adapter: Any = nullcontext()
         if base and hasattr(self.model, "disable_adapter"):
             adapter = self.model.disable_adapter()
         with adapter, self.accelerator.autocast():
-            logits = self.model(input_ids=every, use_cache=False).logits[:, :-1]
-        logprobs: list[float] = selective_log_softmax(logits.float(), every[:, 1:])[0].tolist()
-        return logprobs
+            output = self.model(input_ids=every, use_cache=False)
+        logits = output.logits[:, :-1].float()
+        logprobs: Tensor = selective_log_softmax(logits, every[:, 1:])[0]
+        return logprobs.tolist()
 
 
 class _StepCallback(TrainerCallback):
@@ -480,7 +497,7 @@ class _StepCallback(TrainerCallback):
     def __init__(self, trainer: TraceGRPOTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         distributed.reduce_unused(model)
         # the training begins with a batch of its own
         self._trainer._generation = -1
@@ -492,6 +509,6 @@ class _StepCallback(TrainerCallback):
         distributed.abort_on_error(self._trainer.finish_gradients)
 
 
-def _recorded_reward(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+def _recorded_reward(*_: Any) -> None:
     # GRPOTrainer requires a reward function; it is not called
     raise NotImplementedError("the rewards come with the traces")

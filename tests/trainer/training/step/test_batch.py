@@ -54,7 +54,7 @@ def parts_of(sessions, accumulation=1, processes=1, loss_type="grpo"):
         processes=processes,
         loss_type=loss_type,
         total_sessions=len(sessions),
-        total_tokens=sum(len(session.logprobs) for session in sessions),
+        total_tokens=sum(session.length for session in sessions),
     )
 
 
@@ -83,6 +83,11 @@ class TestSignal:
         with pytest.raises(InputError, match=r"sessions without a reward must be left out.*'x'"):
             check_batch(TraceBatch(traces=[trace("x", [1], [2], [1])], rewards=REWARDS))
 
+    def test_a_ledger_that_is_not_of_these_traces_is_refused(self):
+        batch = TraceBatch(traces=[trace("a0", [1], [2], [1])], rewards=REWARDS, ledger=Ledger(sampled=5, trained=5))
+        with pytest.raises(InputError, match="1 sampled tokens in 1 traces, but the batch's ledger says 5"):
+            check_batch(batch)
+
 
 class TestSessions:
     def test_a_session_is_one_row_of_the_loss_with_the_trained_tokens_of_all_its_traces(self):
@@ -106,7 +111,7 @@ class TestSessions:
 
     def test_a_log_probability_whose_ratio_would_be_infinite_is_bounded(self):
         [session] = sessions_of([trace("a", [1], [2, 3], [1, 1], [-200.0, -3.0])])
-        assert session.logprobs.tolist() == [-40.0, -3.0]
+        assert session.tokens[0].tolist() == [-40.0, -3.0]
 
     def test_a_session_without_a_trained_token_is_no_row(self):
         assert sessions_of([trace("a", [1], [2], [0])]) == []
@@ -119,11 +124,19 @@ class TestSessions:
         ]
         [session] = sessions_of(traces)
         root, rendered = KINDS.index("root"), KINDS.index("rendered")
-        assert session.kinds.tolist() == [root, root, rendered, -1]
+        assert session.tokens[2].tolist() == [root, root, rendered, -1]
 
-    def test_a_first_token_cannot_be_trained(self):
-        with pytest.raises(InputError, match="trace a/0 trains its first token"):
-            sessions_of([trace("a", [], [1, 2], [1, 1])])
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (trace("a", [], [1, 2], [1, 1]), "trace a/0 trains its first token"),
+            (trace("a", [1], [1, 2], [1, 1], [-1.0]), "a/0 has 2 completion ids, 2 mask values and 1 log-prob"),
+            (trace("a", [100], [2], [1]), "has the token id 100, but the model has 100 embeddings"),
+        ],
+    )
+    def test_a_trace_that_cannot_be_trained_on_is_refused(self, wrong, message):
+        with pytest.raises(InputError, match=message):
+            sessions_of([wrong])
 
     def test_experts_that_are_to_be_replayed_must_be_there(self):
         with pytest.raises(InputError, match=r"routing=True"):
@@ -171,7 +184,7 @@ class TestMicroBatches:
             total = 0.0
             for process in parts_of(sessions, accumulation, processes, loss_type):
                 for part in process:
-                    own = [(values[traces[s.traces[0]].session_id], len(s.logprobs)) for s in part.sessions]
+                    own = [(values[traces[s.traces[0]].session_id], s.length) for s in part.sessions]
                     if loss_type == "grpo":
                         loss = sum(value for value, _ in own) / part.size
                     else:

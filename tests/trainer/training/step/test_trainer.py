@@ -1,7 +1,6 @@
 """The trainer on traces sampled by the tiny model itself, through TRL's own training loop, in float32 on the CPU."""
 
 import copy
-import math
 import random
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ from trl import GRPOConfig
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
-from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.training.step import trainer as module
 from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
@@ -80,22 +78,6 @@ def test_ratios_are_one_and_each_gradient_is_an_advantage_over_their_number(mode
     assert total > 30
     expected = [-advantages[t.session_id] / total for t in traces for _ in range(sum(t.completion_mask))]
     assert sorted(found) == pytest.approx(sorted(expected), abs=1e-6)
-
-
-def test_logprobs_of_tokens_that_were_not_sampled_change_nothing(model, traces, tmp_path):
-    garbage = [math.nan, math.inf, -math.inf, 1e4, -1e4]
-    spoiled = [
-        replace(
-            trace,
-            logprobs=[
-                logprob if sampled else garbage[i % len(garbage)]
-                for i, (logprob, sampled) in enumerate(zip(trace.logprobs, trace.completion_mask, strict=True))
-            ],
-        )
-        for trace in traces
-    ]
-    assert spoiled != traces
-    assert largest_difference(gradients(model, tmp_path, traces), gradients(model, tmp_path, spoiled)) == 0
 
 
 def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_their_split(model, traces, tmp_path):
@@ -174,20 +156,6 @@ def test_lora_trains_the_adapter_alone(model, traces, tmp_path, adapter):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda trace: setattr(trace, "reward", None), r"sessions without a reward must be left out.*'a1'"),
-        (lambda trace: trace.logprobs.pop(), r"trace a1/a1-1 has \d+ completion ids, \d+ mask values and \d+ log-prob"),
-        (lambda trace: trace.prompt_ids.append(32), r"has the token id 32, but the model has 32 embeddings"),
-    ],
-)
-def test_a_trace_that_cannot_be_trained_on_is_refused(model, traces, tmp_path, change, message):
-    change(traces[1])
-    with pytest.raises(ValueError, match=message):
-        trained(model, tmp_path, traces)
-
-
-@pytest.mark.parametrize(
     ("config", "groups_per_step", "message"),
     [
         (TraceGRPOConfig, 3, "groups_per_step=3 must be between 1 and the 2 rows"),
@@ -233,21 +201,6 @@ def test_sessions_without_an_advantage_are_not_computed_and_count_in_the_mean(mo
     assert largest_difference(trainer.spy.gradients[0], scaled) < 1e-6
     with_reference = trained(model, tmp_path, rewarded, beta=0.1, peft_config=LORA)
     assert with_reference.state.log_history[0]["tokens_in_rows"] == lengths(group)
-
-
-def test_tokens_without_signal_are_left_out_of_the_ledger_by_name(model, traces, tmp_path):
-    number = number_sampled(traces)
-    silent = [replace(trace, reward=0.5) if trace.group_id == "b" else trace for trace in traces]
-    ledger = Ledger(sampled=number + 3, trained=number, left_out={"aborted": 3})
-    logged = trained(model, tmp_path, batch_of(silent, ledger=ledger)).state.log_history[0]
-    left = number_sampled([trace for trace in silent if trace.group_id == "a"])
-    assert (logged["tokens_trained"], logged["left_out/no_signal"]) == (left, number - left)
-    assert logged["left_out/aborted"] == 3
-
-
-def test_a_ledger_that_is_not_of_these_traces_is_refused(model, traces, tmp_path):
-    with pytest.raises(ValueError, match="but the batch's ledger says 5"):
-        trained(model, tmp_path, batch_of(traces, ledger=Ledger(sampled=5, trained=5)))
 
 
 def test_dropout_never_acts_and_that_of_an_adapter_is_refused(model, traces, tmp_path):
@@ -481,15 +434,6 @@ def test_before_each_batch_and_not_before_each_step_something_is_called(model, t
     assert called == ["before", "batch"] * 2
 
 
-def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
-    def fail():
-        raise OSError("the engine is gone")
-
-    trainer = make_trainer(model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail)
-    with pytest.raises(OSError, match="the engine is gone"):
-        trainer.train()
-
-
 def test_metrics_from_outside_are_logged_with_the_step_as_means(model, traces, tmp_path):
     trainer = make_trainer(model, tmp_path, traces)
     trainer.before_batch = lambda: [trainer.log_metrics({"engine_difference": value}) for value in (0.5, 1.5)]
@@ -561,13 +505,6 @@ def test_the_reference_has_a_head_of_its_own(model, traces, tmp_path, forward):
         trainer.model.lm_head.weight.mul_(3)
     trainer.train()
     assert trainer.state.log_history[0]["kl"] > 0.1
-
-
-def test_an_optimizer_that_is_given_steps_as_it_is(model, traces, tmp_path):
-    trainer = make_trainer(model, tmp_path, traces)
-    given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    trainer.train()
-    assert trainer.optimizer.optimizer is given
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
