@@ -2,18 +2,16 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
-# Transformers imports torch when it is installed: three seconds and 200 MB that a tokenizer does not need.
-sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-# renderers imports openai for a client that is not used here: half a second
-unused = sys.modules.setdefault("openai", SimpleNamespace(AsyncOpenAI=None))  # type: ignore[arg-type]
-
-import pyarrow
+# Packages that these libraries import when they are installed, and a recorder does not need: torch takes three
+# seconds and 200 MB, openai half a second, pandas a third of a second and 40 MB.
+_UNUSED: dict[str, Any] = {"torch": None, "openai": SimpleNamespace(AsyncOpenAI=None)}
+_hidden = _UNUSED.keys() - sys.modules.keys()
+sys.modules.update({name: _UNUSED[name] for name in _hidden})
 
 
 class _NoPandas:
-    """Pandas, which pyarrow imports if it is installed: a third of a second and 40 MB that a recorder does not need."""
-
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
         if name == "pandas":
@@ -21,8 +19,12 @@ class _NoPandas:
 
 
 sys.meta_path.insert(0, _NoPandas)
-pyarrow.array([0])  # it asks for pandas once
-sys.meta_path.remove(_NoPandas)
+
+# they look for torch and for pandas once
+import pyarrow
+import transformers  # noqa: F401
+
+pyarrow.array([0])
 
 from rolltap.addons.capture import Capture
 from rolltap.addons.egress import Egress
@@ -32,8 +34,10 @@ from rolltap.addons.recorder import Startup
 from rolltap.addons.sessions import Sessions
 from rolltap.addons.wire.listen import Listen
 
-if isinstance(unused, SimpleNamespace):
-    del sys.modules["openai"]  # another script may use it
+# another script may use them
+sys.meta_path.remove(_NoPandas)
+for _name in _hidden:
+    del sys.modules[_name]
 
 capture = Capture(lambda host, port: egress.is_named(host, port))
 sessions = Sessions(capture.record)

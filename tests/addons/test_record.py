@@ -47,6 +47,21 @@ def test_a_model_call_is_answered_over_tls_and_everything_else_is_refused(start,
     assert b"sk-very-secret" not in everything
 
 
+def test_another_script_may_import_what_the_recorder_does_not_need(start, tmp_path):
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import importlib.util\n"
+        "def done():\n"
+        "    found = [importlib.util.find_spec(name) for name in ('torch', 'openai', 'pandas')]\n"
+        f"    open({str(tmp_path / 'found')!r}, 'w').write(str(None not in found))\n"
+    )
+    recorder = start(scripts=("-s", script))
+    libraries = Path(f"/proc/{recorder.process.pid}/maps").read_text()
+    assert not re.search("/(torch|pandas)/", libraries)
+    assert recorder.stop() == 0
+    assert (tmp_path / "found").read_text() == "True"
+
+
 def test_only_an_allowed_host_is_connected_to_even_when_no_addon_answers_a_request(start, tmp_path):
     (tmp_path / "fail.py").write_text("def request(flow): flow.response = None")
     with socket.create_server(("127.0.0.2", 0)) as other:
