@@ -139,7 +139,9 @@ class StepAccount:
         by_trace: dict[int, NDArray[np.float32]] = {}
         for numbers, values in scored:
             sizes = [self.computed[number].completion_mask.count(1) for number in numbers]
-            parts = np.split(values, np.cumsum(sizes)[:-1], axis=1)
+            *parts, rest = np.split(values, np.cumsum(sizes, dtype=int), axis=1)
+            if rest.size:
+                raise LedgerError(f"{rest.shape[1]} tokens were scored that no trace trains")
             by_trace.update(zip(numbers, parts, strict=True))
         by_session = defaultdict[str, list[NDArray[np.float32]]](list)
         for number, trace in enumerate(self.computed):

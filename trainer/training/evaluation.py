@@ -21,7 +21,7 @@ from rolltap.trainer.runs.views.evaluation import pass_rows, rewards_of
 from rolltap.trainer.runs.views.training import EVALUATION, METRICS, read_metrics
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
-from rolltap.trainer.traces.reader import load_sessions
+from rolltap.trainer.traces.reader import SessionTable
 from rolltap.trainer.traces.sessions import session_reward
 from rolltap.trainer.training.arguments import sampling
 from rolltap.trainer.training.recipe import HeldOut, Recipe
@@ -41,6 +41,7 @@ class Evaluations:
         self._recipe = recipe
         self._run = run
         self._say = say
+        self._sessions = SessionTable(run / EVALUATION)
         self._table = recipe.evaluation or HeldOut(tasks=Path())
         self._begun: set[int] = set()
         """Steps whose evaluation this start has begun."""
@@ -156,7 +157,7 @@ class Evaluations:
 
     def _ended(self, version: Version) -> Mapping[str, Session]:
         """Return the sessions that need not be tried again, by the ids that they have in the version's attempt."""
-        finished = FinishedSessions(load_sessions(self._run / EVALUATION).values())
+        finished = FinishedSessions(self._sessions.refresh().values())
         ended: dict[str, Session] = {}
         for group in self._all(version):
             ended |= finished.of(group, version)

@@ -35,8 +35,9 @@ def account(*sessions):
 
 
 def scored(*logprobs, limited=None):
-    """Return the values of the first traces, in one micro-batch. Each of them trains three tokens."""
-    return [(range(-(-len(logprobs) // 3)), np.array([logprobs, limited or [1] * len(logprobs)], np.float32))]
+    """Return the values of the first traces, in one micro-batch beside an empty one. Each trace trains three tokens."""
+    values = np.array([logprobs, limited or [1] * len(logprobs)], np.float32)
+    return [([], np.empty((2, 0), np.float32)), (range(-(-len(logprobs) // 3)), values)]
 
 
 def write(folder, step, steps, attempt=0):
@@ -89,6 +90,7 @@ def test_a_difference_of_trainer_and_engine_is_stored_nearly_as_it_is(tmp_path, 
     [
         (lambda one, two: (account(one), scored(-1, -2)), "session s trains 3 tokens, 2 were scored"),
         (lambda one, two: (account(one, two), scored(-1, -2, -3)), "session t trains 3 tokens, 0 were scored"),
+        (lambda one, two: (account(one), [([0], np.zeros((2, 4)))]), "1 tokens were scored that no trace trains"),
         (lambda one, two: (without_t(one, two), scored(-1, -2, -3)), "the sessions of step 1 have the tokens 4"),
     ],
 )
