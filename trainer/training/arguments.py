@@ -86,7 +86,11 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
         raise InputError(f"processes = {machine.processes} is no multiple of nodes = {machine.nodes}: change [machine]")
     run = f"start with `torchrun --nnodes {machine.nodes} --nproc-per-node {each} -m rolltap train ...`"
     urls = "give --engine as many URLs, separated by commas"
-    for key, number, fix in (("nodes", nodes, run), ("processes", processes, run), ("engines", engines, urls)):
+    for key, number, fix in (
+        ("nodes", nodes, run),
+        ("processes", processes, run),
+        ("engines", engines, urls),
+    ):
         if number is not None and key in machine.model_fields_set and number != (given := getattr(machine, key)):
             raise InputError(f"machine.{key} is {given}, but there are {number}: {fix}, or change the recipe")
     args = training_arguments(recipe, Path("run"), 0)
@@ -218,27 +222,29 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     except ValidationError as error:
         raise InputError(f"recorder.rolltap_sampling = {text!r}: give one JSON object as text") from error
     temperature = recipe.grpo.get("temperature", 1.0)
-    if own.get("temperature", temperature) != temperature:
-        raise InputError(
-            f"recorder.rolltap_sampling samples at temperature {own['temperature']!r}, but grpo.temperature is "
-            f"{temperature!r}: the trainer would divide the logits by another number than the engine"
-        )
-    if key := biased(own):
-        raise InputError(
-            f"recorder.rolltap_sampling has {key} = {own[key]!r}: tokens would not be sampled by the probabilities "
-            f"that are trained; remove {key}"
-        )
+    require_unbiased("recorder.rolltap_sampling samples", own, temperature, "remove it")
     return {**NEUTRAL_SAMPLING, **own, "temperature": temperature}
 
 
-def biased(sampling: Mapping[str, Any]) -> str | None:
-    """Return a parameter with which tokens are not independent samples of the policy at a temperature, or None."""
-    neutral = {**NEUTRAL_SAMPLING, "seed": None}
-    for key in neutral.keys() - {"temperature"}:
-        value = sampling.get(key, neutral[key])
-        if value != neutral[key] and (key, value) != ("top_k", -1):  # which is vLLM's as well
-            return key
-    return None
+def require_unbiased(what: str, sampled: Mapping[str, Any], temperature: float, fix: str) -> None:
+    """Raise `InputError` for parameters with which tokens are not independent samples of the policy at a temperature.
+
+    `what` is the beginning of the message, up to the verb.
+    """
+    given = sampled.get("temperature", temperature)
+    if given != temperature:
+        raise InputError(
+            f"{what} at temperature {given!r}, but grpo.temperature is {temperature!r}: the trainer would divide the "
+            "logits by another number than the engine did"
+        )
+    neutral = {**NEUTRAL_SAMPLING, "seed": None, "temperature": temperature}
+    for key, usual in neutral.items():
+        value = sampled.get(key, usual)
+        if value != usual and (key, value) != ("top_k", -1):  # which is vLLM's as well
+            raise InputError(
+                f"{what} with {key} = {value!r}: the loss would be biased, because tokens are not sampled by the "
+                f"probabilities that are trained; {fix}"
+            )
 
 
 def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
@@ -254,7 +260,10 @@ def add_adapter(recipe: Recipe, model: Any) -> None:
     """Add the recipe's adapter, if any, to a model on the meta device. Raises `InputError` if it does not fit."""
     if not (config := lora_config(recipe, model)):
         return
-    init, config.init_lora_weights = config.init_lora_weights, False  # there are no weights to begin from
+    init, config.init_lora_weights = (
+        config.init_lora_weights,
+        False,
+    )  # there are no weights to begin from
     try:
         with torch.device("meta"):
             inject_adapter_in_model(config, model)

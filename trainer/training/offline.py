@@ -5,7 +5,7 @@ The runs may hold sessions of other policies than the model: the loss corrects b
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.metadata import read_metadata, tokenizer_digests, write_metadata
+from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import read_batches
 from rolltap.trainer.console import nodes_started, processes_started
 from rolltap.trainer.models.loading import load_tokenizer
@@ -32,7 +33,7 @@ from rolltap.trainer.traces.sessions import (
     open_sessions,
     trace_session,
 )
-from rolltap.trainer.training.arguments import biased, check_arguments, require_rows
+from rolltap.trainer.training.arguments import check_arguments, require_rows, require_unbiased
 from rolltap.trainer.training.attempt import Attempt, claimed_attempt, offline_fingerprint
 from rolltap.trainer.training.loop import Source
 from rolltap.trainer.training.recipe import Recipe
@@ -40,7 +41,7 @@ from rolltap.trainer.training.step.advantages import rewards_differ
 
 
 class RecordedGroup(NamedTuple):
-    """A group of a recorded run, by its index, that trains something: it has sessions with rewards that differ."""
+    """A group of a recorded run, by its index."""
 
     run: int
     group_id: str
@@ -57,9 +58,21 @@ class RecordedGroup(NamedTuple):
 class RecordedTraces(Source):
     """Source of an offline training: a row has the index of a group of the recorded runs."""
 
-    def __init__(self, recipe: Recipe, runs: Sequence[Path], *, out: Path, seed: int, console: Console) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        runs: Sequence[Path],
+        *,
+        out: Path,
+        seed: int,
+        console: Console,
+    ) -> None:
         self.groups: Sequence[RecordedGroup] = ()
-        self._recipe, self._runs, self._out, self._seed, self._console = recipe, runs, out, seed, console
+        self._recipe = recipe
+        self._runs = runs
+        self._out = out
+        self._seed = seed
+        self._console = console
         self._options = recipe.trace_options()
 
     def check(self) -> dict[str, list[Any]]:
@@ -73,16 +86,20 @@ class RecordedTraces(Source):
         self._digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
         for run in self._runs:
             _require_tokenizer(run, recipe.model, self._digests)
-        self.groups = recorded_groups(self._runs, self._options.rewards, every=recipe.teacher is not None)
-        teachers = {reader.scores.scorer for reader in self._readers if reader.scores is not None}
+        every = recipe.teacher is not None
+        self.groups = recorded_groups(self._runs, self._options.rewards, every=every)
+        teachers = {str(reader.scores.scorer) for reader in self._readers if reader.scores is not None}
         if len(teachers) > 1:
-            both = " and ".join(map(str, teachers))
+            both = " and ".join(teachers)
             raise InputError(f"the scores {recipe.teacher!r} of the runs are of {both}: give one")
+        temperature = recipe.grpo.get("temperature", 1.0)
         for number, run in enumerate(self._runs):
-            sessions = {name for group in self.groups if group.run == number for name in group.session_ids}
-            _require_sampling(run, sessions, recipe.grpo.get("temperature", 1.0))
+            sessions: set[str] = set()
+            sessions.update(*(group.session_ids for group in self.groups if group.run == number))
+            _require_sampling(run, sessions, temperature)
         require_rows(recipe, len(self.groups), f"the runs have {len(self.groups)} groups to train")
-        return {"group": list(range(len(self.groups))), "task_id": [group.task_id for group in self.groups]}
+        tasks = [group.task_id for group in self.groups]
+        return {"group": list(range(len(tasks))), "task_id": tasks}
 
     def claim(self, stack: ExitStack) -> Attempt:
         """Claim the folder, make it a run, and say what is trained and what is not."""
@@ -91,7 +108,8 @@ class RecordedTraces(Source):
         write_metadata(self._out, {"model": str(self._recipe.model), **self._digests})
         sessions = sum(len(group.session_ids) for group in self.groups)
         self._console.print(f"{len(self.groups)} groups to train, of {sessions} sessions")
-        if skipped := self.skipped()[1]:
+        _, skipped = self.skipped()
+        if skipped:
             self._console.print(f"not trained: {skipped}")
         return attempt
 
@@ -101,18 +119,26 @@ class RecordedTraces(Source):
         A group's id gets the index of its run: two runs may have groups of one name. A session's id gets it where two
         runs have the id.
         """
-        batch = TraceBatch()
+        sessions = []
         for row in rows:
             group = self.groups[row["group"]]
-            part = make_batch(self._trace(group.run, name) for name in group.session_ids + group.unrewarded)
-            name = f"{group.run}/{group.group_id}"
-            named = {id: f"{group.run}/{id}" if id in self._shared else id for id in part.accounts}
-            batch.traces += [replace(trace, session_id=named[trace.session_id], group_id=name) for trace in part.traces]
-            batch.rewards |= {named[id]: replace(reward, group_id=name) for id, reward in part.rewards.items()}
-            batch.unrewarded |= {named[id]: replace(why, group_id=name) for id, why in part.unrewarded.items()}
-            batch.accounts |= {named[id]: replace(account, group_id=name) for id, account in part.accounts.items()}
-            batch.ledger += part.ledger
-        return batch
+            for session_id in group.session_ids + group.unrewarded:
+                traced = self._trace(group.run, session_id)
+                sessions.append(self._renamed(traced, group))
+        return make_batch(sessions)
+
+    def _renamed(self, traced: TracedSession, group: RecordedGroup) -> TracedSession:
+        """Give a session the names that it has in batches."""
+        recorded = traced.recorded
+        group_id = f"{group.run}/{group.group_id}"
+        if recorded.session_id in self._shared:
+            recorded.session_id = f"{group.run}/{recorded.session_id}"
+        if recorded.session is not None:
+            recorded.session = replace(recorded.session, group_id=group_id)
+        for trace in traced.traces:
+            trace.session_id = recorded.session_id
+            trace.group_id = group_id
+        return traced
 
     @cached_property
     def _shared(self) -> set[str]:
@@ -126,22 +152,29 @@ class RecordedTraces(Source):
         """Return the account of the sessions that are in no row, and a text that counts them; empty without any."""
         ledger = Ledger()
         groups = defaultdict[tuple[int, str], list[float | None]](list)
-        rows = [set[str]() for _ in self._runs]
-        for group in self.groups:
-            rows[group.run].update(group.session_ids, group.unrewarded)
         for run, reader in enumerate(self._readers):
+            in_rows: set[str] = set()
+            in_rows.update(*(group.session_ids + group.unrewarded for group in self.groups if group.run == run))
             for session_id in reader.session_ids:
-                if session_id in rows[run]:
-                    continue
-                traced = self._trace(run, session_id)
-                ledger += traced.rewarded().ledger.leave_out("no_signal")
-                groups[run, traced.group_id].append(traced.reward)
+                if session_id not in in_rows:
+                    traced = self._trace(run, session_id)
+                    ledger += traced.rewarded().ledger.leave_out("no_signal")
+                    groups[run, traced.group_id].append(traced.reward)
+        equal = []
+        without = []
+        for rewards in groups.values():
+            if set(rewards) == {None}:
+                without.append(len(rewards))
+            else:
+                equal.append(len(rewards))
         parts = []
-        for kind, without in (("whose rewards are equal", False), ("without a reward", True)):
-            sizes = [len(given) for given in groups.values() if (set(given) == {None}) == without]
+        for kind, sizes in {"whose rewards are equal": equal, "without a reward": without}.items():
             if sizes:
                 parts.append(f"{counted(len(sizes), 'group')} {kind} ({counted(sum(sizes), 'session')})")
-        return ledger, f"{', '.join(parts)}; tokens {ledger}" if parts else ""
+        text = ""
+        if parts:
+            text = f"{', '.join(parts)}; tokens {ledger}"
+        return ledger, text
 
     @cached_property
     def _readers(self) -> list[SessionReader]:
@@ -157,30 +190,41 @@ def recorded_groups(runs: Sequence[Path], rules: RewardRules, *, every: bool = F
     Raises `InputError` when two runs have the same session with the same content and when no group is left, and
     `RunError` for a folder that is not a run.
     """
-    ids: list[set[str]] = []
     groups: list[RecordedGroup] = []
-    rewarded = 0
+    earlier: dict[Path, Set[str]] = {}
     for number, run in enumerate(runs):
-        members: defaultdict[str, list[str]] = defaultdict(list)
         sessions = load_sessions(run)
-        for other, known in zip(runs, ids, strict=False):
+        for other, known in earlier.items():
             require_other_content(other, run, known & sessions.keys())
-        ids.append(set(sessions))
-        for session_id, session in sorted(sessions.items()):
-            members[session.group_id or session_id].append(session_id)
-        for group_id, names in sorted(members.items()):
-            labels = {name: label_session(sessions[name], rules).reward for name in names}
-            rewards = {name: reward for name, reward in labels.items() if reward is not None}
-            rewarded += bool(rewards)
-            if rewards_differ(rewards.values()) or (every and rewards):
-                without = tuple(name for name in names if name not in rewards)
-                task_id = sessions[next(iter(rewards))].task_id
-                found = RecordedGroup(number, group_id, tuple(rewards), without, task_id, tuple(rewards.values()))
-                groups.append(found)
-    if not groups:
-        where = ", ".join(map(str, runs))
-        why = f"the rewards of each of its {rewarded} groups are equal" if rewarded else "no session has a reward"
-        raise InputError(f"nothing to train on in {where}: {why}")
+        earlier[run] = sessions.keys()
+        groups += _groups_of(number, sessions, rules)
+    rewarded = [group for group in groups if group.rewards]
+    trained = [group for group in rewarded if every or rewards_differ(group.rewards)]
+    if not trained:
+        why = "no session has a reward"
+        if rewarded:
+            why = f"the rewards of each of its {len(rewarded)} groups are equal"
+        raise InputError(f"nothing to train on in {', '.join(map(str, runs))}: {why}")
+    return trained
+
+
+def _groups_of(run: int, sessions: Mapping[str, Session], rules: RewardRules) -> list[RecordedGroup]:
+    """Return the groups of a run, by id."""
+    members: defaultdict[str, list[Session]] = defaultdict(list)
+    for _, session in sorted(sessions.items()):
+        members[session.group_id or session.session_id].append(session)
+    groups = []
+    for group_id, group in sorted(members.items()):
+        rewards: dict[str, float] = {}
+        unrewarded = []
+        for session in group:
+            reward = label_session(session, rules).reward
+            if reward is None:
+                unrewarded.append(session.session_id)
+            else:
+                rewards[session.session_id] = reward
+        task_id = group[0].task_id
+        groups.append(RecordedGroup(run, group_id, tuple(rewards), tuple(unrewarded), task_id, tuple(rewards.values())))
     return groups
 
 
@@ -197,18 +241,8 @@ def _require_tokenizer(run: Path, model: Path, digests: Mapping[str, str]) -> No
 
 def _require_sampling(run: Path, sessions: set[str], temperature: float) -> None:
     """Raise `InputError` when a call of the sessions was sampled in another way, as far as calls name it."""
+    fix = "record without it, or leave the session out (Run.filter)"
     for batch in read_batches(run, "calls", sessions):
-        columns = (batch.column(name).to_pylist() for name in ("session_id", "call_id", "sampling"))
-        for session_id, call_id, sampling in zip(*columns, strict=True):
-            recorded = json.loads(sampling)
-            what = f"{run}: call {call_id} of session {session_id} was sampled"
-            if (given := recorded.get("temperature", temperature)) != temperature:
-                raise InputError(
-                    f"{what} at temperature {given}, but grpo.temperature is {temperature}: the trainer would divide "
-                    "the logits by another number than the engine did"
-                )
-            if key := biased(recorded):
-                raise InputError(
-                    f"{what} with {key} = {recorded[key]!r}: the loss would be biased, because tokens were not sampled "
-                    "by the probabilities that are trained; record without it, or leave the session out (Run.filter)"
-                )
+        for call in batch.select(["session_id", "call_id", "sampling"]).to_pylist():
+            what = f"{run}: call {call['call_id']} of session {call['session_id']} was sampled"
+            require_unbiased(what, json.loads(call["sampling"]), temperature, fix)

@@ -16,6 +16,44 @@ from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.names import counted
 from rolltap.trainer.runs.views.training import METRICS, read_metrics
 
+PHASES = ("rollout", "publication", "evaluation", "training")
+"""Phases of a step. A moment that is of no other one is of the last."""
+_SHOWN = {
+    "reward": "reward [bold]{:.3f}[/]",
+    "eval/reward": "eval {:.3f}",
+    "sessions_infrastructure": "infrastructure failures {:.0f}",
+    "sessions_unjudged": "unjudged {:.0f}",
+    "sessions_timeout": "timeouts {:.0f}",
+    "sessions_budget": "out of budget {:.0f}",
+    "suspicious": "suspicious {:.0f}",
+    "sessions_excluded": "excluded {:.0f}",
+    "sessions_no_reward": "sessions without a reward {:.0f}",
+    "groups_without_signal": "groups without signal {:.0f}",
+    "loss": "loss {:.4g}",
+    "difference": "difference {:.1e}",
+    "off_policy": "off policy {:.1e}",
+    "ratio/mean": "ratio {:.3f}",
+    "clipped": "clipped {:.1%}",
+    "masked": "masked {:.1%}",
+    "truncated": "truncated {:.1%}",
+    "kl": "KL {:.2g}",
+    "entropy": "entropy {:.3f}",
+    "tokens_trained": "{:,.0f} tokens trained",
+    "left_out": "{:,.0f} left out",
+    "forwarded": "{:.0%} of rows forwarded",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "peak_memory_gib": "{:.1f} GiB",
+    **{f"seconds_{phase}": f"{phase} {{:.1f}} s" for phase in PHASES},
+}
+"""Number of a step -> its text in the step's line, in rich's markup."""
+_COUNTS = ("sessions_", "groups_", "suspicious", "left_out")
+"""Beginnings of the numbers that are shown if they are not 0."""
+_SUMS = {
+    "clipped": ("clip_ratio/region_mean", "cispo_clip_ratio"),
+    "masked": ("masked/low", "masked/high"),
+    "truncated": ("truncated/low", "truncated/high"),
+}
+
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
     """Append the metrics of a step, in one write. Raises `OSError`."""
@@ -34,16 +72,12 @@ def _line(values: Mapping[str, Any]) -> bytes:
     return to_json(values, inf_nan_mode="null", fallback=float) + b"\n"
 
 
-PHASES = ("rollout", "publication", "evaluation", "training")
-"""Phases of a step. A moment that is of no other one is of the last."""
-
-
 class Phases(TrainerCallback):
     """Logs the seconds that each phase of a step took: `seconds_PHASE`. Phases do not overlap, and have no gaps."""
 
     def __init__(self) -> None:
         self.log: Callable[[Mapping[str, float]], None]
-        """`ReplicatedTrainer.log_metrics`."""
+        """`TraceGRPOTrainer.log_metrics`."""
         self._phase = PHASES[-1]
         self._since = time.monotonic()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -80,7 +114,8 @@ class Reports(TrainerCallback):
     """Reports a training into the folder `run` and on `console` whenever metrics are logged."""
 
     def __init__(self, run: Path, console: Console) -> None:
-        self._run, self._console = run, console
+        self._run = run
+        self._console = console
         self._began = time.monotonic()
         self._first_step = 0
 
@@ -98,17 +133,18 @@ class Reports(TrainerCallback):
         append_metrics(self._run / METRICS, state.global_step, logs)
         line = step_line(state.global_step, state.max_steps, logs)
         taken = state.global_step - self._first_step
-        left = time_left(time.monotonic() - self._began, taken, state.max_steps - state.global_step)
+        seconds = time.monotonic() - self._began
+        left = time_left(seconds, taken, state.max_steps - state.global_step)
         self._console.print(f"{line}  {left}".rstrip(), markup=True)
 
     def end(self, steps: int) -> None:
         """Say that the training has taken all its steps."""
-        rewards = [line["reward"] for line in read_metrics(self._run / METRICS) if line.get("reward") is not None]
         took = timedelta(seconds=round(time.monotonic() - self._began))
-        earned = ""
+        line = f"trained {counted(steps, 'step')} in {took}"
+        rewards = [each["reward"] for each in read_metrics(self._run / METRICS) if each.get("reward") is not None]
         if rewards:
-            earned = f", reward {rewards[0]:.3f} at first and {rewards[-1]:.3f} at last"
-        self._console.print(f"trained {counted(steps, 'step')} in {took}{earned}")
+            line += f", reward {rewards[0]:.3f} at first and {rewards[-1]:.3f} at last"
+        self._console.print(line)
 
 
 def time_left(seconds: float, taken: int, left: int) -> str:
@@ -124,41 +160,21 @@ def step_line(step: int, steps: int, logs: Mapping[str, Any]) -> str:
 
     The difference, or `off policy`, is the largest of the means by kind of continuity.
     """
-    number = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-
-    def share(*names: str) -> float | None:
-        values = [number[name] for name in names if name in number]
-        return 100 * sum(values) if values else None
-
-    def largest(prefix: str) -> float | None:
-        return max((value for name, value in number.items() if name.startswith(prefix)), default=None)
-
-    rows = number.get("tokens_in_rows")
-    parts: list[tuple[str, float | None]] = [
-        ("reward [bold]{:.3f}[/]", number.get("reward")),
-        ("eval {:.3f}", number.get("eval/reward")),
-        ("infrastructure failures {:.0f}", number.get("sessions_infrastructure") or None),
-        ("unjudged {:.0f}", number.get("sessions_unjudged") or None),
-        ("timeouts {:.0f}", number.get("sessions_timeout") or None),
-        ("out of budget {:.0f}", number.get("sessions_budget") or None),
-        ("suspicious {:.0f}", number.get("suspicious") or None),
-        ("excluded {:.0f}", number.get("sessions_excluded") or None),
-        ("sessions without a reward {:.0f}", number.get("sessions_no_reward") or None),
-        ("groups without signal {:.0f}", number.get("groups_without_signal") or None),
-        ("loss {:.4g}", number.get("loss")),
-        ("difference {:.1e}", largest("difference/")),
-        ("off policy {:.1e}", largest("off_policy/")),
-        ("ratio {:.3f}", number.get("ratio/mean")),
-        ("clipped {:.1f} %", share("clip_ratio/region_mean", "cispo_clip_ratio")),
-        ("masked {:.1f} %", share("masked/low", "masked/high")),
-        ("truncated {:.1f} %", share("truncated/low", "truncated/high")),
-        ("KL {:.2g}", number.get("kl")),
-        ("entropy {:.3f}", number.get("entropy")),
-        ("{:,.0f} tokens trained", number.get("tokens_trained")),
-        ("{:,.0f} left out", sum(value for name, value in number.items() if name.startswith("left_out/")) or None),
-        ("{:.0f} % of rows forwarded", 100 * number["tokens_forwarded"] / rows if rows else None),
-        ("{:,.0f} tokens/s", number.get("tokens_per_second")),
-        ("{:.1f} GiB", number.get("peak_memory_gib")),
-        *((f"{phase} {{:.1f}} s", number.get(f"seconds_{phase}")) for phase in PHASES),
-    ]
-    return "  ".join([f"step {step}/{steps}", *(text.format(value) for text, value in parts if value is not None)])
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    for name, value in [*numbers.items()]:
+        kind = name.partition("/")[0]
+        if kind in ("difference", "off_policy"):
+            numbers[kind] = max(value, numbers.get(kind, value))
+        elif kind == "left_out":
+            numbers[kind] = value + numbers.get(kind, 0)
+    for name, parts in _SUMS.items():
+        found = [numbers[part] for part in parts if part in numbers]
+        if found:
+            numbers[name] = sum(found)
+    if numbers.get("tokens_in_rows"):
+        numbers["forwarded"] = numbers["tokens_forwarded"] / numbers["tokens_in_rows"]
+    shown = [f"step {step}/{steps}"]
+    for name, text in _SHOWN.items():
+        if name in numbers and (numbers[name] or not name.startswith(_COUNTS)):
+            shown.append(text.format(numbers[name]).replace("%", " %"))
+    return "  ".join(shown)
