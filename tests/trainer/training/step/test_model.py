@@ -20,23 +20,32 @@ from tests.trainer.training.step.small_models import (
 
 ROWS = branching_rows()
 LOGPROBS = 2e-5
-"""Difference of log-probabilities, in nats, that float32 may have. Of gradients, relative to their norm: half of it."""
+"""Difference of log-probabilities, in nats, that float32 may have. Of gradients, relative to their
+norm: half of it."""
 NOISE = 4
-"""Differences of hybrids may be this many times those of a plain pass whose embeddings are off by a unit in the last
-place: their recurrence amplifies the rounding of float32."""
+"""Differences of hybrids may be this many times those of a plain pass whose embeddings are off by a
+unit in the last place: their recurrence amplifies the rounding of float32."""
 
 
-def run(model, pack: Pack, weights):
+def pack_of(rows):
+    """Return the rows as sessions of a pack, and random weights of their tokens."""
+    pack = Pack([[row] for row in rows])
+    random = torch.Generator().manual_seed(1)
+    return pack, torch.randn(pack.mask.shape, generator=random) * pack.mask
+
+
+def run(model, pack, weights):
     output = model(**pack.inputs())
     logprobs = pack.unpack(output.log_probs)
     (logprobs * weights).sum().backward()
     return logprobs.detach(), pack.unpack(output.entropy).detach(), take_gradient(model)
 
 
-def differences(found, wanted) -> tuple[float, float]:
+def differences(found, wanted):
+    """Return the largest of log-probabilities, and that of the gradient relative to its norm."""
     logprobs = (found[0] - wanted[0]).abs().max()
     gradient = (found[2] - wanted[2]).norm() / wanted[2].norm()
-    return float(logprobs), float(gradient)
+    return np.array([logprobs, gradient])
 
 
 def nudged(model, rows, weights):
@@ -56,22 +65,20 @@ def nudged(model, rows, weights):
 
 @pytest.mark.parametrize("family", cases(FAMILIES, 0, 1, 2, 3, 4))
 def test_a_pack_has_the_log_probabilities_entropies_and_gradients_of_each_row_alone(family):
-    pack = Pack([[row] for row in ROWS])
-    weights = torch.randn(pack.mask.shape, generator=torch.Generator().manual_seed(1)) * pack.mask
+    pack, weights = pack_of(ROWS)
     model = small_model(family)
     wanted = plain_pass(model, ROWS, weights)
-    most = (LOGPROBS, LOGPROBS / 2)
+    most = np.array([LOGPROBS, LOGPROBS / 2])
     if family in HYBRIDS:
-        floor = differences(nudged(model, ROWS, weights), wanted)
-        most = (NOISE * floor[0], NOISE * floor[1])
+        most = NOISE * differences(nudged(model, ROWS, weights), wanted)
     prepare(model, 1.0)
     found = run(model, pack, weights)
-    assert np.less_equal(differences(found, wanted), most).all(), differences(found, wanted)
+    assert (differences(found, wanted) <= most).all()
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=10 * most[0])
 
     model.activation_checkpointing_enable()
     checkpointed = run(model.train(), pack, weights)
-    assert np.less_equal(differences(checkpointed, wanted), most).all(), differences(checkpointed, wanted)
+    assert (differences(checkpointed, wanted) <= most).all()
 
 
 def test_sessions_have_the_trained_tokens_of_their_traces_one_after_another():
@@ -82,10 +89,10 @@ def test_sessions_have_the_trained_tokens_of_their_traces_one_after_another():
     with torch.no_grad():
         found = together.unpack(model(**together.inputs()).log_probs)
         wanted = alone.unpack(model(**alone.inputs()).log_probs)
-    assert together.mask.sum(1).tolist() == [sum(len(row.scored) for row in rows) for rows in sessions]
-    values = wanted[alone.mask.bool()]
-    torch.testing.assert_close(found[together.mask.bool()], values)
-    assert not found[~together.mask.bool()].any()
+    for mask, rows in zip(together.mask, sessions, strict=True):
+        assert mask.sum() == sum(len(row.scored) for row in rows)
+    torch.testing.assert_close(found[together.mask], wanted[alone.mask])
+    assert not found[~together.mask].any()
 
 
 def test_a_temperature_divides_the_logits():
@@ -136,20 +143,20 @@ def test_an_adapter_takes_packs_too():
     model = get_peft_model(prepare(small_model("qwen3"), 1.0), adapted)
     model.activation_checkpointing_enable()
     model.enable_input_require_grads()
-    pack = Pack([[row] for row in ROWS])
-    weights = torch.randn(pack.mask.shape, generator=torch.Generator().manual_seed(1)) * pack.mask
+    rows = ROWS[::2]
+    pack, weights = pack_of(rows)
     found = run(model.train(), pack, weights)
-    wanted = plain_pass(model, ROWS, weights)
-    assert np.less_equal(differences(found, wanted), (LOGPROBS, LOGPROBS / 2)).all()
+    wanted = plain_pass(model, rows, weights)
+    assert (differences(found, wanted) <= [LOGPROBS, LOGPROBS / 2]).all()
 
 
 def test_low_precision_gives_what_plain_rows_give_but_for_rounding():
     model = prepare(small_model("qwen3"), 1.0)
     rows = ROWS[:5]
-    pack = Pack([[row] for row in rows])
+    pack, _ = pack_of(rows)
+    weights = pack.mask.float()
     with torch.autocast("cpu", torch.bfloat16):
-        found = run(model, pack, pack.mask.float())
-        wanted = plain_pass(model, rows, pack.mask.float())
-    exact = plain_pass(model, rows, pack.mask.float())
-    rounding = differences(wanted, exact)
-    assert np.less_equal(differences(found, exact), np.multiply(1.5, rounding)).all()
+        found = run(model, pack, weights)
+        wanted = plain_pass(model, rows, weights)
+    exact = plain_pass(model, rows, weights)
+    assert (differences(found, exact) <= 1.5 * differences(wanted, exact)).all()
