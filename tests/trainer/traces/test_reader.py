@@ -1,16 +1,15 @@
 import random
 from datetime import timedelta
 
-import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.store.rewards import make_session as make
-from rolltap.addons.store.tables import TABLES, run_files
 from rolltap.trainer.traces import reader
 from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, SessionTable, load_sessions
 from rolltap.trainer.traces.sessions import TraceOptions, iter_traces
 from tests.factories import START, add_rows, make_call, make_session, write_run
+from tests.trainer.traces.changed import change_rows
 
 
 @pytest.fixture
@@ -84,16 +83,6 @@ class TestLoadCalls:
         add_rows(run, *chain[:1])
         with pytest.raises(RunError, match="holds call 0 of session s twice"):
             RecordedCalls(run)["s"]
-
-
-def change_rows(run, table, which, **values):
-    """Change rows of a table after they were written, and leave their digests as they are."""
-    for path in run_files(run, table):
-        rows = pa.ipc.open_stream(path.read_bytes()).read_all().to_pylist()
-        for row in rows:
-            row.update(values if which(row) else {})
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, TABLES[table]) as writer:
-            writer.write_table(pa.Table.from_pylist(rows, TABLES[table]))
 
 
 class TestChangedRows:

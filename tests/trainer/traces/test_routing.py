@@ -1,16 +1,14 @@
 """The experts of traces, joined from what each call added."""
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from rolltap import open_run
 from rolltap.addons.store.routing import Routing, first_routed
-from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.tables import run_files
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.routing import Experts
 from tests.factories import make_call, make_session, write_run
+from tests.trainer.traces.changed import change_rows
 
 ROOT = make_call(1, [11, 12, 13], [14, 15])
 LEFT = make_call(2, [16], [17, 18], after=ROOT)
@@ -69,13 +67,7 @@ def test_calls_without_experts_and_those_that_continue_them_are_left_out(tmp_pat
 
 def test_a_row_that_was_changed_is_not_used(tmp_path):
     run = write_run(tmp_path, ROOT, make_session(), row(ROOT))
-    [path] = run_files(run, "routing")
-    with SegmentReader(path) as reader:
-        [(_, batch)] = list(reader)
-        rows = [{**each, "experts": bytes(len(each["experts"]))} for each in batch.to_pylist()]
-        schema = reader.schema
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    change_rows(run, "routing", lambda row: True, experts=bytes(len(row(ROOT).experts)))
     assert open_run(run).traces(routing=True).batch().ledger.left_out == {"missing_routing": 2}
     assert open_run(run).verify(progress=False).verdict == "damaged"
 

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-import pyarrow as pa
 import pytest
 
 from rolltap import merge_runs, open_run
 from rolltap.addons.store.scores import Score
-from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.tables import run_files
 from rolltap.errors import InputError
 from tests.factories import add_rows, make_call, make_session, write_run
+from tests.trainer.traces.changed import change_rows
 
 ROOT = make_call(1, [11, 12, 13], [14, 15])
 LEFT = make_call(2, [16], [17, 18], after=ROOT)
@@ -70,12 +68,7 @@ def test_of_several_rows_of_a_call_the_last_counts(run):
 
 def test_a_row_that_was_changed_is_not_used(tmp_path):
     run = write_run(tmp_path, ROOT, make_session(), row(ROOT))
-    [path] = run_files(run, "scores")
-    with SegmentReader(path) as reader:
-        [(_, batch)] = list(reader)
-        rows, schema = [{**each, "logprobs": [-1.0, -1.0]} for each in batch.to_pylist()], reader.schema
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+    change_rows(run, "scores", lambda row: True, logprobs=[-1.0, -1.0])
     assert open_run(run).traces(scores="big").batch().ledger.left_out == {"missing_scores": 2}
     assert open_run(run).verify(progress=False).verdict == "damaged"
 

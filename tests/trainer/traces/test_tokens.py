@@ -81,6 +81,20 @@ class TestSharing:
         starts = ids[: len(other_ids)] == other_ids
         assert tokens.startswith(other) == tokens.startswith(other_ids) == starts
 
+    @given(st.lists(st.tuples(st.integers(0, 7), IDS), max_size=8))
+    @examples(500)
+    def test_sequences_that_continue_the_same_one_have_each_their_own_ids(self, parts):
+        tokens = [Tokens([])]
+        lists = [[]]
+        for place, own in parts:
+            before = place % len(tokens)
+            tokens.append(Tokens(own, tokens[before]))
+            lists.append(lists[before] + own)
+        assert tokens == lists
+        for one, ids in zip(tokens, lists, strict=True):
+            starts = [ids[: len(other)] == other for other in lists]
+            assert [one.startswith(other) for other in tokens] == starts
+
     def test_a_chain_holds_its_ids_once(self):
         parts = [list(range(1000 * n, 1000 * n + 20)) for n in range(1000)]
         tracemalloc.start()
