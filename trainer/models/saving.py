@@ -10,9 +10,9 @@ reversed, and compared with what the checkpoint contains.
 import json
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ from rolltap.addons.errors import InputError
 from rolltap.trainer.models.loading import INDEX, StoredWeights, frozen_modules, stored_weights
 from rolltap.trainer.models.merging import PREFIX, MergedWeights, adapter_weights
 
-_LAYER = re.compile(r".*?\.\d+\.")
-"""The beginning of a weight's name up to its layer's number. A conversion concerns the
-weights of one layer."""
+_LAYER = re.compile(r"\.(\d+)\.")
+"""The number of a weight's layer in its name. A conversion concerns the weights of one layer."""
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights, by their names in safetensors."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -49,41 +48,33 @@ class NamedWeights:
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, base: StoredWeights) -> None:
-        self._weights = MergedWeights(model)
-        self._model: PreTrainedModel = self._weights.model
+        weights = MergedWeights(model)
+        model = weights.model
         self._base = base
-        dtype = self._model.config.dtype or self._model.dtype
+        dtype = model.config.dtype or model.dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
         self.type: torch.dtype = dtype
         """In which the model was loaded. Its trained weights may have 32 bits since."""
         self._usual = Counter(base.types.values()).most_common(1)[0][0]
         """Type of most weights of the base."""
-        self._layer = lru_cache(maxsize=1)(self._convert)
-        self._names: defaultdict[str, list[str]] = defaultdict(list)
-        """Layer -> the model's names."""
-        self._layer_of: dict[str, str] = {}
-        """The base's name of a weight -> its layer."""
-        frozen = set(frozen_modules(self._model))
-        unmerged = self._weights.unmerged
-        for name in unmerged:
+        frozen = set(frozen_modules(model))
+        shapes: dict[str, torch.Size] = {}
+        for name, weight in weights.unmerged.items():
             if name.rpartition(".")[0] not in frozen:
-                match = _LAYER.match(name)
-                self._names[match[0] if match else ""].append(name)
+                shapes[name] = weight.shape
         # names of the same weight, of which the base may have one
-        tied = _stored_shapes(self._model, dict.fromkeys(self._model.all_tied_weights_keys, ()))
-        for layer, names in self._names.items():
-            stored = _stored_shapes(self._model, {name: unmerged[name].shape for name in names})
-            for name, shape in stored.items():
-                if name not in tied or base.shapes.get(name) is not None:
-                    _require_stored(name, shape, base)
-                    self._layer_of[name] = layer
+        tied = _stored_shapes(model, dict.fromkeys(model.all_tied_weights_keys, ()))
+        self._names = set()
+        """The base's names."""
+        for name, shape in _stored_shapes(model, shapes).items():
+            if name in base.shapes or name not in tied:
+                _require_stored(name, shape, base)
+                self._names.add(name)
+        self._weights_of = lru_cache(maxsize=1)(partial(_weights_of, weights, list(shapes)))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._layer_of
-
-    def _convert(self, layer: str) -> dict[str, Tensor]:
-        return _converted(self._model, self._weights.get(self._names[layer]))
+        return name in self._names
 
     def on_cpu(self, name: str) -> Tensor:
         """Return a weight by its name in the base checkpoint, in the type in which it is written.
@@ -91,13 +82,27 @@ class NamedWeights:
         That is the type in which the model was loaded, for trained weights too, which have 32 bits
         in memory. A weight whose type in the base is not that of most others keeps it.
         """
-        weight = self._layer(self._layer_of[name])[name]
+        weight = self._weights_of(_layer_of(name))[name]
         stored = self._base.types[name]
         dtype = _TYPES.get(stored, weight.dtype)
         if stored == self._usual:
             dtype = self.type
         # a file has neither two names of one weight nor a transposed one
         return weight.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _layer_of(name: str) -> str:
+    """Return the number of a weight's layer; nothing outside of layers."""
+    match = _LAYER.search(name)
+    if match is None:
+        return ""
+    return match[1]
+
+
+def _weights_of(weights: MergedWeights, names: list[str], layer: str) -> dict[str, Tensor]:
+    """Return the weights of a layer by the base's names. `names` are all of the model's."""
+    own = [name for name in names if _layer_of(name) == layer]
+    return _converted(weights.model, weights.get(own))
 
 
 def _converted(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
