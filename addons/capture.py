@@ -10,7 +10,13 @@ from urllib.parse import quote
 from mitmproxy import ctx, exceptions, http
 
 from rolltap.addons.dialects.model_call import DialectError
-from rolltap.addons.dialects.routes import ANY_PREFIX, UNSPECIFIC_PREFIXES, Route, find_route
+from rolltap.addons.dialects.routes import (
+    ANY_PREFIX,
+    UNSPECIFIC_PREFIXES,
+    Route,
+    api_not_served,
+    find_route,
+)
 from rolltap.addons.endpoint.errors import event_kind
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.options import OPTIONS
@@ -118,7 +124,10 @@ class Capture:
         if headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-            self.record(event_of(flow, "refused", WEBSOCKET))
+            if name := api_not_served(path):
+                self.record(event_of(flow, "uncaptured", f"refused: {name}"))
+            else:
+                self.record(event_of(flow, "refused", WEBSOCKET))
             return
         route = find_route(method, path, headers, ctx.options.rolltap_prefix)
         if route is None:

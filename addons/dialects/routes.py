@@ -113,8 +113,24 @@ _ALIKE = 0.85
 """Similarity of a mistyped path, of `difflib`: one letter that is wrong, missing or too much."""
 _LONGEST = 100
 """Characters of a path that may be a mistyped one."""
-_BEDROCK = re.compile(r"/model/[^/]+/(converse|invoke)[a-z-]*")
-"""Path of a call of a model in Amazon Bedrock's own APIs."""
+_BEDROCK = "Bedrock's Converse and InvokeModel"
+_NOT_SERVED = {
+    _BEDROCK: r"/model/[^/]+/(converse|invoke)[a-z-]*",
+    "Google's Interactions API": r"/v\d\w*/interactions",
+    "Google's Live API": r"/ws/google\..*bidigenerate(content|music)",
+    "OpenAI's Assistants API": r".*/v1/threads/(runs|[^/]+/runs(/[^/]+/submit_tool_outputs)?)",
+    "OpenAI's Realtime API": r".*/v1/(realtime|live/sessions)(/\w+)?",
+}
+"""Name of a model API that is not served -> the paths of its model calls."""
+
+
+def api_not_served(target: str) -> str:
+    """Return the name of the API whose model call a request to `target` is, or "" if there is none."""
+    path = target.partition("?")[0].lower()
+    for name, pattern in _NOT_SERVED.items():
+        if re.fullmatch(pattern, path):
+            return name
+    return ""
 
 
 def looks_like_model_call(method: str, target: str) -> bool:
@@ -124,17 +140,21 @@ def looks_like_model_call(method: str, target: str) -> bool:
     is compared as the most tolerant one would read it: decoded, in lower case, without parameters, empty folders and
     dot segments, and without what follows the name.
     """
+    if method != "POST":
+        return False
+    if api_not_served(target):
+        return True
     path = target.partition("?")[0]
     for _ in range(_DECODED):
         path = unquote(path)
     path = posixpath.normpath("///" + re.sub(r";[^/]*|[?#].*", "", path.replace("\\", "/"), flags=re.S))
-    return method == "POST" and _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
+    return _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
 
 
 def advice(method: str, target: str) -> str:
     """Return what would make a request that is not served a model call, or "" when it is probably none.
 
-    Either its API is behind a prefix that is not known, or is Bedrock's own, or its path is mistyped.
+    Either its API is behind a prefix that is not known, or is not served, or its path is mistyped.
     """
     if method != "POST":
         return ""
@@ -142,8 +162,9 @@ def advice(method: str, target: str) -> str:
     if route is not None and route.prefix.lower() != "/v1":  # a base URL with `/v1` for a client that adds its own
         return f"set rolltap_prefix={route.prefix} to answer it"
     path = target.partition("?")[0]
-    if _BEDROCK.fullmatch(path):
-        return "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
+    if name := api_not_served(target):
+        use = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
+        return f"the recorder does not serve {name}. {use}"
     folders = [folder for folder in path[-_LONGEST:].lower().split("/") if folder] if len(path) <= _LONGEST else []
     for end in ("/".join(folders[-2:]), "/".join(folders[-1:])):
         for meant in get_close_matches(end, _PATHS, 1, _ALIKE):
@@ -156,7 +177,7 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     path, wanted = target.partition("?")[0], advice(method, target)
     why = f"{method} {path} is not served here{f': {wanted}' if wanted else '.'}"
     route = find_route(method, target, headers, ANY_PREFIX)
-    if _BEDROCK.fullmatch(path):
+    if api_not_served(target) == _BEDROCK:
         return json.dumps({"__type": "ResourceNotFoundException", "message": why}).encode()
     if route is not None:
         dialect: Dialect = route.dialect

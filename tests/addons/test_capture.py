@@ -154,12 +154,20 @@ class TestModelCalls:
         assert flow.request.headers["x-openai-subagent"] == "\\udcff\\x1b[2Jé"
         assert flow.request.path == "/v1/chat/completions?a=b%20c&d=%FF%1B%E9"
 
-    @pytest.mark.parametrize("url", ["https://api.openai.com/v1/responses", "https://pypi.org/"])
-    def test_a_websocket_is_refused_so_that_codex_falls_back_at_once(self, capture, url):
-        flow = captured(capture, "GET", url, {"Upgrade": "WebSocket"})
+    @pytest.mark.parametrize(
+        ("path", "told"),
+        [
+            ("/v1/responses", ("refused", "a WebSocket, which is not served")),
+            ("/", ("refused", "a WebSocket, which is not served")),
+            ("/v1/realtime?model=m", ("uncaptured", "refused: OpenAI's Realtime API")),
+            ("/ws/google.ai.v1.Service.BidiGenerateContent", ("uncaptured", "refused: Google's Live API")),
+        ],
+    )
+    def test_a_websocket_is_refused_so_that_codex_falls_back_at_once(self, capture, path, told):
+        flow = captured(capture, "GET", f"https://api.example{path}", {"Upgrade": "WebSocket"})
         assert (flow.response.status_code, CAPTURED in flow.metadata) == (426, False)
         (event,) = read_rows(capture.endpoint.writer.run, "events")
-        assert (event["kind"], event["detail"]) == ("refused", "a WebSocket, which is not served")
+        assert (event["kind"], event["detail"]) == told
 
     def test_nothing_is_captured_without_a_session_or_after_another_answer(self, capture):
         answered, unknown = request(), request()

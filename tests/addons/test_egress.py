@@ -186,7 +186,9 @@ def test_model_calls_pass_and_an_answer_that_is_there_stays(egress, events, meta
 
 
 NEAR, GATEWAY = "/v1/chat/completion", "/my/gateway/v1/chat/completions"
-BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
+USE = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
+BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE}"
+INTERACTIONS = f"the recorder does not serve Google's Interactions API. {USE}"
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,8 @@ BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program 
         ("https://api.openai.com/v1/completions", ["refused"]),
         ("https://bedrock.amazonaws.com/model/m/invoke-with-response-stream", [f"refused: {BEDROCK}"]),
         ("https://bedrock.amazonaws.com/model/m/converse", [f"refused: {BEDROCK}"]),
+        ("https://google.com/v1beta/interactions", [f"refused: {INTERACTIONS}"]),
+        ("https://pypi.org/v1beta/interactions", ["let through"]),
         ("https://api.cohere.com/v2/generate", ["refused"]),
         ("https://generativelanguage.googleapis.com/v2/models/m:generateContent", ["refused"]),
         ("https://api.openai.com/v1/batches", ["refused"]),

@@ -165,6 +165,8 @@ OTHER_APIS = """
 /model/m/invoke-with-response-stream /model/m/converse-stream /v3/ai/language-model
 /v1/projects/p/locations/l/publishers/anthropic/models/m:rawPredict
 /v1/projects/p/locations/l/publishers/anthropic/models/m:streamRawPredict
+/v1beta/interactions /v1beta1/interactions /openai/v1/realtime/calls /v1/live/sessions
+/v1/threads/runs /v1/threads/t/runs /v1/threads/t/runs/r/submit_tool_outputs
 /v1/batches /openai/v1/batches /v1/messages/batches?beta=true /v1beta/models/m:batchGenerateContent
 """
 
@@ -193,7 +195,16 @@ def test_a_model_call_is_recognised_however_its_path_is_spelled(path):
     assert not looks_like_model_call("GET", path)
 
 
-@pytest.mark.parametrize("piece", ["%25", "/:complete", "%2e%2e/", ";", "/completions-"])
+@pytest.mark.parametrize(
+    "path", ["/v1/threads", "/interactions", "/v1beta/interactions/i/cancel", "/live/sessions/s/events"]
+)
+def test_a_path_that_only_resembles_one_of_a_model_api_is_none(path):
+    assert not looks_like_model_call("POST", path)
+
+
+@pytest.mark.parametrize(
+    "piece", ["%25", "/:complete", "%2e%2e/", ";", "/completions-", "/threads/runs", "bidigenerate"]
+)
 def test_a_long_path_is_compared_in_linear_time(piece):
     assert not looks_like_model_call("POST", "/v1/" + piece * (64_000 // len(piece)) + "/x")
 
@@ -207,7 +218,8 @@ def test_other_requests_to_a_model_api_are_none(path):
     assert advice("POST", path) == ""
 
 
-BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program use OpenAI's or Anthropic's API"
+USE = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
+BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE}"
 
 
 @pytest.mark.parametrize(
@@ -227,6 +239,7 @@ BEDROCK = "Bedrock's Converse and InvokeModel are not answered. Let the program 
         ("/model/us.amazon.nova-pro-v1%3A0/converse", BEDROCK),
         ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", BEDROCK),
         ("/model/m/invoke", BEDROCK),
+        ("/openai/v1/threads/t/runs", f"the recorder does not serve OpenAI's Assistants API. {USE}"),
         ("/model/m/invoke-with-response-stream", BEDROCK),
     ],
     ids=lambda text: text[:40],
