@@ -128,15 +128,18 @@ on are those of a further group."""
 
 SHORT = {
     "checkpoint": [
-        ["0: after writing training.json 1"],
-        ["3: after the engine has loaded the weights 1", "0: after the engine has loaded the weights 1"],
-        ["3: after a session was recorded 5"],
-        ["3: half of scheduler.pt 1"],
+        [
+            "0: after writing training.json 1",
+            "3: after the engine has loaded the weights 1",
+            "0: after the engine has loaded the weights 1",
+            "3: after a session was recorded 5",
+            "3: half of scheduler.pt 1",
+        ]
     ],
-    "lora": [["4: before save_finished 1"]],
-    "ahead": [["3: after a session was recorded 2"]],
+    "ahead": [["3: after a session was recorded 2", "4: before save_finished 1"]],
 }
-"""A point of each kind: at the start, while weights are published, in a rollout, in a checkpoint, at the end."""
+"""A point of each kind, in one training: at the start, while weights are published, in a rollout, in a checkpoint, at
+the end."""
 
 
 def make_points(points: Points) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rolltap.trainer.cli.main import main
-from rolltap.trainer.training import offline
+from rolltap.trainer.training import offline, online
 from tests.conftest import free_port
-from tests.trainer.training.started import second_launcher_is_killed
+from tests.trainer.training.started import publish_is_refused, second_launcher_is_killed, stand_in
+from tests.trainer.training.trainings import ENGINES
 
-assert offline  # imported once, for all
+IMPORTED = (offline, online)  # once, for all
 
 
 def forked(function: Callable[[], Any], printed: Path) -> int:
@@ -42,35 +43,40 @@ def status_of(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def train(folder: Path, out: str, fault: Callable[[Path], None] | None = None) -> None:
-    """Train on the recorded run, as the command does."""
+def train(folder: Path, out: str, fault: Callable[[Path], None] | None = None, rolls_out: bool = False) -> None:
+    """Train on the recorded run, or `rolls_out` with stand-ins, as the command does."""
+    if rolls_out:
+        stand_in(folder)
     if fault is not None:
         fault(folder)
-    sys.argv = ["rolltap", "train", str(folder / "recipe.toml"), "--from", str(folder / "recorded")]
-    sys.argv += ["--out", str(folder / out)]
+    sys.argv = ["rolltap", "train", str(folder / "recipe.toml"), "--out", str(folder / out)]
+    sys.argv += ENGINES if rolls_out else ("--from", str(folder / "recorded"))
     main()
 
 
-def on_two_nodes(folder: Path, fault: Callable[[Path], None] | None = None) -> list[tuple[int, str]]:
-    """Train into `run` by two launchers. Returns the exit status of each, and what it and its process printed."""
+def on_two_nodes(
+    folder: Path, fault: Callable[[Path], None] | None = None, out: str = "run", rolls_out: bool = False
+) -> list[tuple[int, str]]:
+    """Train by two launchers. Returns the exit status of each, and what it and its process printed."""
     place = {"min_nodes": 2, "max_nodes": 2, "nproc_per_node": 1, "rdzv_endpoint": f"127.0.0.1:{free_port()}"}
     place |= {"rdzv_backend": "static", "run_id": "none"}  # as `torchrun --node-rank`
     place |= {"max_restarts": 0, "start_method": "fork", "monitor_interval": 0.1}
     files = [folder / f"printed-{node}" for node in range(2)]
     launchers = [LaunchConfig(**place, rdzv_configs={"rank": node}) for node in range(2)]
     started = [
-        forked(lambda launcher=launcher: elastic_launch(launcher, train)(folder, "run", fault), file)
+        forked(lambda launcher=launcher: elastic_launch(launcher, train)(folder, out, fault, rolls_out), file)
         for launcher, file in zip(launchers, files, strict=True)
     ]
     return [(status_of(process), file.read_text()) for process, file in zip(started, files, strict=True)]
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Return the outcomes of the nodes: of a start in which the second one is killed, and of one more. `alone` is the
-    status of one process that trains the same."""
+    """Return the outcomes of the nodes: of a start in which the second one is killed, and of one more; of an online
+    training whose weights are refused. `alone` is the status of one process that trains the same."""
     killed, resumed = on_two_nodes(folder, second_launcher_is_killed), on_two_nodes(folder)
+    refused = on_two_nodes(folder, publish_is_refused, "refused", rolls_out=True)
     alone = forked(lambda: train(folder, "alone"), folder / "printed")
-    return {"killed": killed, "resumed": resumed, "alone": status_of(alone)}
+    return {"killed": killed, "resumed": resumed, "refused": refused, "alone": status_of(alone)}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import json
 from io import StringIO
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
+from rolltap import plan_training
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError
 from rolltap.addons.options import NEUTRAL_SAMPLING
@@ -24,11 +26,12 @@ from rolltap.trainer.traces.reader import load_sessions
 from rolltap.trainer.training import evaluation
 from rolltap.trainer.training.attempt import TRAINING_FILE
 from rolltap.trainer.training.evaluation import Evaluations
+from rolltap.trainer.training.plan import plan
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.report import METRICS, append_metrics, read_metrics
 from rolltap.trainer.training.steps import BATCHES
 from tests.trainer.training.test_online import HELD_OUT, Loop
-from tests.trainer.training.trainings import ENGINES, RECIPE, Training
+from tests.trainer.training.trainings import RECIPE, Training
 
 OF_STEP_0 = [f"evaluation~{task}-1a2b3c4d.0.0-{index}.0" for task in "xy" for index in (0, 1)]
 
@@ -190,7 +193,8 @@ def test_tasks_that_are_not_there_are_refused_before_anything_starts_but_in_a_pl
     with pytest.raises(InputError, match=r"recipe\.toml: evaluation\.tasks: .*none\.jsonl"):
         raise refused.exception
     assert not (tmp_path / "run").exists()
-    assert training.here(monkeypatch, more=(*ENGINES, "--dry-run")).exit_code == 0
+    monkeypatch.setattr(plan, "plan", planned := Mock())
+    assert plan_training(tmp_path / "recipe.toml") is planned.return_value
     recorded = training.here(monkeypatch, more=("--from", str(tmp_path / "first")))
     assert "none.jsonl" not in str(recorded.exception)  # it needs no tasks
 

@@ -25,15 +25,21 @@ def recorded(tmp_path):
     return recorded_training(tmp_path)
 
 
-def test_both_go_on_after_one_was_killed_and_train_what_one_process_does(recorded):
-    training, _ = recorded
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Return a folder to train in, and the report of `nodes`, whose processes have all ended."""
+    training, _ = recorded_training(tmp_path_factory.mktemp("nodes"))
     mark = secrets.token_hex(8)
     command = [sys.executable, "-m", "tests.trainer.training.nodes", training.folder]
     ended = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "ROLLTAP_MARK": mark}, capture_output=True, text=True, check=True
     )
     assert running(mark) == []
-    report = json.loads(ended.stdout)
+    return training, json.loads(ended.stdout)
+
+
+def test_both_go_on_after_one_was_killed_and_train_what_one_process_does(forked):
+    training, report = forked
     (first, said), (second, _) = report["killed"]
     assert (first, second) == (1, -9)
     assert said.count("error: another training process ended") == 1
@@ -43,6 +49,15 @@ def test_both_go_on_after_one_was_killed_and_train_what_one_process_does(recorde
     assert "step 1/2" not in said
     base = training.base()
     assert apart(training.weights("alone"), training.weights(), base) < 0.01
+
+
+def test_an_error_of_the_main_process_ends_all_and_is_printed_once(forked):
+    training, report = forked
+    (first, said), (second, _) = report["refused"]
+    assert (first, second) == (1, 1)
+    message = "the engine at http://127.0.0.1:10 refuses policy-"
+    assert [line.partition(": ")[0] for line in said.splitlines() if message in line] == ["error"]
+    assert training.owners() == []
 
 
 @pytest.mark.deep  # short, the launchers and their processes are forked, in the test above

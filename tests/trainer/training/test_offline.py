@@ -353,16 +353,6 @@ def test_a_recipe_without_tasks_cannot_roll_out(tmp_path, write_recipe):
         rolltap.train(write_recipe(tasks="tasks.jsonl"), engine="http://127.0.0.1:9", out=tmp_path / "out")
 
 
-def test_a_recorder_names_the_tokenizer_as_the_trainer_does(tmp_path, model, scripted_engine, write_recipe):
-    run = tmp_path / "run"
-    with rolltap.Recorder(run, engine=scripted_engine.url, model=model):
-        pass
-    recorded = json.loads((run / "run.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    digests = tokenizer_digests(tokenizer.get_vocab(), tokenizer.chat_template)
-    assert digests == {name: recorded[name] for name in digests}
-
-
 def scored(run, name="big", version="1", leave_out=()):
     """Add scores of the name, by which all tokens are likely."""
     for session_id, calls in rolltap.open_run(run).calls.items():

@@ -15,7 +15,7 @@ def training(tmp_path):
     return Training(tmp_path)
 
 
-@pytest.mark.deep  # short, the loop trains in two processes, and the next test ends them
+@pytest.mark.deep  # short, test_nodes.py has two processes that go on after one was killed
 @pytest.mark.parametrize("sharding", ["none", "full"])
 def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, monkeypatch, sharding):
     training.recipe(f'{RECIPE}sharding = "{sharding}"\n')
@@ -42,6 +42,7 @@ def test_two_processes_go_on_after_one_died_and_train_what_one_does(training, mo
     assert training.owners() == []
 
 
+@pytest.mark.deep  # short, the processes of two launchers, in test_nodes.py
 def test_an_error_of_the_main_process_ends_all_and_is_printed_once(training):
     printed = training.in_two(fault="publish_is_refused")
     assert not printed.startswith("0\n")
