@@ -65,12 +65,15 @@ def nudged(model, rows, weights):
 
 @pytest.mark.parametrize("family", cases(FAMILIES, 0, 1, 2, 3, 4))
 def test_a_pack_has_the_log_probabilities_entropies_and_gradients_of_each_row_alone(family):
-    pack, weights = pack_of(ROWS)
+    rows = ROWS
+    if family in HYBRIDS:
+        rows = ROWS[::2]  # test_linear has all branches
+    pack, weights = pack_of(rows)
     model = small_model(family)
-    wanted = plain_pass(model, ROWS, weights)
+    wanted = plain_pass(model, rows, weights)
     most = np.array([LOGPROBS, LOGPROBS / 2])
     if family in HYBRIDS:
-        most = NOISE * differences(nudged(model, ROWS, weights), wanted)
+        most = NOISE * differences(nudged(model, rows, weights), wanted)
     prepare(model, 1.0)
     found = run(model, pack, weights)
     assert (differences(found, wanted) <= most).all()
