@@ -105,7 +105,7 @@ class StepAccount:
         for session_id, account in self.batch.accounts.items():
             ledger = account.ledger
             total += ledger
-            row = {
+            row: dict[str, Any] = {
                 "step": step,
                 "version": version,
                 "session_id": session_id,
@@ -117,8 +117,6 @@ class StepAccount:
                 "trained": ledger.trained,
                 "left_out": [asdict(span) for span in account.spans if span.reason is not None],
                 "spans": [asdict(span) for span in account.spans if span.reason is None],
-                "differences": None,
-                "weights": None,
             }
             own = values.get(session_id)
             if own is not None:
