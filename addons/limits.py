@@ -35,12 +35,10 @@ _RESERVE = 148
 class _Phase(IntEnum):
     """Phase of a connection, in the order in which those of a session are closed to make room."""
 
-    SILENT = 0
-    """No request with credentials came."""
-    IDLE = 1
-    SENDING = 2
+    IDLE = 0
+    SENDING = 1
     """Its request is not complete."""
-    WAITING = 3
+    WAITING = 2
     """Its request is complete, and has no complete reply."""
 
 
@@ -50,7 +48,7 @@ class _State:
     """Closes the connection. Cancelled by the first request with credentials."""
     session: str | None = None
     """Session of the newest credentials."""
-    phase: _Phase = _Phase.SILENT
+    phase: _Phase = _Phase.IDLE
     servers: int = 0
     """Number of connections that were opened for it."""
     admitted: bool = False
@@ -66,7 +64,9 @@ class _Share:
     """What a session holds."""
 
     descriptors: int = 0
-    clients: tuple[dict[connection.Client, None], ...] = field(default_factory=lambda: tuple({} for _ in _Phase))
+    clients: tuple[dict[connection.Client, None], ...] = field(
+        default_factory=lambda: ({}, {}, {}),
+    )
     """Its connections in each phase, the one that came first before the others."""
 
 
@@ -162,10 +162,7 @@ class Descriptors:
 
     def response(self, flow: http.HTTPFlow) -> None:
         """Note that a request is over: its reply is complete, or it failed."""
-        state = self._clients.get(flow.client_conn)
-        if state is not None:
-            phase = min(state.phase, _Phase.IDLE)
-            self._change(flow.client_conn, phase=phase, admitted=False)
+        self._change(flow.client_conn, phase=_Phase.IDLE, admitted=False)
 
     error = response
 
@@ -202,12 +199,14 @@ class Descriptors:
             fair = self._shares[self._clients[asking].session].descriptors + _PER_SERVER
         shares = sorted(self._shares.values(), key=attrgetter("descriptors"), reverse=True)
         for share in shares:
-            for phase in (_Phase.SILENT, _Phase.IDLE, _Phase.SENDING):
-                if share.clients[phase] and (phase < _Phase.SENDING or share.descriptors > fair):
-                    return next(iter(share.clients[phase]))
-        for share in shares:
-            if asking is not None and share.descriptors > fair and share.clients[_Phase.WAITING]:
-                return next(reversed(share.clients[_Phase.WAITING]))
+            idle, sending, _ = share.clients
+            if share.descriptors > fair:
+                idle = idle or sending
+            if idle:
+                return next(iter(idle))
+        if asking is not None and shares[0].descriptors > fair:
+            for client in reversed(shares[0].clients[_Phase.WAITING]):
+                return client
         return None
 
     def _change(self, client: connection.Client, **changes: Any) -> None:
