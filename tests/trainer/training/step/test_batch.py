@@ -167,12 +167,6 @@ class TestSpread:
 
         assert max(sizes) == best(0, parts)
 
-    def test_sessions_of_a_group_stay_together(self):
-        ids = [[1] * 50 + [i] for i in range(4)] + [[2] * 50 + [i] for i in range(4)]
-        order = [0, 4, 1, 5, 2, 6, 3, 7]
-        lists = spread([[row(ids[i])] for i in order], 2)
-        assert {frozenset(order[i] // 4 for i in part) for part in lists} == {frozenset([0]), frozenset([1])}
-
 
 class TestMicroBatches:
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 3))

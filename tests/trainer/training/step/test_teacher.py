@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from rolltap.errors import InputError
-from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.training.step.advantages import session_advantages
-from tests.factories import make_call
 from tests.trainer.training.step.tiny import (
     VOCABULARY,
     batch_of,
     gradients,
     make_trace,
-    make_trainer,
     record,
     relative_difference,
-    sample,
     tiny_model,
     trained,
 )
@@ -136,39 +132,6 @@ def test_later_iterations_of_a_batch_compare_with_the_weights_as_they_are(studen
     moved = tiny_model()
     moved.load_state_dict(trainer.spy.weights[0])
     assert relative_difference(by_formula(moved, traces, 1.0), trainer.spy.gradients[1]) < 1e-5
-
-
-def test_the_student_comes_near_the_teacher(student, teacher, tmp_path):
-    prompt = [2, 3, 4]
-
-    def roll_out(rows):
-        recorded = []
-        for group in ("a", "b"):
-            for i in range(16):
-                ids, logprobs = sample(trainer.model, prompt, 3)
-                traces, _ = build_traces([make_call(0, prompt, ids, session_id=f"{group}{i}", logprobs=logprobs)])
-                recorded += [replace(trace, group_id=group, reward=0.0) for trace in taught(teacher, traces)]
-        return recorded
-
-    @torch.no_grad()
-    def divergence(model):
-        """Return KL(model || teacher) of three tokens after the prompt, in nats."""
-        pairs = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * 2)
-        ids = torch.cat([torch.tensor(prompt).expand(len(pairs), -1), pairs], 1)
-        own, other = (each(input_ids=ids).logits[:, 2:].log_softmax(-1) for each in (model, teacher))
-        first, second = own[:, 0].gather(1, pairs[:, :1]).exp(), own[:, 1].gather(1, pairs[:, 1:]).exp()
-        apart = (own.exp() * (own - other)).sum(-1)  # of each place, in each sequence
-        chance = torch.stack(
-            [torch.full((len(pairs),), 1 / len(pairs)), first[:, 0] / VOCABULARY, (first * second)[:, 0]]
-        )
-        return float((chance.T * apart).sum())
-
-    torch.manual_seed(0)
-    how = {"optim": "sgd", "learning_rate": 0.05, "max_steps": 20}
-    trainer = make_trainer(student, tmp_path, roll_out, teacher_share=1.0, **how)
-    before = divergence(trainer.model)
-    trainer.train()
-    assert divergence(trainer.model) < 0.7 * before
 
 
 @pytest.mark.parametrize(

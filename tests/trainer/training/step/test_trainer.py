@@ -12,7 +12,6 @@ from trl import GRPOConfig
 
 from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.traces.build import GroupReward, Trace, build_traces
-from rolltap.trainer.training.step import trainer as module
 from rolltap.trainer.training.step.config import TraceGRPOConfig
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 from tests.factories import make_call
@@ -50,43 +49,6 @@ def traces(model) -> list[Trace]:
 
 def number_sampled(traces: list[Trace]) -> int:
     return sum(sum(trace.completion_mask) for trace in traces)
-
-
-def test_ratios_are_one_and_each_gradient_is_an_advantage_over_their_number(model, traces, tmp_path, monkeypatch):
-    trainer = make_trainer(model, tmp_path, traces, gradient_accumulation_steps=4)
-    compute_loss, compute_logprobs = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
-    inputs_seen, logprobs_seen = [], []
-
-    def watched_logprobs(*args, **kwargs):
-        logprobs, *rest = compute_logprobs(*args, **kwargs)
-        logprobs.retain_grad()
-        logprobs_seen.append(logprobs)
-        return logprobs, *rest
-
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", watched_logprobs)
-    monkeypatch.setattr(trainer, "_compute_loss", lambda m, i: inputs_seen.append(i) or compute_loss(m, i))
-    trainer.train()
-    assert trainer.state.log_history[0]["clip_ratio/region_mean"] == 0
-    found = []
-    for inputs, logprobs in zip(inputs_seen, logprobs_seen, strict=True):
-        sampled = inputs["completion_mask"].bool()
-        ratio = torch.exp(logprobs - inputs["old_per_token_logps"])[sampled]
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
-        found += logprobs.grad[sampled].tolist()
-    advantages = module.session_advantages(batch_of(traces).rewards, "group")
-    total = number_sampled(traces)
-    assert total > 30
-    expected = [-advantages[t.session_id] / total for t in traces for _ in range(sum(t.completion_mask))]
-    assert sorted(found) == pytest.approx(sorted(expected), abs=1e-6)
-
-
-def test_the_gradient_depends_neither_on_the_order_of_the_traces_nor_on_their_split(model, traces, tmp_path):
-    plain = gradients(model, tmp_path, traces, gradient_accumulation_steps=1)
-    assert max(float(gradient.abs().max()) for gradient in plain.values()) > 1e-2
-    for steps in (1, 2 * len(traces)):
-        shuffled = random.Random(steps).sample(traces, len(traces))
-        other = gradients(model, tmp_path, shuffled, gradient_accumulation_steps=steps)
-        assert largest_difference(plain, other) < 1e-6
 
 
 def test_training_makes_the_rewarded_token_likelier(model, tmp_path):
