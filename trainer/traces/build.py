@@ -274,18 +274,14 @@ def trace_calls(
     """
     calls = sorted(calls, key=start_order)
     by_id = _by_id(calls)
-    experts: dict[str, list[NDArray[np.integer[Any]]]] = {}
     missing: dict[str, LeftOut] = {}
     for call in calls:
         if scores is not None:
             given = scores.get(call.call_id)
             if given is None or len(given.logprobs) != len(call.completion_ids):
                 missing[call.call_id] = "missing_scores"
-        if routing is not None:
-            pieces = expert_pieces(call, by_id, routing)
-            experts[call.call_id] = pieces
-            if not pieces:
-                missing[call.call_id] = "missing_routing"
+        if routing is not None and not expert_pieces(call, by_id, routing):
+            missing[call.call_id] = "missing_routing"
     parents, reasons = judge_calls(calls, selection.roles, missing)
 
     trained: dict[int, TokenSpan] = {}
@@ -312,8 +308,8 @@ def trace_calls(
         for span in owned:
             _train(trace, by_id[span.call_id], span, scores)
         if routing is not None:
-            length = len(trace.prompt_ids) + len(trace.completion_ids)
-            trace.routing = np.concatenate(experts[trace.call_ids[-1]])[: length - 1]
+            experts = np.concatenate(expert_pieces(calls[path[-1]], by_id, routing))
+            trace.routing = experts[: len(trace.prompt_ids) + len(trace.completion_ids) - 1]
         traces.append(trace)
     if selection.strategy == "tree":
         _name_shared_prefixes(traces)

@@ -1,16 +1,17 @@
 """The account of a token: every sampled token is trained once, or left out for a named reason.
 
-                   tokens that calls sampled
-    build_traces     - of calls that nothing is learned from     aborted failed missing_logprobs
-                                                                 violation grammar missing_routing
-                                                                 missing_scores stale ROLE superseded
-                     - beyond `max_tokens` of a trace            over_length
-                   = in traces: each token has mask 1 in exactly one
-    label_session    - of sessions without a reward              infrastructure cancelled unjudged
-                                                                 excluded suspicious no_reward
-                   = in a batch
-    with_signal      - of groups whose rewards are equal         no_signal
-                   = in the loss
+                  tokens that calls sampled
+    build_traces    - of calls that nothing is learned from    aborted failed missing_logprobs
+                                                               violation grammar missing_routing
+                                                               missing_scores stale ROLE
+                                                               superseded
+                    - beyond `max_tokens` of a trace           over_length
+                  = in traces: each token has mask 1 in exactly one
+    label_session   - of sessions without a reward             infrastructure cancelled unjudged
+                                                               excluded suspicious no_reward
+                  = in a batch
+    with_signal     - of groups whose rewards are equal        no_signal
+                  = in the loss
 
 `LeftOut` says what each reason means. A call, and a token of it, has one reason: the first that
 holds, in the order of `LeftOut`. Every step takes tokens out of a `Ledger` with `leave_out`, so
