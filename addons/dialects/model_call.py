@@ -266,6 +266,8 @@ class Reply:
     finish_reason: FinishReason = "stop"
     stop: str | None = None
     """The stop text that ended the reply, if any."""
+    unread: str | None = None
+    """The reason for which a part that looks like a tool call is text; None when there is no such part."""
 
     @classmethod
     def of_message(cls, message: Message, finish_reason: str | None) -> "Reply":
@@ -291,7 +293,7 @@ class Usage:
     """Token counts of one call, and its end.
 
     `cached` is the part of `prompt` that came from the engine's prefix cache, `reasoning` that of `completion` which is
-    reasoning (`Rendering.reasoning_tokens`).
+    reasoning (`SampledReply.reasoning_tokens`).
     """
 
     prompt: int

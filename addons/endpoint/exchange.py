@@ -64,19 +64,22 @@ async def stream(
 async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write) -> None:
     """Write the events of a growing reply. A request that joins late gets all events from the first one on."""
     await write(encoder.start())
-    sent = 0
+    num_sent = 0
     while True:
-        parsed = generation.advance()
-        pieces = generation.pieces[sent:]
-        sent += len(pieces)
-        await write(b"".join(encoder.delta(reasoning, content) for reasoning, content in pieces))
+        pieces = generation.pieces[num_sent:]
+        num_sent += len(pieces)
+        if pieces:
+            reasoning = "".join(piece[0] for piece in pieces)
+            content = "".join(piece[1] for piece in pieces)
+            await write(encoder.delta(reasoning, content))
         if generation.reply is not None:
             return await write(encoder.finish(generation.reply, generation.usage))
         if generation.error is not None:
             return await write(encoder.error(generation.error))
-        if parsed:
+        if pieces:
             await generation.finished(COALESCE_SECONDS)
-        if not await generation.changed(KEEP_ALIVE_SECONDS):
+        # text of a tool call is no piece: without a keep-alive the client would hear nothing of a long one
+        if not await generation.changed(num_sent, KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
 
 

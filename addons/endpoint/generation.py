@@ -47,7 +47,6 @@ import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import partial
 from typing import Protocol
 
 from rolltap.addons.concurrency import Workers
@@ -61,7 +60,7 @@ from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import GrowingReply
+from rolltap.addons.prompts.reply import SampledReply
 from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
 from rolltap.addons.store.routing import make_routing
 from rolltap.addons.store.tables import RunWriter
@@ -136,8 +135,7 @@ class Generation:
         self._policy = policy
         self._grant = grant
         self._state = State.SAMPLING
-        self._growing = GrowingReply(session.rendering, prepared.prompt.ids, prepared.model_call)
-        self._parsed_tokens = self._reasoning_tokens = 0
+        self._sampled = SampledReply(session.rendering, prepared.prompt.ids, prepared.model_call)
         self._stop: str | None = None
         self._routed_experts: str | None = None
         self._token_at = asyncio.get_running_loop().time()
@@ -160,9 +158,10 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far. Those of the reasoning, and the end, are known when the call is done."""
+        """Token counts so far. The end is known when the call is done."""
         call, cached = self.call, self.call.cached_tokens or 0
-        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, self._reasoning_tokens, call.finished_at)
+        reasoning = self._sampled.reasoning_tokens
+        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, reasoning, call.finished_at)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -184,29 +183,16 @@ class Generation:
                 self._heard.clear()
                 self._linger = self._abort_later()
 
-    async def changed(self, timeout: float) -> bool:
-        """Wait for new tokens since the last `advance`, or for the end. Return False after `timeout` seconds."""
+    async def changed(self, num_pieces: int, timeout: float) -> bool:
+        """Wait for more than `num_pieces` pieces, or for the end. Return False after `timeout` seconds."""
+        if len(self.pieces) > num_pieces or self.done:
+            return True
+        self._changed.clear()
         return await _happens(self._changed, timeout)
 
     async def finished(self, timeout: float) -> bool:
         """Wait until the call is done. Return False after `timeout` seconds."""
         return await _happens(self._done, timeout)
-
-    def advance(self) -> bool:
-        """Append new text of the completion to `pieces`, in amortised O(new tokens). Return False without any."""
-        if self.done:
-            return False
-        self._changed.clear()
-        # a committed call has all its pieces
-        if self._state not in UNRECORDED or self._parsed_tokens == len(self.call.completion_ids):
-            return False
-        self._parsed_tokens = len(self.call.completion_ids)
-        try:
-            self._add_piece(self._growing.feed(self.call.completion_ids))
-        except Exception as error:  # a bug in a renderer ends the stream with an error event instead of cutting it
-            self._task.cancel()
-            self._enter(State.FAILED, error)
-        return True
 
     def abort(self, why: str) -> None:
         """Stop sampling and record the tokens so far. Does nothing when the call is already recorded."""
@@ -226,16 +212,11 @@ class Generation:
                 self._stop = chunk.stop or self._stop
                 self._routed_experts = chunk.routed_experts or self._routed_experts
                 self._token_at = asyncio.get_running_loop().time()
-                self._changed.set()
+                self._add_piece(self._sampled.feed(chunk.token_ids))
             self._enter(State.SAMPLED)
             while self.abandoned:
                 await self._heard.wait()
-            # about four bytes a token: a long completion is parsed in a thread
-            num_bytes = 4 * len(call.completion_ids)
-            reply, piece = await session.workers.run(num_bytes, self._growing.finish, call.completion_ids)
-            if reply.reasoning:
-                count = partial(session.rendering.reasoning_tokens, call.completion_ids, reply.reasoning)
-                self._reasoning_tokens = await session.workers.run(16 * num_bytes, count)  # decodes some 16 prefixes
+            reply, piece = self._sampled.finish()
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)
@@ -326,6 +307,7 @@ class Generation:
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):
             self.pieces.append(piece)
+            self._changed.set()
 
 
 async def _happens(event: asyncio.Event, timeout: float) -> bool:

@@ -23,7 +23,7 @@ from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import cut_at_stop
+from rolltap.addons.prompts.reply import read_reply
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
 from rolltap.addons.store.rows import row_digest
@@ -277,27 +277,21 @@ class RecoveredSession:
         row, message = recorded.row, recorded.reply or {}
         prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
         reply = Reply.of_message(message, row["finish_reason"])
-        if stop_texts := sampling.get("stop"):
-            # the recorded reply was cut before the stop text
-            uncut_reply = self._recovery.rendering.parse(prompt_ids, turn.completion_ids.tolist(), recorded.tools)
-            cut_at_stop(uncut_reply, stop_texts, partial=False)
-            reply.stop = uncut_reply.stop
-            own_end = turn.completion_ids[-1:].tolist() in [[i] for i in self._recovery.rendering.stop_token_ids()]
-            if reply.stop is None and row["finish_reason"] == "stop" and not own_end:
-                return None
+        completion_ids, rendering = turn.completion_ids.tolist(), self._recovery.rendering
+        stop_texts = sampling.get("stop") or ()
+        sampled, num_reasoning = read_reply(rendering, prompt_ids, completion_ids, recorded.tools, stop_texts)
+        reply.stop = sampled.stop
+        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids()]
+        if stop_texts and reply.stop is None and row["finish_reason"] == "stop" and not own_end:
+            return None
+        cached = row["cached_tokens"] or 0
         return FinishedCall(
             call_id=row["call_id"],
             digest=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
             reply=reply,
-            usage=usage_of(row, turn.completion_ids.tolist(), reply.reasoning, self._recovery.rendering),
+            usage=Usage(row["prompt_length"], len(completion_ids), cached, num_reasoning, row["finished_at"]),
             delivered=delivered,
         )
-
-
-def usage_of(row: Row, completion_ids: list[int], reasoning: str, rendering: Rendering) -> Usage:
-    """Return the counts of a completed call, from columns of its row."""
-    counted = rendering.reasoning_tokens(completion_ids, reasoning)
-    return Usage(row["prompt_length"], len(completion_ids), row["cached_tokens"] or 0, counted, row["finished_at"])
 
 
 def undamaged_calls(session_id: str, batches: Iterable[pa.RecordBatch]) -> tuple[list[Row], bool]:

@@ -68,17 +68,13 @@ class FinishedCall:
         finally:
             self.listeners -= 1
 
-    async def changed(self, timeout: float) -> bool:
+    async def changed(self, num_pieces: int, timeout: float) -> bool:
         """Return True."""
         return True
 
     async def finished(self, timeout: float) -> bool:
         """Return True."""
         return True
-
-    def advance(self) -> bool:
-        """Return False: there are no new tokens."""
-        return False
 
 
 AnyCall = Generation | FinishedCall

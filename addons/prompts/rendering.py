@@ -1,9 +1,7 @@
 """Conversation to token ids and back with the `renderers` library, and the choice of a model's renderer."""
 
 import json
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -13,17 +11,17 @@ from renderers.base import (
     MODEL_RENDERER_MAP,
     RENDERER_REGISTRY,
     Renderer,
-    ToolCallParseStatus,
     create_renderer,
     load_tokenizer,
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool
+from rolltap.addons.dialects.model_call import Message, ModelCall, Reply, Tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.controls import ControlTokens
-from rolltap.addons.prompts.families import families, find_family, read_turns, reads, sampled_call, written_turns
+from rolltap.addons.prompts.families import Family, families, find_family, plain, read_turns, written_turns
 from rolltap.addons.prompts.model import require_findable
+from rolltap.addons.prompts.reply import ReplyParser, read_reply
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -33,7 +31,7 @@ from rolltap.addons.prompts.template import (
     TemplateContinuation,
     tokens_of_turns,
 )
-from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup, vocabulary_size
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, vocabulary_size
 from rolltap.addons.store.metadata import tokenizer_digests
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [
@@ -72,8 +70,8 @@ class Rendering:
     2. the first renderer that gives the text of the model's own chat template on all probe conversations;
     3. the chat template itself (`default`).
 
-    Replies are read by the renderer if it reads all turns that the chat template writes, else by the family that does
-    (`find_family`), or by the one that `tool_parser` names.
+    Replies are read by the family that reads all turns that the prompts write (`find_family`), or by the one that
+    `tool_parser` names.
 
     Raises `InputError` when the tokenizer cannot be loaded, the renderer cannot be created, and for an unknown tool
     parser.
@@ -104,24 +102,19 @@ class Rendering:
             self._renderer = _create(self._tokenizer, self.name)
         except Exception as error:
             raise InputError(f"cannot use the renderer {self.name!r} with {model!r}: {error}") from error
-        self.family = None
-        """The one that reads replies, None when the renderer does."""
         written = written_turns(self._write)
-        if tool_parser != "auto" or not reads(self._read_written, written):
-            self.family = find_family(self._tokenizer, written, tool_parser)
+        self.family: Family | None = find_family(self._tokenizer, written, tool_parser)
+        """The one that reads replies, None when none does: they are text."""
         self.unreadable: str | None = None
         """Why tool calls in replies cannot be found, and the settings that help; None when they can."""
-        if self.name == "default" and self.family is None:
+        if self.family is None:
             self.unreadable = (
-                f"the tool calls of {self.model} cannot be read: no renderer and no tool parser reads what its chat "
-                f"template writes. Name the parser of its family (rolltap_tool_parser: {', '.join(families())}) or its "
-                "renderer (rolltap_renderer); rolltap_renderer=default leaves them as text"
+                f"the tool calls of {self.model} cannot be read: no tool parser reads what its prompts write. "
+                f"Name the parser of its family (rolltap_tool_parser: {', '.join(families())}); "
+                "rolltap_renderer=default leaves them as text"
             )
         self.refuses_tools = self.unreadable is not None and renderer != "default"
         """True when calls with tools are refused: that they stay text was not chosen by hand."""
-        self.markup = Markup(self._tokenizer)
-        self.parse_budget = ParseBudget()
-        """Of all streams of the recorder."""
         self._system_anywhere = self._renders(_SYSTEM_LATER)
         self.controls = ControlTokens(self._tokenizer, self._render, self.stop_token_ids())
         self._template: TemplateContinuation | None = None
@@ -223,6 +216,10 @@ class Rendering:
         """Return the token ids of `text`. Special tokens in it are found, none are added."""
         return self._tokenizer.encode(text)
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of the tokens, with the texts of special ones."""
+        return self._tokenizer.decode(token_ids)
+
     def least_tokens(self, messages: list[Message], tools: list[Tool], limit: int) -> int:
         """Return a lower bound of the number of prompt tokens, without rendering the prompt. Thread-safe.
 
@@ -309,51 +306,17 @@ class Rendering:
             adapted[:leading] = [{**adapted[0], "content": joined}]
         return adapted
 
-    def parse(
-        self, prompt_ids: Sequence[int], completion_ids: list[int], tools: list[Tool], *, partial: bool = False
-    ) -> Reply:
-        """Return the reply in the sampled tokens. Tool calls get new random ids each time.
+    def reply_parser(self, prompt_ids: Sequence[int], model_call: ModelCall) -> ReplyParser:
+        """Return the parser of a reply to a prompt."""
+        family = plain() if self.family is None else self.family
+        prompt_end = self.decode([*prompt_ids[-_PROMPT_END:]])
+        is_json = model_call.grammar is not None
+        return ReplyParser(family, prompt_end, model_call.tools, model_call.stop, is_json=is_json)
 
-        A malformed tool call becomes text. With `partial` it is left out, because later tokens may complete it.
-        """
-        if self.family is not None:
-            prompt_end, text = map(self._tokenizer.decode, ([*prompt_ids[-_PROMPT_END:]], completion_ids))
-            reply = self.family.read(prompt_end, text, tools, partial=partial)
-            end = self._tokenizer.decode([i for i in completion_ids[-1:] if i in self.stop_token_ids()])
-            reply.content = reply.content.removesuffix(end).rstrip()
-            reply.reasoning = reply.reasoning.removesuffix(end).rstrip()
-            return reply
-        try:
-            parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
-        except (ValueError, RecursionError):
-            # JSON that Python refuses to parse: an integer of thousands of digits, or as many nested brackets
-            return Reply(content=self._tokenizer.decode(completion_ids, skip_special_tokens=True))
-        content = parsed.content or ""
-        tool_calls = []
-        for call in parsed.tool_calls:
-            if call.status is ToolCallParseStatus.OK and call.name and isinstance(call.name, str):
-                tool_calls.append(sampled_call(call.name, call.arguments))
-            elif not partial:
-                content += call.raw
-        # renderers strip only complete reasoning; a stream needs the same text from partial and complete parses
-        reasoning = (parsed.reasoning_content or "").strip()
-        return Reply(content=content, reasoning=reasoning, tool_calls=tool_calls)
-
-    def reasoning_tokens(self, completion_ids: list[int], reasoning: str) -> int:
-        """Return the number of sampled tokens up to the end of the reasoning, which begins a completion.
-
-        Reasoning in several places is no text of the completion: the tokens of its own text are counted.
-        """
-
-        def holds(length: int) -> bool:
-            return reasoning in self._tokenizer.decode(completion_ids[:length])
-
-        whole = len(completion_ids)
-        if not reasoning:
-            return 0
-        if not holds(whole):
-            return min(whole, self._tokenizer.count(reasoning))
-        return bisect_left(range(whole), True, key=holds)
+    def parse(self, prompt_ids: Sequence[int], completion_ids: Iterable[int], tools: list[Tool]) -> Reply:
+        """Return the reply in all tokens of a call. Tool calls get new random ids each time."""
+        reply, _ = read_reply(self, prompt_ids, completion_ids, tools)
+        return reply
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""
@@ -364,27 +327,6 @@ class Rendering:
         """Return the ids of those tokens that the tokenizer has."""
         ids = map(self._tokenizer.convert_tokens_to_ids, tokens)
         return [token_id for token_id in ids if token_id is not None]
-
-
-class ParseBudget:
-    """The share of time in which completions are parsed as a whole. Streams of one event loop have it in common."""
-
-    LONGEST_PAUSE = 2.0
-    """Maximum seconds without a parse, after a long one."""
-
-    def __init__(self, share: float = 0.1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._share = share
-        self._clock = clock
-        self._next = 0.0
-
-    def allows(self) -> bool:
-        """Return whether a completion may be parsed now."""
-        return self._clock() >= self._next
-
-    def spend(self, seconds: float) -> None:
-        """Count the time that a parse took."""
-        pause = min(seconds * (1 / self._share - 1), self.LONGEST_PAUSE)
-        self._next = max(self._next, self._clock() + pause)
 
 
 def _texts(messages: list[Message], tools: list[Tool], *, reasoning: bool) -> Iterator[str]:

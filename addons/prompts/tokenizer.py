@@ -1,16 +1,10 @@
-"""A tokenizer with a cache of encoded texts, for use by several threads; and the markup in what it decodes.
+"""A tokenizer with a cache of encoded texts, for use by several threads; and the text of tokens as they are sampled."""
 
-Markup is all that a renderer may read as more than plain text. Renderers find reasoning and tool calls by added tokens
-(`<|channel|>`, `<tool_call>`), or by text where a tokenizer has no such token: `</think>`, and DeepSeek's tags, which
-hold a U+FF5C. The plain text of a chat template's reply loses the texts of added tokens too.
-"""
-
-import re
 import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -159,43 +153,41 @@ def vocabulary_size(tokenizer: CachingTokenizer, model: str) -> int:
     return size
 
 
-_TEXTS = ["</?think>", "\uff5c", "</?tool_call>", "<function=", "<atem:", r"<\|"]
+_LONGEST_CHARACTER = 32
+"""Tokens. A longer run whose text ends with U+FFFD is text: the bytes of no character are so long."""
 
 
-class Markup:
-    """The added tokens of a tokenizer, by id and by text."""
+class TokenTexts:
+    """Text of sampled tokens, one token after the other. `decode` returns the text of several.
 
-    def __init__(self, tokenizer: CachingTokenizer) -> None:
-        self._tokenizer = tokenizer
-        added: Mapping[str, int] = tokenizer.get_added_vocab()
-        texts = sorted((text for text in added if text.strip()), key=len, reverse=True)  # some are white space
-        self._ids = frozenset(added[text] for text in texts)
-        self._pattern = re.compile("|".join([*map(re.escape, texts), *_TEXTS]))
-        self.longest = max(map(len, [*texts, *_TEXTS]))
-        """The length of the longest text of an added token in characters."""
+    As in `DecodeStream` of tokenizers, tokens are decoded behind the tokens of the last text. That class takes
+    quadratic time for a run of bytes that are no characters.
+    """
 
-    def in_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Return whether one of the tokens is an added one."""
-        return not self._ids.isdisjoint(token_ids)
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        """The tokens of the last text, and those that have none yet."""
+        self._num_known = 0
+        self._known = ""
+        """The last text."""
 
-    def in_text(self, text: str) -> bool:
-        """Return whether the text holds markup."""
-        return self._pattern.search(text) is not None
+    def add(self, token_id: int) -> str:
+        """Return the text of the tokens since the last text; "" while it ends within a character."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._num_known
+        if text.endswith("\ufffd") and waiting < _LONGEST_CHARACTER:
+            return ""
+        return self._move(text)
 
-    def around_last(self, token_ids: list[int]) -> tuple[str, str]:
-        """Return the texts before and after the last markup. Without markup, all text is after it.
+    def finish(self) -> str:
+        """Return the text of the tokens that have none yet."""
+        return self._move(self._decode(self._window))
 
-        The text before is cut to a length in tokens of that after it, and some more.
-        """
-        start = next((n for n in range(len(token_ids), 0, -1) if token_ids[n - 1] in self._ids), 0)
-        after = self.decode(token_ids[start:])
-        places = [place.span() for place in self._pattern.finditer(after)]
-        if places:
-            begin, end = places[-1]
-            return after[:begin], after[end:]
-        return self.decode(token_ids[max(0, 2 * start - len(token_ids) - 8) : max(0, start - 1)]), after
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of the tokens, with the texts of special ones."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+    def _move(self, text: str) -> str:
+        new = text[len(self._known) :]
+        self._window = self._window[self._num_known :]
+        self._num_known = len(self._window)
+        self._known = self._decode(self._window)
+        return new

@@ -24,7 +24,6 @@ from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
-from rolltap.addons.prompts.rendering import ParseBudget
 from rolltap.addons.store.records import Call, VersionSpan
 from tests.deep import examples
 
@@ -134,21 +133,36 @@ class Disk(ThreadPoolExecutor):
 
 
 class Renderer:
-    """A renderer that decodes a token to its number. It raises for the values of `partial` that are in `broken`."""
+    """A renderer that decodes a token to its number. Its parser raises in the functions that are in `broken`."""
+
+    reasoning_spans = ()
 
     def __init__(self):
         self.broken = set()
-        self.markup, self.parse_budget = self, ParseBudget()
         self.vocabulary = 1_000_000
+        self.text = ""
 
-    in_tokens = mock.Mock(return_value=True)  # every token may be markup: each is parsed
-    around_last = mock.Mock(return_value=("", ""))
-    reasoning_tokens = mock.Mock(return_value=0)
+    def decode(self, token_ids):
+        return "".join(f"{i} " for i in token_ids)
 
-    def parse(self, prompt_ids, completion_ids, tools, *, partial=False):
-        if partial in self.broken:
-            raise RuntimeError("a renderer's bug")
-        return Reply(content="".join(f"{i} " for i in completion_ids))
+    def stop_token_ids(self):
+        return []
+
+    def reply_parser(self, prompt_ids, model_call):
+        return self
+
+    def feed(self, text):
+        self._check("feed")
+        self.text += text
+        return "", text
+
+    def finish(self, end, may_call):
+        self._check("finish")
+        return Reply(content=self.text), ("", "")
+
+    def _check(self, name):
+        if name in self.broken:
+            raise RuntimeError("a parser's bug")
 
 
 class Memory:
@@ -264,11 +278,6 @@ class Scenario:
         if self.listeners:
             self.listeners.pop().task.cancel()
 
-    def advance(self):
-        committed = bool(self.disk.calls)
-        parsed = self.generation.advance()
-        assert not (committed and parsed), "parsed again after the commit"
-
     def abort(self):
         """Abort as at the end of the session or of the recorder."""
         self.generation.abort("the session ended")
@@ -282,8 +291,8 @@ class Scenario:
     def disk_is_lost(self):
         self.disk.lost = True
 
-    def renderer_breaks(self, partial):
-        self.renderer.broken.add(partial)
+    def renderer_breaks(self, function):
+        self.renderer.broken.add(function)
 
     async def all_leave(self):
         """Remove all listeners, as when the harness is killed, and wait twice LINGER_SECONDS."""
@@ -369,14 +378,13 @@ events = st.one_of(
     *[happens("engine_dies") for _ in range(2)],
     happens("visit"),
     happens("leave"),
-    happens("advance"),
     happens("disk_answers"),
     happens("all_leave"),
     happens("abort"),
     happens("engine_fails", failures),
     happens("disk_refuses", st.integers(1, 2)),
     *[happens("disk_is_lost") for _ in range(3)],
-    *[happens("renderer_breaks", st.booleans()) for _ in range(3)],
+    *[happens("renderer_breaks", st.sampled_from(["feed", "finish"])) for _ in range(3)],
 )
 
 
@@ -403,8 +411,6 @@ def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults
             if done is not None:
                 await done
             await scenario.turn(turns)
-            if scenario.disk.waiting:
-                scenario.advance()
         await scenario.pool.close()
         scenario.check()
 

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import GrowingReply
+from rolltap.addons.prompts.reply import ReplyParser, SampledReply
 from tests.deep import examples
 
 TRL = find_spec("trl")
@@ -124,16 +125,15 @@ def one(rendering, name, prompt_end, text):
         return f"reads the calls {got}"
     if (reply.reasoning, reply.content) != (reasoning, turn["content"]):
         return f"reads {reply.reasoning!r} and {reply.content!r}"
-    up_to = rendering.markup.decode(ids[: rendering.reasoning_tokens(ids, reasoning)])
-    if not up_to.rstrip().endswith(reasoning):
-        return f"counts the tokens of {up_to!r} as reasoning"
-    growing, streamed = GrowingReply(rendering, prompt, model_call), ["", ""]
-    for end in range(1, len(ids) + 1):
-        streamed = [old + new for old, new in zip(streamed, growing.feed(ids[:end]), strict=True)]
-    whole, rest = growing.finish(ids)
-    streamed = [old + new for old, new in zip(streamed, rest, strict=True)]
+    growing = SampledReply(rendering, prompt, model_call)
+    new = [growing.feed([token_id]) for token_id in ids]
+    whole, rest = growing.finish()
+    streamed = ["".join(texts) for texts in zip(*new, rest, strict=True)]
     if streamed != [whole.reasoning, whole.content] or whole.content != reply.content:
         return f"streams {streamed}"
+    up_to = rendering.decode(ids[: growing.reasoning_tokens])
+    if not up_to.rstrip().endswith(reasoning):
+        return f"counts the tokens of {up_to!r} as reasoning"
     results = [{"role": "tool", "content": "Seen.", "tool_call_id": call["id"]} for call in turn.get("tool_calls", [])]
     new = name_results([turn, *(results or [{"role": "user", "content": "Go on."}])])[1:]
     continued = rendering.continued(prompt, ids, new, _TOOLS)
@@ -164,6 +164,32 @@ GOOD = '<tool_call>\n{"name": "look", "arguments": {"string": "x"}}\n</tool_call
 XML_CALL = "<tool_call>\n<function=look>\n<parameter=string>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
+LOOPS = [
+    "<tool_call>\n",
+    "<tool_call>\n<function=look>\n<parameter=string>\n",
+    "<parameter=string>",
+    "</parameter>\n</function>\n</tool_call>",
+    "<tool_call>look<arg_key>string</arg_key><arg_value>",
+    "</arg_value></tool_call>",
+    '<|tool_call>call:look{a:<|"|>',
+    '<|"|><tool_call|>',
+    "<|tool_call_start|>[look(string='",
+    '<atem:invoke name="look"><atem:parameter name="string">',
+    "<|channel|>analysis<|message|>",
+    " to=functions.look<|message|>{",
+    "<|call|>",
+    "<|message_model|><|content_text|>",
+    '<minimax:tool_call><invoke name="look"><parameter name="string">',
+    '<\uff5cDSML\uff5cinvoke name="look"><\uff5cDSML\uff5cparameter name="string" string="true">',
+    "<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>look\n```json\n",
+    "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>",
+    "\n" * 64,
+    "x" * 300,
+    "[" * 64,
+]
+"""Texts in which a policy may loop."""
+
+
 def called(reply):
     """Return the names and arguments of a reply's tool calls."""
     return [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
@@ -184,17 +210,6 @@ class TestRead:
         reply = HERMES.read("", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", _TOOLS)
         assert (reply.reasoning, called(reply)) == ("I look.", [("look", {"string": "x"})])
         assert reply.content == f"So. {broken}".strip()
-
-    @pytest.mark.parametrize("family", [HERMES, XML], ids=["hermes", "qwen-xml"])
-    def test_a_part_of_a_reply_has_only_what_later_text_cannot_change(self, family):
-        text = f"<think>\nI look.\n</think>\n\nSo. {GOOD if family is HERMES else XML_CALL.format('x')}<|im_end|>"
-        whole = family.read("<|im_start|>assistant\n", text, _TOOLS)
-        assert len(called(whole)) == 1
-        for end in range(len(text)):
-            part = family.read("<|im_start|>assistant\n", text[:end], _TOOLS, partial=True)
-            assert whole.reasoning.startswith(part.reasoning)
-            assert whole.content.startswith(part.content)
-            assert called(part) in ([], called(whole))
 
     def test_reasoning_that_the_prompt_has_opened_is_none_of_the_replys_text(self):
         reply = XML.read("<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", [])
@@ -283,14 +298,22 @@ class TestRead:
         assert reply.content == ("" if calls else text)
 
 
-@given(st.lists(st.sampled_from([GOOD, *GOOD, "<think>", "</think>", "<|im_end|>", "é", "\0", "{", "}"])).map("".join))
+MARKS = [GOOD, *GOOD, "<think>", "</think>", "<|im_end|>", "é", "\0", "{", "}"]
+"""Pieces of replies."""
+
+
+@given(st.lists(st.sampled_from(MARKS) | st.sampled_from(LOOPS), max_size=30), st.data())
 @examples(200)
-def test_whatever_is_sampled_is_read(text):
+def test_whatever_is_sampled_is_read_alike_in_every_split(pieces, data):
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     for family in families().values():
-        reply = family.read("", text, _TOOLS)
-        part = family.read("", text, _TOOLS, partial=True)
-        assert isinstance(reply.content, str)
-        assert len(called(part)) <= len(called(reply))
+        whole = family.read("", text, _TOOLS)
+        parser = ReplyParser(family, "", _TOOLS)
+        new = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
+        reply, rest = parser.finish()
+        assert (reply.reasoning, reply.content, called(reply)) == (whole.reasoning, whole.content, called(whole))
+        assert ["".join(texts) for texts in zip(*new, rest, strict=True)] == [reply.reasoning, reply.content]
 
 
 def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
@@ -304,9 +327,9 @@ def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
     rendering = Rendering(str(tmp_path))
     assert rendering.family.name == "hermes"
     ids = rendering.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
-    growing = GrowingReply(rendering, [], ModelCall(model="m", messages=[], tools=_TOOLS))
-    streamed = "".join(growing.feed(ids[:end])[1] for end in range(1, len(ids) + 1))
-    whole, (_, rest) = growing.finish(ids)
+    growing = SampledReply(rendering, [], ModelCall(model="m", messages=[], tools=_TOOLS))
+    streamed = "".join(growing.feed([token_id])[1] for token_id in ids)
+    whole, (_, rest) = growing.finish()
     assert (streamed + rest, whole.content) == ("One sentence. Another one. And a third.",) * 2
     assert called(whole) == [("look", {"string": "x"})]
 

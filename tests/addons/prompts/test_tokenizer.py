@@ -8,11 +8,10 @@ from unittest.mock import ANY, Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.tokenizer import CachingTokenizer, Markup, vocabulary_size
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, TokenTexts, vocabulary_size
 from tests.deep import examples
 
 LONG = "A system prompt that many sessions share. " * 20
@@ -105,39 +104,33 @@ def test_threads_get_the_tokens_of_their_own_texts(tokenizer):
         assert list(threads.map(caching.encode, texts * 3)) == [caching.encode(text) for text in texts] * 3
 
 
-@pytest.fixture
-def markup(tokenizer_folder):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_tokens([AddedToken("\n\n\n", special=False, normalized=False)])
-    return Markup(CachingTokenizer(tokenizer))
+def streamed(decode, ids):
+    """Return the texts of the tokens, one after the other."""
+    texts = TokenTexts(decode)
+    return [*map(texts.add, ids), texts.finish()]
 
 
-INTERPRETED = ["a<think>", "</think>", "<|im_end|>b", "<tool_call>", "<\uff5cDSML\uff5ctool_calls>"]
+@given(st.lists(st.integers(0, 399), max_size=40) | st.text().map(list))
+@examples(300)
+def test_texts_of_tokens_add_up_to_the_text_of_all_of_them(tokenizer, pieces):
+    ids = []
+    for piece in pieces:
+        ids += [piece] if isinstance(piece, int) else tokenizer.encode(piece, add_special_tokens=False)
+    decode = CachingTokenizer(tokenizer).decode
+    assert "".join(streamed(decode, ids)) == decode(ids)
 
 
-@pytest.mark.parametrize("text", [*INTERPRETED, "", "thinking", "a < b", "<div>", "\n\n\n", "{}"])
-def test_texts_that_renderers_interpret_are_markup(markup, encode, text):
-    assert markup.in_text(text) == (text in INTERPRETED)
-    assert text in INTERPRETED or not markup.in_tokens(encode(text))
+def test_bytes_that_are_no_character_are_text_after_a_while(tokenizer):
+    """The work for each of them is bounded: no more tokens are decoded together."""
+    decoded = []
+    continuation = tokenizer.encode("é", add_special_tokens=False)[-1]
 
+    def decode(ids):
+        decoded.append(len(ids))
+        return tokenizer.decode(ids)
 
-def test_added_tokens_are_markup_and_runs_of_white_space_are_not(markup, encode):
-    assert markup.in_tokens(encode("a<tool_call>"))
-    assert not markup.in_tokens(markup._tokenizer.encode("a\n\n\nb"))
-
-
-@pytest.mark.parametrize(
-    ("text", "before", "after"),
-    [
-        ("Hi", "", "Hi"),
-        ("<think>I", "", "I"),
-        ("a<think>b</think>c", "a<think>b", "c"),
-        ("a<tool_call>", "a", ""),
-        ("a \uff5c b", "a ", " b"),
-    ],
-)
-def test_the_texts_around_the_last_markup_are_found(markup, encode, text, before, after):
-    assert markup.around_last(encode(text)) == (before, after)
+    assert "".join(streamed(decode, [continuation] * 1000)) == "\ufffd" * 1000
+    assert max(decoded) < 100
 
 
 @pytest.mark.parametrize("config", [None, {"vocab_size": 10**6}, {"text_config": {"vocab_size": 10**6}}, {}])
