@@ -3,8 +3,7 @@
 A row is depth first, so the ancestors of a token lie before it. A chunk is a stretch of the row.
 The mixer of a layer (projections, convolution, recurrence, norm) runs once a chunk; in it
 
-- the convolution gets, before each stretch that does not follow the token before it, the inputs of
-  its ancestors,
+- the convolution gets the inputs of its ancestors before each piece of a segment,
 - the recurrence runs level by level of the tree: each piece of a segment begins with the state
   after its parent.
 
@@ -15,8 +14,10 @@ of one chunk at a time.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -62,7 +63,7 @@ def compute_in_chunks(model: Any) -> None:
     """
     for layer in getattr(model.get_decoder(), "layers", ()):
         for module in layer.modules():
-            if _has_known_mixer(module):
+            if _is_mixer(module):
                 _wrap_functions(sys.modules[type(module).__module__])
                 _replace_forward(module, layer, _mix)
         for name in FEED_FORWARD:
@@ -90,12 +91,12 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
     module.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False)
 
 
-def _run(module: Any, function: Callable[..., Any], *arguments: Any, several: bool) -> Any:
+def _run(module: Any, function: Callable[[], Any], *, several: bool) -> Any:
     """Call a function of one chunk. Of several, its intermediate values are computed again for the
     backward pass."""
     if several and module.gradient_checkpointing and torch.is_grad_enabled():
-        return checkpoint(function, *arguments, use_reentrant=False)
-    return function(*arguments)
+        return checkpoint(function, use_reentrant=False)
+    return function()
 
 
 # ------------------------------------------------------------------------------------ feed-forward
@@ -106,8 +107,8 @@ def _feed_forward(module: Any, hidden: Tensor) -> Any:
     start = 0
     for part in parts:
         tokens = slice(start, start + part.shape[1])
-        several = len(parts) > 1
-        outputs.append(_run(module, _feed_forward_part, module, part, tokens, several=several))
+        compute = partial(_feed_forward_part, module, part, tokens)
+        outputs.append(_run(module, compute, several=len(parts) > 1))
         start = tokens.stop
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1).view(hidden.shape)
@@ -130,7 +131,6 @@ class Chunk:
     chunk."""
 
     begin: int
-    end: int
     lengths: list[int]
     """Tokens of each piece, in order."""
     first: int
@@ -139,97 +139,70 @@ class Chunk:
     """The piece before each piece, -1 at a root."""
     levels: list[list[int]]
     """Its pieces, those of each level after their parents."""
-    given: list[int]
-    """Pieces of earlier chunks that pieces of this one continue."""
     handed_on: list[int]
     """Pieces of this chunk that pieces of later ones continue."""
-    given_inputs: Ints
-    """Tokens of earlier chunks whose inputs the convolution reads here."""
     handed_on_inputs: Ints
     """Tokens of this chunk whose inputs the convolution reads in later ones."""
-    runs: list[int]
-    """Tokens of each stretch whose tokens follow one another on a path."""
-    tails: Ints
-    """Before each run the tokens that the convolution reads (runs, width - 1), -1 before the
-    root."""
+    tails: Tensor
+    """Inputs that the convolution reads before each piece, (pieces * (width - 1),): 0 stands for
+    zeros, the next indices for inputs that earlier chunks have handed on, then for its own."""
 
 
-def chunks_of(pack: Pack, width: int) -> list[Chunk]:
-    """Return the chunks of a pack for a convolution that reads `width` tokens. The pack's layers
-    share them."""
-    key = (__name__, CHUNK, width)
-    if key not in pack.derived:
-        pack.derived[key] = _cut(pack, width)
-    found: list[Chunk] = pack.derived[key]
-    return found
-
-
-def _cut(pack: Pack, width: int) -> list[Chunk]:
-    size = int(pack.ends[-1])
-    edges = np.arange(0, size, CHUNK)
+def cut(pack: Pack, size: int, width: int) -> list[Chunk]:
+    """Return the chunks of `size` tokens of a pack, for a convolution that reads `width` tokens."""
+    edges = np.arange(0, pack.tokens, size)
     begins = np.union1d(pack.begins, edges)
-    ends = np.append(begins[1:], size)
-    before = pack.above[begins]
+    lengths = np.diff(begins, append=pack.tokens)
     # the piece that holds each piece's parent token
-    parents = np.where(before >= 0, np.searchsorted(begins, before, side="right") - 1, -1)
-    firsts = np.searchsorted(begins, edges)
-    lasts = np.append(firsts[1:], len(begins))
-    tails = _ancestors(pack.above, begins, width - 1)
+    parents = np.searchsorted(begins, pack.above[begins], side="right") - 1
+    tails = np.empty((len(begins), width - 1), np.int64)
+    tokens = begins
+    for column in reversed(range(width - 1)):
+        tokens = np.where(tokens < 0, -1, pack.above[tokens])
+        tails[:, column] = tokens
 
     chunks: list[Chunk] = []
-    for begin, first, last in zip(edges, firsts, lasts, strict=True):
-        end = int(ends[last - 1])
-        own = parents[first:last]
-        later = parents[last:]
+    known = np.array([-1])
+    bounds = np.searchsorted(begins, [*edges, pack.tokens])
+    for first, last in pairwise(bounds.tolist()):
+        begin = int(begins[first])
+        end = begin + int(lengths[first:last].sum())
+        levels: list[list[int]] = []
         depths: list[int] = []
-        for parent in own:
-            depths.append(depths[parent - first] + 1 if parent >= first else 0)
-        levels: list[list[int]] = [[] for _ in range(max(depths) + 1)]
-        for piece, depth in enumerate(depths):
+        for piece, parent in enumerate(parents[first:last]):
+            depth = depths[parent - first] + 1 if parent >= first else 0
+            depths.append(depth)
+            if depth == len(levels):
+                levels.append([])
             levels[depth].append(piece)
-        # a run begins where the convolution would read a token that is no ancestor, or lies before the chunk
-        apart = before[first:last] != begins[first:last] - 1
-        apart[0] = True
-        run_starts = np.flatnonzero(apart)
-        run_begins = begins[first:last][run_starts]
-        read_here = tails[first:last][run_starts]
-        read_later = tails[last:]
+        read = np.append(known, np.arange(begin, end))
         chunk = Chunk(
-            begin=int(begin),
-            end=end,
-            lengths=(ends[first:last] - begins[first:last]).tolist(),
-            first=int(first),
-            parents=own.tolist(),
+            begin=begin,
+            lengths=lengths[first:last].tolist(),
+            first=first,
+            parents=parents[first:last].tolist(),
             levels=levels,
-            given=np.unique(own[(own >= 0) & (own < first)]).tolist(),
-            handed_on=np.unique(later[(later >= first) & (later < last)]).tolist(),
-            given_inputs=np.unique(read_here[(read_here >= 0) & (read_here < begin)]),
-            handed_on_inputs=np.unique(read_later[(read_later >= begin) & (read_later < end)]),
-            runs=np.diff([*run_begins, end]).tolist(),
-            tails=read_here,
+            handed_on=_distinct(parents[last:], first, last).tolist(),
+            handed_on_inputs=_distinct(tails[last:], begin, end),
+            tails=torch.from_numpy(np.searchsorted(read, tails[first:last].ravel())),
         )
+        known = np.append(known, chunk.handed_on_inputs)
         chunks.append(chunk)
     return chunks
 
 
-def _ancestors(above: Ints, tokens: Ints, number: int) -> Ints:
-    """Return the `number` tokens before each of `tokens` on its path (n, number), -1 before the
-    root."""
-    found = np.empty((len(tokens), number), np.int64)
-    for column in reversed(range(number)):
-        tokens = np.where(tokens >= 0, above[tokens], -1)
-        found[:, column] = tokens
-    return found
+def _distinct(values: Ints, low: int, high: int) -> Ints:
+    return np.unique(values[(values >= low) & (values < high)])
 
 
 # ------------------------------------------------------------------------------------------ mixers
-def _has_known_mixer(module: nn.Module) -> bool:
-    forward = inspect.unwrap(type(module).forward)
-    names = getattr(forward, "__code__", None)
-    if names is None or CONVOLUTION not in names.co_names:
+def _is_mixer(module: nn.Module) -> bool:
+    """Return True if a module has a convolution, and no recurrence that is not known here."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or CONVOLUTION not in code.co_names:
         return False
-    has_rule = any(rule in names.co_names for rule in (*DELTA_RULES, SCAN))
-    return has_rule or type(module).__name__.endswith(WITHOUT_STATE)
+    known = {*DELTA_RULES, SCAN}.intersection(code.co_names)
+    return bool(known) or type(module).__name__.endswith(WITHOUT_STATE)
 
 
 def _wrap_functions(namespace: Any) -> None:
@@ -242,25 +215,16 @@ def _wrap_functions(namespace: Any) -> None:
             setattr(namespace, name, wrapper(function))
 
 
-Streams = Sequence[Sequence[Tensor]]
-"""For each input of a recurrence its pieces, (1, n, ...)."""
-OutputsAndStates = tuple[list[Tensor], list[Tensor]]
-"""Of each piece the output (1, n, ...), and the state after its last token (1, ...)."""
-
-
 class _Work:
-    """Inputs of the functions of a mixer for a chunk, and results that they leave for later ones."""
+    """A chunk of a mixer: what its functions take from earlier chunks, and what they leave."""
 
-    def __init__(self, chunk: Chunk, inputs: Tensor | None, states: Iterable[Tensor]) -> None:
+    def __init__(self, chunk: Chunk, inputs: list[Tensor], states: dict[int, Tensor]) -> None:
         self.chunk = chunk
         self.inputs = inputs
-        """The convolution's inputs of `chunk.given_inputs`, (1, channels, n)."""
-        self.states = dict(zip(chunk.given, states, strict=False))
+        """The convolution's inputs that earlier chunks have handed on, (1, channels, n) each."""
+        self.states = dict(states)
         """State after the last token of pieces, (1, ...)."""
-        self.inputs_handed_on: Tensor | None = None
-
-    def handed_on(self) -> list[Tensor]:
-        return [self.states[piece] for piece in self.chunk.handed_on if piece in self.states]
+        self.inputs_handed_on: list[Tensor] = []
 
 
 def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
@@ -272,134 +236,165 @@ def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
     options.pop("attention_mask", None)
     options.pop("cache_params", None)
     width = max(part.kernel_size[0] for part in mixer.modules() if isinstance(part, nn.Conv1d))
-    chunks = chunks_of(pack, width)
-    inputs: dict[int, Tensor] = {}
+    chunks = pack.derive(cut, CHUNK, width)
+    inputs: list[Tensor] = []
     states: dict[int, Tensor] = {}
     outputs = []
-    parts = hidden_states.split([chunk.end - chunk.begin for chunk in chunks], 1)
+    parts = hidden_states.split([sum(chunk.lengths) for chunk in chunks], 1)
     for chunk, part in zip(chunks, parts, strict=True):
-        given = [inputs[token] for token in chunk.given_inputs.tolist()]
-        joined = torch.cat(given, -1) if given else None
-        own = [states[piece] for piece in chunk.given if piece in states]
-        arguments = (mixer, chunk, options, part, joined, *own)
-        output, handed_on, *new = _run(mixer, _mix_chunk, *arguments, several=len(chunks) > 1)
+        compute = partial(_mix_chunk, mixer, options, part, chunk, inputs, states)
+        output, new_inputs, new_states = _run(mixer, compute, several=len(chunks) > 1)
         outputs.append(output)
-        if handed_on is not None:
-            inputs.update(zip(chunk.handed_on_inputs.tolist(), handed_on.split(1, -1), strict=True))
-        states.update(zip(chunk.handed_on, new, strict=False))  # mixers without states have none
+        # not in place: the chunk may be computed again
+        inputs = inputs + new_inputs
+        states = states | new_states
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
 def _mix_chunk(
     mixer: Any,
-    chunk: Chunk,
     options: dict[str, Any],
     part: Tensor,
-    inputs: Tensor | None,
-    *states: Tensor,
-) -> tuple[Any, ...]:
+    chunk: Chunk,
+    inputs: list[Tensor],
+    states: dict[int, Tensor],
+) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
+    """Return the output of a chunk, and the inputs and states that later ones continue."""
     work = _Work(chunk, inputs, states)
     output = type(mixer).forward(mixer, part, **options, **{NAME: work})
-    return output, work.inputs_handed_on, *work.handed_on()
+    # a mixer may have no states
+    pieces = work.states.keys() & chunk.handed_on
+    return output, work.inputs_handed_on, {piece: work.states[piece] for piece in pieces}
 
 
 class _Wrapped:
+    """A function of transformers that looks at other tokens."""
+
     def __init__(self, of_the_library: Callable[..., Any]) -> None:
         self.of_the_library = of_the_library
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        work = options.pop(NAME, None)
+        if work is None:
+            return self.of_the_library(*args, **options)
+        return self.packed(work, *args, **options)
+
+    def packed(self, work: _Work, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
 
 class _Convolution(_Wrapped):
-    """The causal convolution (1, channels, N) of a chunk, by whichever kernel the model has for
-    it."""
+    """The causal convolution (1, channels, N), by whichever kernel the model has for it."""
 
-    def __call__(
+    def packed(
         self,
+        work: _Work,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
         activation: Any = None,
         **options: Any,
     ) -> Any:
-        work = options.pop(NAME, None)
-        if not isinstance(work, _Work):
-            return self.of_the_library(x, weight, bias, activation=activation, **options)
         chunk = work.chunk
         if len(chunk.handed_on_inputs):
-            work.inputs_handed_on = x[..., chunk.handed_on_inputs - chunk.begin]
-        if len(chunk.runs) == 1 and not len(chunk.given_inputs):
+            work.inputs_handed_on.append(x[..., chunk.handed_on_inputs - chunk.begin])
+        if chunk.parents == [-1]:
             return self.of_the_library(x, weight, bias, activation=activation)
-        before = chunk.tails.shape[1]
-        tails = _tails(work, x).split(before, -1)
-        runs = x.split(chunk.runs, -1)
+        read = torch.cat([x.new_zeros(*x.shape[:-1], 1), *work.inputs, x], -1)
+        tails = read.index_select(-1, chunk.tails.to(x.device))
+        before = len(chunk.tails) // len(chunk.lengths)
         pieces = []
         lengths = []
-        for tail, run in zip(tails, runs, strict=True):
-            pieces += [tail, run]
-            lengths += [before, run.shape[-1]]
+        own = x.split(chunk.lengths, -1)
+        for tail, piece in zip(tails.split(before, -1), own, strict=True):
+            pieces += [tail, piece]
+            lengths += [before, piece.shape[-1]]
         out = self.of_the_library(torch.cat(pieces, -1), weight, bias, activation=activation)
-        of_runs = out.split(lengths, -1)[1::2]
-        return torch.cat(of_runs, -1)
+        return torch.cat(out.split(lengths, -1)[1::2], -1)
 
 
-def _tails(work: _Work, x: Tensor) -> Tensor:
-    """Return the inputs before the runs of a chunk (1, channels, runs * (width - 1))."""
-    chunk = work.chunk
-    earlier = [] if work.inputs is None else [work.inputs]
-    source = torch.cat([x.new_zeros(*x.shape[:-1], 1), *earlier, x], -1)
-    tokens = chunk.tails.ravel()
-    within = 1 + len(chunk.given_inputs) + tokens - chunk.begin
-    before = 1 + np.searchsorted(chunk.given_inputs, tokens)
-    index = np.where(tokens >= chunk.begin, within, np.where(tokens >= 0, before, 0))
-    return source.index_select(-1, torch.from_numpy(index).to(x.device))
+class _FusedScan(_Wrapped):
+    """The kernel of Mamba2's whole mixer, which knows no tree: the mixer goes on without it."""
+
+    def packed(self, work: _Work, *args: Any, **options: Any) -> None:
+        return None
 
 
-class _DeltaRule(_Wrapped):
-    """The gated delta rule, in float32 under autocast."""
+Streams = list[list[Tensor]]
+"""For each input of a recurrence its pieces, (1, n, ...)."""
+OutputsAndStates = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Of each piece the output (1, n, ...), and the state after its last token (1, ...)."""
+Call = Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]]
+"""Takes the inputs (rows, n, ...) of a recurrence and its states (rows, ...), and returns its
+output and the last states."""
+
+
+class _Recurrence(_Wrapped):
+    """A function with a state, in float32 under autocast."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with torch.autocast(args[0].device.type, enabled=False):
+            return super().__call__(*args, **options)
+
+    def by_level(self, work: _Work, streams: Sequence[Tensor], zero: Tensor, call: Call) -> Tensor:
+        """Return the output (1, n, ...) for streams (1, n, ...). Each level of pieces begins with
+        the states after their parents."""
+        chunk = work.chunk
+        pieces = [stream.split(chunk.lengths, 1) for stream in streams]
+        outputs: list[Tensor] = [zero] * len(chunk.lengths)
+        for level in chunk.levels:
+            states = torch.cat([work.states.get(chunk.parents[piece], zero) for piece in level])
+            own = [[stream[piece] for piece in level] for stream in pieces]
+            found, last = self.level(own, states, call)
+            for piece, output, after in zip(level, found, last, strict=True):
+                outputs[piece] = output
+                work.states[chunk.first + piece] = after
+        return torch.cat(outputs, 1)
+
+    def level(self, pieces: Streams, states: Tensor, call: Call) -> OutputsAndStates:
+        # padding would change the states
+        lengths = [piece.shape[1] for piece in pieces[0]]
+        return _by_length(pieces, states, lengths, call)
+
+
+class _DeltaRule(_Recurrence):
+    """The gated delta rule."""
 
     knows_lengths = True
     """False once the library has said that it runs its formula, which takes no `cu_seqlens`."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        work = options.pop(NAME, None)
-        with torch.autocast(query.device.type, enabled=False):
-            if not isinstance(work, _Work):
-                return self.of_the_library(query, key, value, **options)
-            streams = [query, key, value, options.pop("g"), options.pop("beta")]
-            heads, size = value.shape[2:]
-            zero = value.new_zeros(1, heads, key.shape[-1], size, dtype=torch.float32)
-            options["output_final_state"] = True
+    def packed(self, work: _Work, *args: Tensor, **options: Any) -> Any:
+        _, key, value = args
+        streams = [*args, options.pop("g"), options.pop("beta")]
+        heads, size = value.shape[2:]
+        zero = value.new_zeros(1, heads, key.shape[-1], size, dtype=torch.float32)
+        options["output_final_state"] = True
 
-            def level(pieces: Streams, state: Tensor) -> OutputsAndStates:
-                return self._level(pieces, state, options)
+        def call(rows: Sequence[Tensor], states: Tensor, **more: Any) -> Any:
+            *first, g, beta = rows
+            given = {**options, **more, "g": g, "beta": beta, "initial_state": states}
+            return self.of_the_library(*first, **given)
 
-            return _by_level(work, streams, zero, level), None
+        return self.by_level(work, streams, zero, call), None
 
-    def _level(self, pieces: Streams, state: Tensor, options: dict[str, Any]) -> OutputsAndStates:
+    def level(self, pieces: Streams, states: Tensor, call: Any) -> OutputsAndStates:
         lengths = [piece.shape[1] for piece in pieces[0]]
         if len(lengths) == 1:
-            out, last = self._call([piece for (piece,) in pieces], state, options)
+            out, last = call([piece for (piece,) in pieces], states)
             return [out], [last]
         if self.knows_lengths:
-            offsets = torch.tensor([0, *np.cumsum(lengths)], device=state.device)
+            offsets = torch.tensor([0, *np.cumsum(lengths)], device=states.device)
             try:
-                joined = [torch.cat([*each], 1) for each in pieces]
-                out, last = self._call(joined, state, {**options, "cu_seqlens": offsets})
-                return [*out.split(lengths, 1)], [*last.split(1)]
+                out, last = call([torch.cat(own, 1) for own in pieces], states, cu_seqlens=offsets)
+                return out.split(lengths, 1), last.split(1)
             except ValueError:
                 self.knows_lengths = False
 
-        def group(rows: Sequence[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
-            multiplied = {"chunk_size": min(FORMULA_CHUNK, rows[0].shape[1])}
-            return self._call(rows, states, {**options, **multiplied})
+        def multiplied(rows: Sequence[Tensor], states: Tensor) -> Any:
+            return call(rows, states, chunk_size=min(FORMULA_CHUNK, rows[0].shape[1]))
 
         # zeros change no state: a key of zeros writes nothing, and its decay is exp(0)
-        return _by_length(pieces, state, [*map(padded_length, lengths)], group)
-
-    def _call(self, streams: Sequence[Tensor], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        query, key, value, g, beta = streams
-        options = {**options, "g": g, "beta": beta, "initial_state": state}
-        found: tuple[Tensor, Tensor] = self.of_the_library(query, key, value, **options)
-        return found
+        return _by_length(pieces, states, [*map(padded_length, lengths)], multiplied)
 
 
 def padded_length(length: int) -> int:
@@ -416,84 +411,43 @@ def padded_length(length: int) -> int:
     return -(-chunks // step) * step * FORMULA_CHUNK
 
 
-class _Scan(_Wrapped):
-    """The scan of Mamba2, in float32 under autocast."""
+class _Scan(_Recurrence):
+    """The scan of Mamba2."""
 
-    def __call__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any) -> Any:
-        work = options.pop(NAME, None)
-        with torch.autocast(x.device.type, enabled=False):
-            if not isinstance(work, _Work):
-                return self.of_the_library(x, dt, a, b, c, **options)
-            options["return_final_states"] = True
-            del options["initial_states"]  # None: there is no cache
+    def packed(self, work: _Work, *args: Tensor, **options: Any) -> Any:
+        x, dt, a, b, c = args
+        options["return_final_states"] = True
+        del options["initial_states"]  # None: there is no cache
 
-            def group(rows: Sequence[Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
-                x, dt, b, c = rows
-                found = self.of_the_library(x, dt, a, b, c, initial_states=states, **options)
-                out, last = found
-                return out, last
+        def call(rows: Sequence[Tensor], states: Tensor) -> Any:
+            x, dt, b, c = rows
+            return self.of_the_library(x, dt, a, b, c, initial_states=states, **options)
 
-            def level(pieces: Streams, state: Tensor) -> OutputsAndStates:
-                # padding would change the states
-                lengths = [piece.shape[1] for piece in pieces[0]]
-                return _by_length(pieces, state, lengths, group)
-
-            zero = x.new_zeros(1, *x.shape[2:], b.shape[-1], dtype=torch.float32)
-            return _by_level(work, [x, dt, b, c], zero, level)
-
-
-class _FusedScan(_Wrapped):
-    """The kernel of Mamba2's whole mixer, which knows no tree: the mixer goes on without it."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if options.pop(NAME, None) is not None:
-            return None
-        return self.of_the_library(*args, **options)
-
-
-def _by_level(
-    work: _Work,
-    streams: Sequence[Tensor],
-    zero: Tensor,
-    run: Callable[[Streams, Tensor], OutputsAndStates],
-) -> Tensor:
-    """Return the output (1, n, ...) of a recurrence for streams (1, n, ...). Each level of pieces
-    begins with the states after their parents. `run` takes for each stream its pieces, and states
-    (pieces, ...)."""
-    chunk = work.chunk
-    pieces = [stream.split(chunk.lengths, 1) for stream in streams]
-    outputs: list[Tensor] = [zero] * len(chunk.lengths)
-    for level in chunk.levels:
-        state = torch.cat([work.states.get(chunk.parents[piece], zero) for piece in level])
-        found, last = run([[own[piece] for piece in level] for own in pieces], state)
-        for piece, output, after in zip(level, found, last, strict=True):
-            outputs[piece] = output
-            work.states[chunk.first + piece] = after
-    return torch.cat(outputs, 1)
+        zero = x.new_zeros(1, *x.shape[2:], b.shape[-1], dtype=torch.float32)
+        return self.by_level(work, [x, dt, b, c], zero, call)
 
 
 def _by_length(
     pieces: Streams,
-    state: Tensor,
+    states: Tensor,
     lengths: Sequence[int],
-    run: Callable[[Sequence[Tensor], Tensor], tuple[Tensor, Tensor]],
+    call: Call,
 ) -> OutputsAndStates:
-    """Return outputs and states of pieces, (1, n, ...) and (1, ...) each. Those of the same of
-    `lengths` are rows of one call, with zeros after their tokens."""
-    number = len(lengths)
-    outputs: list[Tensor] = [state] * number
-    states: list[Tensor] = [state] * number
+    """Return outputs and states of pieces. Those of the same of `lengths` are rows of one call,
+    with zeros after their tokens."""
+    outputs: list[Tensor] = [states] * len(lengths)
+    lasts: list[Tensor] = [states] * len(lengths)
     for length in sorted(set(lengths)):
-        members = [piece for piece in range(number) if lengths[piece] == length]
+        members = [piece for piece, own in enumerate(lengths) if own == length]
         rows = []
-        for own in pieces:
+        for stream in pieces:
             filled = []
             for piece in members:
-                missing = length - own[piece].shape[1]
-                filled.append(pad(own[piece], (*[0, 0] * (own[piece].ndim - 2), 0, missing)))
+                x = stream[piece]
+                filled.append(pad(x, (*[0, 0] * (x.ndim - 2), 0, length - x.shape[1])))
             rows.append(torch.cat(filled))
-        out, last = run(rows, state[members])
+        out, last = call(rows, states[members])
         for row, piece in enumerate(members):
             outputs[piece] = out[row : row + 1, : pieces[0][piece].shape[1]]
-            states[piece] = last[row : row + 1]
-    return outputs, states
+            lasts[piece] = last[row : row + 1]
+    return outputs, lasts

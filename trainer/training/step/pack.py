@@ -6,15 +6,16 @@ sees a key k if k <= q < leave[k]. The child with the largest subtree comes firs
 ancestors of a token lie in at most 1 + log2(N) stretches.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rolltap.addons.errors import InputError
 from rolltap.trainer.traces.build import Trace
@@ -45,6 +46,10 @@ class Row:
     """Experts that the engine chose for each token but the last, shape (T - 1, layers, top_k)."""
 
 
+NOTHING = Row(np.zeros(FEWEST_TOKENS + 1, np.int32), np.array([FEWEST_TOKENS]))
+"""Takes the place of rows without any scored token. Its own is not scored."""
+
+
 def trace_row(trace: Trace) -> Row:
     """Return a trace's row.
 
@@ -63,25 +68,26 @@ def trace_row(trace: Trace) -> Row:
     return Row(ids, scored, trace.routing)
 
 
-_COLUMNS = 3
-"""Numbers of a token where rows are compared: its id, and 64 bits of a digest of its experts."""
-_BYTES = TOKEN_BYTES * _COLUMNS
+class _Rows:
+    """The rows of sessions, as a model takes them.
+
+    Attributes:
+        rows: Those with a scored token.
+        mask: True where a session has a scored token, then False, (B, S). S is at least 1.
+    """
+
+    def __init__(self, sessions: Sequence[Sequence[Row]], device: torch.device | str) -> None:
+        self.rows = [row for session in sessions for row in session if len(row.scored)]
+        counts = [sum(len(row.scored) for row in session) for session in sessions]
+        columns = torch.arange(max([1, *counts]))
+        self.mask = (columns < torch.tensor(counts)[:, None]).to(device)
+
+    def _split(self, values: Tensor) -> Tensor:
+        """Return (B, S), with zeros after the values of a session, for those of all tokens."""
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
-def _comparable(row: Row) -> bytes:
-    """Return a row's tokens with their experts: rows share states as far as these bytes agree."""
-    columns = np.zeros((len(row.ids), _COLUMNS), np.int32)
-    columns[:, 0] = row.ids
-    if row.experts is not None:
-        experts = row.experts[: len(row.ids)].reshape(-1, math.prod(row.experts.shape[1:]))
-        # a digest, because the experts of a token take kilobytes; that of none is 0
-        factors = np.random.default_rng(0).integers(2**63, size=experts.shape[1])
-        digests = (experts.astype(np.int64) + 1) @ factors
-        columns[: len(experts), 1:] = digests[:, None].view(np.int32)
-    return columns.tobytes()
-
-
-class Pack:
+class Pack(_Rows):
     """The tokens of all rows as one row of N tokens, and its M scored pairs.
 
     A pair is a token and a scored token after it. Rows that score the same token after the same
@@ -100,10 +106,9 @@ class Pack:
         ends: Index after the last token of each segment.
         contexts: For each pair the index of the token before the scored one, (M,), ascending.
         labels: The scored token of each pair, (1, M). A pack without any has one pair with -100.
-        mask: 1 where a session has a scored token, then 0, (B, S). S is at least 1.
+        mask: True where a session has a scored token, then False, (B, S). S is at least 1.
         experts: The recorded experts of each token, (N, layers, top_k) int16, -1 for tokens
             without. None if no row has them.
-        derived: Layers keep here what all of them need of the pack.
     """
 
     def __init__(
@@ -116,48 +121,45 @@ class Pack:
         Without any scored token the pack has `FEWEST_TOKENS` tokens, so that a process with
         nothing to train takes part in collective operations.
         """
-        rows = [row for session in sessions for row in session]
-        forest = _Forest(rows)
-        layout = _Layout(forest.parents)
+        super().__init__(sessions, device)
+        self._derived: dict[Any, Any] = {}
+        forest = _Forest(self.rows or [NOTHING])
 
         def tensor(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        self.tokens = len(forest.ids)
-        self.parents = layout.parents
-        self.begins = layout.begins
-        self.ends = layout.ends
-        self.above = np.full(self.tokens, -1)
-        above = forest.parents[layout.places]
-        self.above[above >= 0] = layout.moved[above[above >= 0]]
+        self.parents = forest.parents
+        self.begins = np.array(forest.begins)
+        self.ends = np.append(self.begins[1:], forest.size)
+        self.tokens = forest.size
         lengths = self.ends - self.begins
-        positions = np.repeat(layout.depths - self.begins, lengths) + np.arange(self.tokens)
-        self.depth = int(positions.max()) + 1
-        self.ids = tensor(forest.ids[layout.places])[None]
+        starts = np.array(forest.starts)
+        self.depth = int((starts + lengths).max())
+        positions = np.arange(self.tokens) + np.repeat(starts - self.begins, lengths)
         self.positions = tensor(positions)[None]
-        self.leave = tensor(np.repeat(layout.leaves, lengths))
-        self.experts: Tensor | None = None
-        if any(row.experts is not None for row in rows):
-            self.experts = tensor(_experts(rows, forest)[layout.places])
-        self.derived: dict[Any, Any] = {}
+        self.leave = tensor(np.repeat(forest.leaves, lengths))
+        parents = np.array(self.parents)
+        self.above = np.arange(-1, self.tokens - 1)
+        self.above[self.begins] = np.where(parents < 0, -1, self.ends[parents] - 1)
+        pieces = [*zip(forest.rows, starts, starts + lengths, self.begins, strict=True)]
+        ids = [row.ids[start:stop] for row, start, stop, _ in pieces]
+        self.ids = tensor(np.concatenate(ids).astype(np.int64))[None]
+        experts = _experts(pieces, self.tokens)
+        self.experts = None if experts is None else tensor(experts)
 
-        nothing = np.empty(0, np.int64)
-        before = layout.moved[np.concatenate([nothing, *forest.contexts])]
-        after = np.concatenate([nothing, *(row.ids[row.scored] for row in rows)])
-        contexts, labels, pairs = _distinct_pairs(before, after)
+        contexts = np.zeros(1, np.int64)
+        labels = np.full(1, UNSCORED)
+        pairs = np.empty(0, np.int64)
+        if self.rows:
+            after = np.concatenate([row.ids[row.scored] for row in self.rows])
+            vocabulary = int(after.max()) + 1
+            both = np.concatenate(forest.contexts) * vocabulary + after
+            distinct, pairs = np.unique(both, return_inverse=True)
+            contexts, labels = np.divmod(distinct, vocabulary)
         self.contexts = tensor(contexts)
         self.labels = tensor(labels)[None]
-
-        counts = [sum(len(row.scored) for row in session) for session in sessions]
-        at = np.zeros((len(sessions), max([1, *counts])), np.int64)
-        mask = np.zeros_like(at)
-        first = 0
-        for i, count in enumerate(counts):
-            at[i, :count] = pairs[first : first + count]
-            mask[i, :count] = 1
-            first += count
-        self._at = tensor(at)
-        self.mask = tensor(mask)
+        self._pairs = tensor(pairs)
+        """The pair of each scored token."""
 
     def inputs(self) -> dict[str, Any]:
         """Return arguments for a prepared model, whose output has values of the pairs, (1, M)."""
@@ -177,177 +179,150 @@ class Pack:
 
         A session has the values of its rows, one row after another, then zeros.
         """
-        return values[0][self._at].masked_fill(self.mask == 0, 0.0)
+        return self._split(values[0, self._pairs])
+
+    def derive(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """Return `make(self, *arguments)`, which is made once for all layers."""
+        key = make, *arguments
+        if key not in self._derived:
+            self._derived[key] = make(self, *arguments)
+        return self._derived[key]
+
+
+KEY_BYTES = 8
+"""Bytes of a token where rows are compared."""
+
+
+def _key(row: Row) -> bytes:
+    """Return a row's tokens up to the last that has a scored one after it.
+
+    Rows share states as far as their keys agree: a token counts with its experts. These take
+    kilobytes, so a digest stands for them; that of none is 0.
+    """
+    length = row.scored[-1]
+    tokens = row.ids[:length].astype(np.int64)
+    if row.experts is not None:
+        experts = row.experts[:length].reshape(length, -1).astype(np.int64)
+        factors = np.random.default_rng(0).integers(2**63, size=experts.shape[1])
+        tokens += (experts + 1) @ factors
+    return tokens.tobytes()
 
 
 class _Forest:
-    """The tokens of a prefix forest, each after its parent, in the order of the sorted rows.
+    """The prefix forest of rows, depth first, the child with the largest subtree first.
 
     Attributes:
-        ids: Ids of the tokens, (N,).
-        parents: Index of the parent of each token, (N,), -1 at a root.
-        contexts: For each row the indices of the tokens before its scored ones, (n,).
-        owners: Rows with tokens that no earlier row has, and the positions where these begin and
-            end.
+        size: The number of its tokens.
+        parents: For each segment the index of the segment that it continues, -1 at a root.
+        begins: Index of the first token of each segment.
+        leaves: Index after the last descendant of each segment.
+        starts: Position of the first token of each segment.
+        rows: A row with the tokens of each segment.
+        contexts: For each given row the indices of the tokens before its scored ones, (n,).
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        used: dict[int, bytes] = {}
-        for i, row in enumerate(rows):
-            if len(row.scored):
-                used[i] = _comparable(row)[: row.scored[-1] * _BYTES]
+        self.size = 0
+        self.parents: list[int] = []
+        self.begins: list[int] = []
+        self.leaves: list[int] = []
+        self.starts: list[int] = []
+        self.rows: list[Row] = []
         self.contexts = [np.empty(0, np.int64) for _ in rows]
-        self.owners: list[tuple[int, int, int]] = []
-        ids: list[Ints] = []
-        parents: list[Ints] = []
-        size = 0
-        path = np.empty(0, np.int64)  # indices of the tokens of the row before
-        before = b""
-        for i in sorted(used, key=used.__getitem__):
-            shared = common_length(before, used[i]) // _COLUMNS
-            length = len(used[i]) // _BYTES
-            own = np.arange(size, size + length - shared)
-            path = np.concatenate([path[:shared], own])
-            if len(own):
-                above = own - 1
-                above[0] = path[shared - 1] if shared else -1
-                ids.append(rows[i].ids[shared:length].astype(np.int64))
-                parents.append(above)
-                self.owners.append((i, shared, length))
-            self.contexts[i] = path[rows[i].scored - 1]
-            size += len(own)
-            before = used[i]
-        if not size:
-            ids = [np.zeros(FEWEST_TOKENS, np.int64)]
-            parents = [np.arange(-1, FEWEST_TOKENS - 1)]
-        self.ids = np.concatenate(ids)
-        self.parents = np.concatenate(parents)
+        keys = [_key(row) for row in rows]
+        # rows that no other row goes on from, in order, and the rows that each goes on from
+        leaves: list[int] = []
+        members: list[list[int]] = []
+        for i in sorted(range(len(rows)), key=keys.__getitem__, reverse=True):
+            if leaves and keys[leaves[-1]].startswith(keys[i]):
+                members[-1].append(i)
+            else:
+                leaves.append(i)
+                members.append([i])
+        lengths = np.array([len(keys[i]) // KEY_BYTES for i in leaves])
+        shared = np.zeros_like(lengths)  # tokens of each leaf that the leaf before has too
+        for k, (before, leaf) in enumerate(pairwise(leaves), 1):
+            shared[k] = common_length(keys[before], keys[leaf]) * TOKEN_BYTES // KEY_BYTES
+        added = np.append(0, np.cumsum(lengths - shared))
 
-
-class _Layout:
-    """A forest depth first, the child with the largest subtree first.
-
-    Attributes:
-        parents: Index of the segment that each segment continues, -1 at a root.
-        begins: Index of the first token of each segment.
-        ends: Index after the last token of each segment.
-        leaves: Index after the last descendant of each segment.
-        depths: Number of tokens before each segment on its path.
-        places: For each token its index in the forest, (N,).
-        moved: For each token of the forest its index here, (N,).
-    """
-
-    def __init__(self, parents: Ints) -> None:
-        """Lay out the tokens of a forest, whose `parents` are (N,), -1 at a root."""
-        size = len(parents)
-        # segments in the order of the forest
-        branches = parents != np.arange(size) - 1
-        branches[0] = True
-        branching = np.zeros(size + 1, bool)  # the last element is for the parents of roots, -1
-        branching[parents[branches]] = True
-        first = branches.copy()
-        first[1:] |= branching[: size - 1]
-        starts = np.flatnonzero(first)
-        lengths = np.diff(starts, append=size)
-        segments = np.cumsum(first) - 1
-        above = np.full(len(starts), -1)
-        inner = parents[starts] >= 0
-        above[inner] = segments[parents[starts[inner]]]
-
-        sizes = lengths.copy()  # of the subtrees
-        children: list[list[int]] = [[] for _ in range(len(starts) + 1)]  # the last of no segment
-        for k in reversed(range(len(starts))):
-            children[above[k]].append(k)
-            if above[k] >= 0:
-                sizes[above[k]] += sizes[k]
-        order: list[int] = []
-        stack = sorted(children[-1], key=sizes.__getitem__)
+        path = np.empty(lengths.max(), np.int64)  # indices of the tokens of the present path
+        # distinct tokens of leaves from `first` to `last`, which go on from the position `start`
+        stack = [(int(added[-1]), 0, len(leaves), 0, -1)]
         while stack:
-            order.append(stack.pop())
-            stack.extend(sorted(children[order[-1]], key=sizes.__getitem__))
-
-        ranks = np.full(len(starts) + 1, -1)  # the last element is for no segment, -1
-        ranks[order] = np.arange(len(order))
-        self.parents: list[int] = ranks[above[order]].tolist()
-        self.ends = np.cumsum(lengths[order])
-        self.begins = self.ends - lengths[order]
-        self.leaves = self.begins + sizes[order]
-        self.depths = np.zeros(len(order), np.int64)
-        for k, parent in enumerate(self.parents):
-            if parent >= 0:
-                length = self.ends[parent] - self.begins[parent]
-                self.depths[k] = self.depths[parent] + length
-        self.places = np.repeat(starts[order] - self.begins, lengths[order]) + np.arange(size)
-        self.moved = np.empty(size, np.int64)
-        self.moved[self.places] = np.arange(size)
-
-
-def _distinct_pairs(before: Ints, after: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the distinct pairs of `before` and `after`, (M,) each, and the pair of each, (E,)."""
-    if not len(before):
-        return np.zeros(1, np.int64), np.full(1, UNSCORED), before
-    vocabulary = int(after.max()) + 1
-    pairs, indices = np.unique(before * vocabulary + after, return_inverse=True)
-    contexts, labels = np.divmod(pairs, vocabulary)
-    return contexts, labels, indices
+            tokens, first, last, start, parent = stack.pop()
+            inner = shared[first + 1 : last]
+            stop = int(inner.min(initial=lengths[first]))
+            if stop > start:  # not where several roots begin
+                self.parents.append(parent)
+                self.begins.append(self.size)
+                self.leaves.append(self.size + tokens)
+                self.starts.append(start)
+                self.rows.append(rows[leaves[first]])
+                parent = len(self.parents) - 1
+                begin = self.size
+                self.size += stop - start
+                path[start:stop] = np.arange(begin, self.size)
+            if not len(inner):
+                for i in members[first]:
+                    self.contexts[i] = path[rows[i].scored - 1]
+                continue
+            bounds = [first, *(first + 1 + np.flatnonzero(inner == stop)).tolist(), last]
+            children = []
+            for a, b in pairwise(bounds):
+                tokens = int(added[b] - added[a] + shared[a]) - stop
+                children.append((tokens, a, b, stop, parent))
+            stack += sorted(children)
 
 
-def _experts(rows: Sequence[Row], forest: _Forest) -> NDArray[np.int16]:
-    """Return the experts of the forest's tokens, (N, layers, top_k), -1 for those without."""
-    shape = next(row.experts.shape[1:] for row in rows if row.experts is not None)
-    found = np.full((len(forest.ids), *shape), -1, np.int16)
-    first = 0
-    for i, start, end in forest.owners:
-        experts = rows[i].experts
-        if experts is not None:
-            known = experts[start:end]
-            found[first : first + len(known)] = known
-        first += end - start
+def _experts(pieces: Iterable[tuple[Row, int, int, int]], size: int) -> NDArray[np.int16] | None:
+    """Return the experts of `size` tokens, (size, layers, top_k), `OWN` for those without.
+
+    Each piece has a row, the positions where it begins and ends, and the index of its first token.
+    """
+    found: NDArray[np.int16] | None = None
+    for row, start, stop, begin in pieces:
+        if row.experts is None:
+            continue
+        if found is None:
+            found = np.full((size, *row.experts.shape[1:]), OWN, np.int16)
+        found[begin : begin + stop - start] = row.experts[start:stop]
     return found
 
 
-class PaddedRows:
-    """The rows of sessions as one batch, padded on the right. It is used as a `Pack` is.
+class PaddedRows(_Rows):
+    """The rows of sessions as one batch of R rows, padded on the right. It is used as a `Pack` is.
 
-    There is no attention mask: under causal attention nothing on the right of a token changes it. A mask would make
-    torch's attention build a matrix of T x T values for each row.
+    There is no attention mask: under causal attention nothing on the right of a token changes it.
+    A mask would make torch's attention build a matrix of T x T values for each row.
     """
 
     def __init__(self, sessions: Sequence[Sequence[Row]], device: torch.device) -> None:
-        """Without a trained token there is one row of two tokens."""
-        rows = [row for session in sessions for row in session if len(row.scored)]
-        shape = (max(1, len(rows)), max([2, *(len(row.ids) for row in rows)]))
-        ids = torch.zeros(shape, dtype=torch.long)
-        labels = torch.full(shape, -100)
-        for i, row in enumerate(rows):
-            ids[i, : len(row.ids)] = torch.from_numpy(row.ids)
-            labels[i, row.scored] = torch.from_numpy(row.ids[row.scored]).long()
-        self.tokens = ids.numel()
-        self.experts = _padded_experts(rows, shape)
-        self._ids = ids.to(device)
-        self._labels = labels.to(device)
-        counts = [sum(len(row.scored) for row in session) for session in sessions]
-        self.mask = torch.zeros(len(sessions), max([1, *counts]), dtype=torch.bool, device=device)
-        for i, count in enumerate(counts):
-            self.mask[i, :count] = True
+        """Without a trained token there is one row."""
+        super().__init__(sessions, device)
+        ids = [torch.from_numpy(row.ids).long() for row in self.rows or [NOTHING]]
+        self._ids = pad_sequence(ids, batch_first=True).to(device)
+        self._labels = torch.full_like(self._ids, UNSCORED)
+        for i, row in enumerate(self.rows):
+            self._labels[i, row.scored] = self._ids[i, row.scored]
+        self.tokens = self._ids.numel()
+        length = self._ids.shape[1]
+        pieces = [(row, 0, len(row.ids) - 1, i * length) for i, row in enumerate(self.rows)]
+        self.experts = _experts(pieces, self.tokens)
+        """Of all positions, (R * T, layers, top_k)."""
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the model's forward pass."""
-        return {"input_ids": self._ids, "labels": self._labels, "fused_lm_head": True, "use_cache": False}
+        return {
+            "input_ids": self._ids,
+            "labels": self._labels,
+            "fused_lm_head": True,
+            "use_cache": False,
+        }
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Return (B, S), a session's trained tokens row by row, then zeros, for the values of a pass (R, T - 1)."""
-        scored = self._labels[:, 1:] != -100  # the value of position p is at p - 1
-        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values[scored])
+        """Return (B, S) for the values of a pass, (R, T - 1).
 
-
-def _padded_experts(rows: Sequence[Row], shape: tuple[int, int]) -> NDArray[np.int16] | None:
-    """Return the experts of all positions (R * T, layers, k), or None if no row has any."""
-    recorded = [row.experts for row in rows if row.experts is not None]
-    if not recorded:
-        return None
-    experts = np.full((*shape, *recorded[0].shape[1:]), OWN, np.int16)
-    for i, row in enumerate(rows):
-        if row.experts is not None:
-            experts[i, : len(row.experts)] = row.experts
-    return experts.reshape(-1, *experts.shape[2:])
+        A session has the values of its rows, one row after another, then zeros.
+        """
+        # the value of position p is at p - 1
+        return self._split(values[self._labels[:, 1:] != UNSCORED])
