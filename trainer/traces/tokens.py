@@ -3,7 +3,6 @@
 Ids are packed into bytes, so that `memcmp` compares them.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -17,35 +16,46 @@ TOKEN_BYTES = 4
 class Tokens(Sequence[int]):
     """Immutable sequence of token ids, shape (N,): all ids of an earlier `Tokens`, and a suffix.
 
-    The first sequence that continues another one shares its memory, further ones copy. So the
-    prompts of a chain of T calls take O(total new tokens). Reads as a list and equals a list of the
-    same ids. A slice or a sum is a list.
+    Only the suffix is stored, with a reference to the earlier sequence. So the prompts of a tree of
+    calls take O(total new tokens) memory. Reads as a list and equals a list of the same ids. A
+    slice or a sum is a list.
 
-    Not thread-safe while it is continued.
+    Reading `ids[i]` or `ids[i:]` is O(N - i), and the number of earlier sequences it crosses. To
+    visit all ids, iterate: O(N).
     """
 
-    __slots__ = ("_ids", "_length")
+    __slots__ = ("_before", "_length", "_own")
 
     def __init__(self, own: Sequence[int], before: "Tokens | None" = None) -> None:
         """Append the suffix `own` to `before`. Raises `OverflowError` as `pack`."""
-        suffix = pack(own)
-        self._ids = array("i")
+        self._own = pack(own)
+        self._before = before
+        self._length = len(own)
         if before is not None:
-            self._ids = before._ids
-            if len(self._ids) > len(before):  # another sequence continues it
-                self._ids = self._ids[: len(before)]
-        self._ids.frombytes(suffix)
-        self._length = len(self._ids)
+            self._length += len(before)
 
     def packed(self, start: int = 0) -> bytes:
         """Return the packed ids from position `start` on, as `pack` does."""
-        return self._ids[start : self._length].tobytes()
+        parts = []
+        first = self._length  # position of the first id in `parts`
+        node: Tokens | None = self
+        while node is not None and node._length > start:
+            parts.append(node._own)
+            first = node._length - len(node._own) // TOKEN_BYTES
+            node = node._before
+        ids = b"".join(reversed(parts))
+        return ids[max(start - first, 0) * TOKEN_BYTES :]
 
     def startswith(self, other: Sequence[int]) -> bool:
-        """Return True when `other` is a prefix of the ids, in O(1) when they share memory."""
-        if isinstance(other, Tokens) and other._ids is self._ids:
-            return len(other) <= len(self)
-        return self[: len(other)] == other
+        """Return True when `other` is a prefix of the ids.
+
+        Ids are compared, in O(N), only when `other` is not one of the earlier sequences that this
+        one refers to.
+        """
+        node: Tokens | None = self
+        while node is not None and node._length > len(other):
+            node = node._before
+        return node is other or self[: len(other)] == other
 
     def __len__(self) -> int:
         return self._length
@@ -55,16 +65,25 @@ class Tokens(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return self._ids[: self._length][index].tolist()
-        return self._ids[range(self._length)[index]]
+        if not isinstance(index, slice):
+            i = range(self._length)[index]
+            return int(np.frombuffer(self.packed(i), np.int32, 1)[0])
+        start, stop, step = index.indices(self._length)
+        if step == 1:
+            ids = np.frombuffer(self.packed(start), np.int32)[: max(stop - start, 0)]
+        else:
+            ids = np.frombuffer(self.packed(), np.int32)[index]
+        found: list[int] = ids.tolist()
+        return found
 
     def __iter__(self) -> Iterator[int]:
         return iter(self[:])
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Tokens | list):
-            return len(self) == len(other) and self[:] == other[:]
+        if isinstance(other, Tokens):
+            return self is other or self.packed() == other.packed()
+        if isinstance(other, list):
+            return len(self) == len(other) and self[:] == other
         return NotImplemented
 
     def __add__(self, other: Sequence[int]) -> list[int]:
@@ -77,7 +96,13 @@ class Tokens(Sequence[int]):
         return repr(self[:])
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(self._ids[: self._length], dtype)
+        return np.array(np.frombuffer(self.packed(), np.int32), dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Tokens":
+        return self
+
+    def __reduce__(self) -> tuple[type["Tokens"], tuple[list[int]]]:
+        return Tokens, (self[:],)
 
 
 def pack(ids: Sequence[int]) -> bytes:

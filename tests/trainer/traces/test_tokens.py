@@ -103,6 +103,15 @@ class TestSharing:
         tracemalloc.stop()
         assert held < 10 * len(tokens[-1]) * 4
 
+    def test_branches_of_a_prompt_hold_it_once(self):
+        root = Tokens(range(100_000))
+        tracemalloc.start()
+        branches = [Tokens([n], root) for n in range(100)]
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert branches[-1][-2:] == [99_999, 99]
+        assert held < 100_000
+
 
 class TestPackedTokens:
     @given(st.lists(TOKEN), st.lists(TOKEN))
