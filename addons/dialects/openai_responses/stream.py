@@ -1,6 +1,5 @@
 """Streamed replies of the Responses API. The data of each event is one line of JSON with the event's `type`."""
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +55,9 @@ class StreamEncoder:
         self._num_events = 0
         self._done: list[_Item] = []
         self._open: _Item | None = None
+        """The item that grows, as it began."""
+        self._texts: list[str] = []
+        """Its text so far."""
 
     def start(self) -> bytes:
         """Return the first events of the response."""
@@ -64,18 +66,21 @@ class StreamEncoder:
     def delta(self, reasoning: str, content: str) -> bytes:
         """Return the events of new text, reasoning before content.
 
-        Reasoning after the first content is not sent. The summary of a compaction is sent by `finish`.
+        Reasoning after the first content is not sent. The summary of a compaction is sent by `finish`. The stream is
+        kept alive in the place of both.
         """
         if is_compaction(self._context):
             return self.keep_alive()
-        events = b""
-        if reasoning and not self._done and not self._is_open("message"):
-            events += self._grow(reasoning_item(self._context, reasoning))
+        events = []
+        if reasoning and (self._done or self._is_open("message")):
+            events.append(self.keep_alive())
+        elif reasoning:
+            events.append(self._grow(reasoning_item(self._context, reasoning)))
+        if content and self._is_open("reasoning"):
+            events.append(self._close(reasoning_item(self._context, "".join(self._texts))))
         if content:
-            if self._is_open("reasoning"):
-                events += self._close()
-            events += self._grow(message_item(self._context, len(self._done), content, "in_progress"))
-        return events
+            events.append(self._grow(message_item(self._context, len(self._done), content, "in_progress")))
+        return b"".join(events)
 
     def keep_alive(self) -> bytes:
         """Return an event that Codex parses, because its idle timer ignores SSE comments."""
@@ -83,14 +88,14 @@ class StreamEncoder:
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
         """Return the events of the remaining items and of the end."""
-        events = b""
+        events = []
         for item in output_items(self._context, reply)[len(self._done) :]:
             if self._open is None:
-                events += self._grow(item)
-            self._open = item
-            events += self._close()
+                events.append(self._grow(item))
+            events.append(self._close(item))
         fields = ending(self._context, reply, usage)
-        return events + self._response(f"response.{fields['status']}", **fields, output=self._done)
+        events.append(self._response(f"response.{fields['status']}", **fields, output=self._done))
+        return b"".join(events)
 
     def error(self, error: DialectError) -> bytes:
         """Return the event of a failure after `start`."""
@@ -103,36 +108,35 @@ class StreamEncoder:
     def _grow(self, item: _Item) -> bytes:
         """Return the events that add the text of `item` to the open item. Without one, `item` becomes the open item."""
         text = _TEXTS.get(item["type"])
-        events = b""
+        events = []
         if self._open is None:
-            self._open = copy.deepcopy(item)
-            events += self._event("response.output_item.added", item=_emptied(item))
+            self._open = item
+            self._texts = []
+            events.append(self._event("response.output_item.added", item=_emptied(item)))
             if text and text.part_event:
                 part = {**_holder(item, text), text.key: ""}
-                events += self._item_event(f"{text.part_event}.added", **text.part_index, part=part)
-        elif text:
-            _holder(self._open, text)[text.key] += _holder(item, text)[text.key]
+                events.append(self._item_event(f"{text.part_event}.added", **text.part_index, part=part))
         if text and (new := _holder(item, text)[text.key]):
-            events += self._item_event(f"{text.event}.delta", **text.part_index, **text.extra, delta=new)
-        return events
+            self._texts.append(new)
+            events.append(self._item_event(f"{text.event}.delta", **text.part_index, **text.extra, delta=new))
+        return b"".join(events)
 
-    def _close(self) -> bytes:
-        """Return the events that complete the open item."""
-        item = self._open
-        assert item is not None
+    def _close(self, item: _Item) -> bytes:
+        """Return the events that complete the open item. `item` is the whole of it."""
         text = _TEXTS.get(item["type"])
-        events = b""
+        events = []
         if text:
             fields = {**text.part_index, **text.extra, text.key: _holder(item, text)[text.key]}
             if item["type"] == "function_call":
                 fields["name"] = item["name"]
-            events += self._item_event(f"{text.event}.done", **fields)
+            events.append(self._item_event(f"{text.event}.done", **fields))
             if text.part_event:
-                events += self._item_event(f"{text.part_event}.done", **text.part_index, part=_holder(item, text))
-        events += self._event("response.output_item.done", item=item)
+                part = _holder(item, text)
+                events.append(self._item_event(f"{text.part_event}.done", **text.part_index, part=part))
+        events.append(self._event("response.output_item.done", item=item))
         self._done.append(item)
         self._open = None
-        return events
+        return b"".join(events)
 
     def _response(self, kind: str, *, status: str, output: list[_Item] | None = None, **fields: Any) -> bytes:
         return self._event(kind, response=response(self._context, status=status, output=output or [], **fields))

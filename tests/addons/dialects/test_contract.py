@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from dataclasses import asdict
 
 import orjson
@@ -213,6 +214,21 @@ def test_a_stream_adds_up_to_the_whole_reply_whose_echo_is_the_reply(api, reply,
     for call in issued.get("tool_calls", ()):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
     assert same(api.echo(whole), issued)
+
+
+@every_api
+def test_four_times_the_deltas_take_about_four_times_the_work(api):
+    """Quadratic work would be sixteen times as much."""
+
+    def seconds(number):
+        encoder = api.dialect.stream_encoder(api.context())
+        started = time.process_time()
+        for _ in range(number):
+            encoder.delta("", "x" * 1000)
+        encoder.finish(Reply("x" * 1000 * number), USAGE)
+        return time.process_time() - started
+
+    assert min(seconds(6000) for _ in range(2)) < 8 * min(seconds(1500) for _ in range(2))
 
 
 @every_api

@@ -416,3 +416,22 @@ def test_a_call_is_recorded_once_and_every_listener_is_answered(happened, faults
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(run())
+
+
+def test_a_stream_is_kept_alive_while_a_tool_call_is_sampled():
+    """Its text is none of the stream's."""
+
+    async def run():
+        scenario = Scenario("session", 1, 60.0, False)
+        scenario.renderer.feed = lambda text: ("", "")
+        changed = asyncio.create_task(scenario.generation.changed(0, 1.0))
+        await scenario.turn(TURNS)
+        for _ in range(2):
+            scenario.engine_says([5])
+            await scenario.wait(0.5)
+        assert changed.result() is False
+        await scenario.recorder_stops()
+        await scenario.pool.close()
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(run())

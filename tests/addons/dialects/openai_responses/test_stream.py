@@ -21,10 +21,10 @@ def test_an_item_is_complete_before_the_next_begins():
     assert [event["type"].removeprefix("response.") for event in events] == ITEMS.split()
 
 
-def test_reasoning_that_comes_after_content_is_not_sent():
+def test_reasoning_that_comes_after_content_is_not_sent_and_keeps_the_stream_alive():
     encoder = openai_responses.stream_encoder(RESPONSES.context())
     encoder.delta("Hm.", "Hi")
-    assert encoder.delta("\n", "") == b""
+    assert [event["type"] for event in events_of(encoder.delta("\n", ""))] == ["response.in_progress"]
     *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
     assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
