@@ -77,22 +77,15 @@ SAVE_TOTAL_LIMIT = 2
 """Checkpoints that are kept, if the recipe has no `grpo.save_total_limit`."""
 
 
-def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = None, nodes: int | None = None) -> None:
+def check_arguments(
+    recipe: Recipe,
+    processes: int = 1,
+    engines: int | None = None,
+    nodes: int | None = None,
+) -> None:
     """Raise `InputError` for a model folder, and values of [grpo] and [lora], that no training can start with, and for
     other numbers than the table [machine] gives. A number is None where there are no engines, or no start."""
-    machine = recipe.machine or Machine()
-    each, uneven = divmod(machine.processes, machine.nodes)
-    if uneven:
-        raise InputError(f"processes = {machine.processes} is no multiple of nodes = {machine.nodes}: change [machine]")
-    run = f"start with `torchrun --nnodes {machine.nodes} --nproc-per-node {each} -m rolltap train ...`"
-    urls = "give --engine as many URLs, separated by commas"
-    for key, number, fix in (
-        ("nodes", nodes, run),
-        ("processes", processes, run),
-        ("engines", engines, urls),
-    ):
-        if number is not None and key in machine.model_fields_set and number != (given := getattr(machine, key)):
-            raise InputError(f"machine.{key} is {given}, but there are {number}: {fix}, or change the recipe")
+    _check_machine(recipe.machine or Machine(), {"nodes": nodes, "processes": processes, "engines": engines})
     args = training_arguments(recipe, Path("run"), 0)
     model = meta_policy(recipe.model, dtype_of(recipe), **model_arguments(recipe))
     add_adapter(recipe, model)
@@ -103,15 +96,35 @@ def check_arguments(recipe: Recipe, processes: int = 1, engines: int | None = No
     check_model(model, args.beta)
     if recipe.publish == "lora" and merge_again(model):
         raise InputError(
-            "vLLM does not serve an adapter on parameters, such as the experts of a layer: set lora.target_modules to "
-            'linear layers, such as those of attention, or publish = "checkpoint"'
+            "vLLM does not serve an adapter on parameters, such as the experts of a layer: set "
+            'lora.target_modules to linear layers, such as those of attention, or publish = "checkpoint"'
         )
+
+
+def _check_machine(machine: Machine, numbers: Mapping[str, int | None]) -> None:
+    each, uneven = divmod(machine.processes, machine.nodes)
+    if uneven:
+        what = f"processes = {machine.processes} is no multiple of nodes = {machine.nodes}"
+        raise InputError(f"{what}: change [machine]")
+    for key, number in numbers.items():
+        given = getattr(machine, key)
+        if key not in machine.model_fields_set or number in (None, given):
+            continue
+        launcher = f"torchrun --nnodes {machine.nodes} --nproc-per-node {each}"
+        fix = f"start with `{launcher} -m rolltap train ...`"
+        if key == "engines":
+            fix = "give --engine as many URLs, separated by commas"
+        what = f"machine.{key} is {given}, but there are {number}"
+        raise InputError(f"{what}: {fix}, or change the recipe")
 
 
 def dtype_of(recipe: Recipe) -> Dtype:
     """Return the type of the weights: the recipe's, or bfloat16 on a CUDA GPU and float32 without one."""
-    on_cuda = torch.cuda.is_available() and not recipe.grpo.get("use_cpu", False)
-    return recipe.dtype or ("bfloat16" if on_cuda else "float32")
+    if recipe.dtype is not None:
+        return recipe.dtype
+    if torch.cuda.is_available() and not recipe.grpo.get("use_cpu", False):
+        return "bfloat16"
+    return "float32"
 
 
 def require_rows(recipe: Recipe, rows: int, what: str) -> None:
@@ -194,20 +207,25 @@ def lora_config(recipe: Recipe, model: Any) -> LoraConfig | None:
     _check_names("lora", LoraConfig, recipe.lora)
     types = get_type_hints(LoraConfig)
     for key, value in recipe.lora.items():
-        if key == "init_lora_weights":  # PEFT reads any number of iterations
-            value = re.sub(r"pissa_niter_\d+$", "pissa", value) if isinstance(value, str) else value
+        if key == "init_lora_weights" and isinstance(value, str):
+            value = re.sub(r"pissa_niter_\d+$", "pissa", value)  # PEFT reads any number of iterations
             if value in ("corda", "eva", "lora_ga"):
-                raise InputError(f"lora.{key} = {value!r} needs a pass over data before the training: choose another")
+                what = f"lora.{key} = {value!r} needs a pass over data before the training"
+                raise InputError(f"{what}: choose another")
         check_type(f"lora.{key}", value, types[key])
     if recipe.lora.get("alora_invocation_tokens"):
-        raise InputError("lora.alora_invocation_tokens: such an adapter cannot be merged into the model: remove it")
+        what = "such an adapter cannot be merged into the model"
+        raise InputError(f"lora.alora_invocation_tokens: {what}: remove it")
     try:
         config = LoraConfig(**recipe.lora)
     except (TypeError, ValueError, ImportError) as error:
         raise InputError(f"the recipe's [lora] table: {error}") from error
-    frozen, own = frozen_modules(model), config.exclude_modules or []
-    if frozen:
-        config.exclude_modules = "|".join([own, *map(re.escape, frozen)]) if isinstance(own, str) else [*own, *frozen]
+    frozen = frozen_modules(model)
+    excluded = config.exclude_modules or []
+    if frozen and isinstance(excluded, str):
+        config.exclude_modules = "|".join([excluded, *map(re.escape, frozen)])
+    elif frozen:
+        config.exclude_modules = [*excluded, *frozen]
     return config
 
 
@@ -252,8 +270,11 @@ def _check_names(table: str, kind: type, values: Mapping[str, Any]) -> None:
     known = list(inspect.signature(kind).parameters)
     for key in sorted(values.keys() - known):
         near = difflib.get_close_matches(key, known, 1)
-        fix = f"write {table}.{near[0]}, or remove it" if near else "correct or remove it"
-        raise InputError(f"{table}.{key} = {values[key]!r} is no argument of {kind.__name__}: {fix}")
+        fix = "correct or remove it"
+        if near:
+            fix = f"write {table}.{near[0]}, or remove it"
+        what = f"{table}.{key} = {values[key]!r}"
+        raise InputError(f"{what} is no argument of {kind.__name__}: {fix}")
 
 
 def add_adapter(recipe: Recipe, model: Any) -> None:

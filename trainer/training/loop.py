@@ -41,7 +41,14 @@ from rolltap.trainer.training.attempt import Attempt, require_shared
 from rolltap.trainer.training.recipe import CHECKPOINTS, FINISHED, Recipe, checkpoint_step
 from rolltap.trainer.training.report import Phases, Reports
 from rolltap.trainer.training.step.checkpoint import load_trained
-from rolltap.trainer.training.step.distributed import abort_on_error, is_main, lost, object_group, on_main, raise_on_all
+from rolltap.trainer.training.step.distributed import (
+    abort_on_error,
+    is_main,
+    lost,
+    object_group,
+    on_main,
+    raise_on_all,
+)
 from rolltap.trainer.training.step.trainer import TraceGRPOTrainer
 
 ADAPTER = "adapter"
@@ -101,8 +108,14 @@ def train(source: Source, recipe: Recipe, run: Path, *, seed: int, console: Cons
         on_main(partial(set_aside, run, recipe, console))
         set_seed(seed)
         transformers_logging.disable_progress_bar()  # it would show one for every published checkpoint
-        on_cpu, init = args.sharding == "full", arguments.model_arguments(recipe)
-        model = raise_on_all(lambda: load_policy(recipe.model, arguments.dtype_of(recipe), on_cpu=on_cpu, **init))
+        load = partial(
+            load_policy,
+            recipe.model,
+            arguments.dtype_of(recipe),
+            on_cpu=args.sharding == "full",
+            **arguments.model_arguments(recipe),
+        )
+        model = raise_on_all(load)
         phases = Phases()
         reports = Reports(run, console)
         source.phase = phases.of
@@ -132,9 +145,10 @@ def join_processes(recipe: Recipe | None) -> Recipe:
     """Join the launcher's other processes, if any, and return the main one's recipe. Call it before others can fail."""
     use_expandable_segments()
     if processes_started() > 1 and not dist.is_initialized():
+        backend = "gloo"
         if torch.cuda.is_available():
+            backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, timeout=timedelta(seconds=TENSOR_SECONDS))
             object_group()
@@ -156,7 +170,7 @@ def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
                 trainer.before_training()
             load_trained(trainer.model, checkpoint)
             return checkpoint_step(checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     return int(trainer.state.global_step)
 
 

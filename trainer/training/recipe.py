@@ -1,6 +1,7 @@
 """Training recipe: one TOML file with the model, the tasks, the harness and TRL's arguments."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -166,23 +167,24 @@ class Recipe(RolloutConfig):
     def iterations(self) -> int:
         """Optimizer steps of a step."""
         given = self.grpo.get("num_iterations", 1)
-        return given if isinstance(given, int) else 1  # `check_arguments` refuses others
+        if isinstance(given, int):
+            return given
+        return 1  # `check_arguments` refuses others
 
     def trace_options(self) -> TraceOptions:
         """Return the way from its sessions to labelled traces."""
-        alone = self.teacher is not None and self.grpo.get("teacher_share", 1) == 1
-        rules = RewardRules(self.outcomes, self.suspicious, unrewarded=0.0 if alone else None)
-        age, routing = (
-            self.ahead * self.iterations,
-            self.replays_routing,
-        )  # a version counts optimizer steps
-        how: dict[str, Any] = {
-            "ahead": age,
-            "rewards": rules,
-            "routing": routing,
-            "scores": self.teacher,
-        }
-        return TraceOptions(self.strategy, self.roles, self.max_tokens, **how)
+        unrewarded = None
+        if self.teacher is not None and self.grpo.get("teacher_share", 1) == 1:
+            unrewarded = 0.0
+        return TraceOptions(
+            strategy=self.strategy,
+            roles=self.roles,
+            max_tokens=self.max_tokens,
+            ahead=self.ahead * self.iterations,  # a version counts optimizer steps
+            rewards=RewardRules(self.outcomes, self.suspicious, unrewarded=unrewarded),
+            routing=self.replays_routing,
+            scores=self.teacher,
+        )
 
     @property
     def replays_routing(self) -> bool:
@@ -193,44 +195,58 @@ class Recipe(RolloutConfig):
 def load_recipe(path: Path, ray: str | None = None) -> Recipe:
     """Read a recipe from a TOML file, with paths made absolute, and with another `ray`. Raises `InputError`."""
     recipe = load_toml(path, Recipe)
-    recipe = recipe if ray is None else recipe.model_copy(update={"ray": ray})
-    if recipe.publish == "lora" and not recipe.lora:
-        raise InputError(f'{path}: publish = "lora" needs a [lora] table; publish = "checkpoint" trains without one')
-    if (recipe.teacher is None) == bool(recipe.grpo.get("teacher_share", recipe.teacher)):
-        raise InputError(f"{path}: teacher and a grpo.teacher_share above 0 need each other: add or remove one")
-    if recipe.teacher_engine and not recipe.teacher:
-        raise InputError(f"{path}: teacher_engine does nothing without teacher: add teacher, or remove it")
-    if "adapters" in recipe.model_fields_set and recipe.publish != "lora":
-        raise InputError(f'{path}: adapters does nothing with publish = "{recipe.publish}": remove it')
-    for key in ("replace_zero_variance", "forks"):
-        if recipe.teacher and getattr(recipe, key):
-            raise InputError(f"{path}: with a teacher all groups train: remove {key}")
-    if recipe.forks and (other := next((key for key in ("ahead", "service", "ray") if getattr(recipe, key)), None)):
-        raise InputError(f"{path}: {other} = {getattr(recipe, other)!r} runs no [forks]: remove one of them")
+    if ray is not None:
+        recipe = recipe.model_copy(update={"ray": ray})
+    for fault in _faults(recipe):
+        raise InputError(f"{path}: {fault}")
     require_options(recipe.recorder, f"{path}: recorder.")
+    folder = path.parent
+    paths: dict[str, Any] = {}
+    for name in ("model", "tasks", "repositories", "publish_folder"):
+        given = getattr(recipe, name)
+        if given is not None:
+            paths[name] = (folder / given).resolve()
+    paths["tools"] = tuple((folder / tool).resolve() for tool in recipe.tools)
+    if recipe.harness is not None and recipe.harness.endswith(".toml"):
+        paths["harness"] = str((folder / recipe.harness).resolve())
+    held_out = recipe.evaluation
+    if held_out is not None:
+        options = {"rolltap_sampling": json.dumps(held_out.sampling)}
+        require_options(options, f"{path}: evaluation.sampling: ")
+        tasks = (folder / held_out.tasks).resolve()
+        paths["evaluation"] = held_out.model_copy(update={"tasks": tasks})
+    return recipe.model_copy(update=paths)
+
+
+def _faults(recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why valid keys do not fit each other."""
+    publish = f'publish = "{recipe.publish}"'
+    if recipe.publish == "lora" and not recipe.lora:
+        yield f'{publish} needs a [lora] table; publish = "checkpoint" trains without one'
+    if recipe.publish != "lora" and "adapters" in recipe.model_fields_set:
+        yield f"adapters does nothing with {publish}: remove it"
+    has_teacher = recipe.teacher is not None
+    if has_teacher != bool(recipe.grpo.get("teacher_share", has_teacher)):
+        yield "teacher and a grpo.teacher_share above 0 need each other: add or remove one"
+    if recipe.teacher_engine and not has_teacher:
+        yield "teacher_engine does nothing without teacher: add teacher, or remove it"
+    for key in ("replace_zero_variance", "forks"):
+        if has_teacher and getattr(recipe, key):
+            yield f"with a teacher all groups train: remove {key}"
+    refused = {"forks": ("ahead", "service", "ray"), "evaluation": ("service", "ray")}
+    for table, keys in refused.items():
+        for key in keys:
+            given = getattr(recipe, key)
+            if given and getattr(recipe, table) is not None:
+                yield f"{key} = {given!r} runs no [{table}]: remove one of them"
     if recipe.service is not None and recipe.ray is not None:
-        raise InputError(f"{path}: service and ray: the service has the sessions: give --ray to `rolltap service`")
-    if recipe.evaluation is not None and (where := recipe.service or recipe.ray):
-        key = "service" if recipe.service else "ray"
-        raise InputError(f"{path}: {key} = {where!r} runs no [evaluation]: remove one of them")
+        yield "service and ray: the service has the sessions: give --ray to `rolltap service`"
     if recipe.runtime != "container" and (recipe.container_engine or recipe.container_arguments):
         what = 'container_engine and container_arguments are for runtime = "container"'
-        raise InputError(f'{path}: {what}, not "{recipe.runtime}"')
-    paths: dict[str, Any] = {
-        name: (path.parent / getattr(recipe, name)).resolve()
-        for name in ("model", "tasks", "repositories", "publish_folder")
-        if getattr(recipe, name)
-    }
-    paths["tools"] = tuple((path.parent / folder).resolve() for folder in recipe.tools)
-    if recipe.harness is not None and recipe.harness.endswith(".toml"):
-        paths["harness"] = str((path.parent / recipe.harness).resolve())
-    if (held_out := recipe.evaluation) is not None:
-        require_options({"rolltap_sampling": json.dumps(held_out.sampling)}, f"{path}: evaluation.sampling: ")
-        if recipe.concurrency == 1:
-            what = f"evaluation.share = {held_out.share:g} leaves no slot for the training with concurrency = 1"
-            raise InputError(f"{path}: {what}: set concurrency = 2 or more")
-        paths["evaluation"] = held_out.model_copy(update={"tasks": (path.parent / held_out.tasks).resolve()})
-    return recipe.model_copy(update=paths)
+        yield f'{what}, not "{recipe.runtime}"'
+    if recipe.evaluation is not None and recipe.concurrency == 1:
+        what = f"evaluation.share = {recipe.evaluation.share:g} leaves no slot for the training"
+        yield f"{what} with concurrency = 1: set concurrency = 2 or more"
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -245,13 +261,16 @@ def require_steps_left(out: Path, recipe: Recipe) -> None:
     checkpoints = (out / CHECKPOINTS).glob("checkpoint-*")
     steps = max(map(checkpoint_step, checkpoints), default=0) // recipe.iterations
     if not steps:
-        raise InputError(f"{out} holds a finished training without checkpoints: {go_on_elsewhere(out, recipe.steps)}")
+        fix = go_on_elsewhere(out, recipe.steps)
+        raise InputError(f"{out} holds a finished training without checkpoints: {fix}")
     if recipe.steps <= steps:
-        what = f"{out} holds a finished training, and steps = {recipe.steps} is no more than its {steps}"
-        raise InputError(f"{what}: choose another folder, or set more steps")
+        what = f"steps = {recipe.steps} is no more than its {steps}"
+        fix = "choose another folder, or set more steps"
+        raise InputError(f"{out} holds a finished training, and {what}: {fix}")
 
 
 def go_on_elsewhere(out: Path, steps: int) -> str:
     """Return what to do to train the model of a finished training for further steps with new learning rates."""
-    lines = f"model = {json.dumps(str((out / FINISHED).absolute()))}\nsteps = {max(steps, 1)}"
-    return f"to train its model further, start in another folder with a recipe that has the lines\n{lines}"
+    model = json.dumps(str((out / FINISHED).absolute()))
+    what = "to train its model further, start in another folder with a recipe that has the lines"
+    return f"{what}\nmodel = {model}\nsteps = {max(steps, 1)}"

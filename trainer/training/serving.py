@@ -17,7 +17,14 @@ from rolltap.addons.store.records import CallKind
 from rolltap.addons.store.staging import locked
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.publish import make_publisher
-from rolltap.trainer.engine.weights import COMPARED, LIMITS, Base, expected_limit, fixed_ids, published_name
+from rolltap.trainer.engine.weights import (
+    COMPARED,
+    LIMITS,
+    Base,
+    expected_limit,
+    fixed_ids,
+    published_name,
+)
 from rolltap.trainer.models.loading import load_tokenizer
 from rolltap.trainer.training.arguments import dtype_of
 from rolltap.trainer.training.recipe import Recipe
