@@ -144,15 +144,13 @@ class Descriptors:
                     if other != client:
                         self._drop(other, "closed at the end of the session")
             self._change(client, admitted=True)
-        elif self._shares[session].descriptors > 1:
-            self._refuse(flow, "This session has too many connections open.", 429, "rate_limit_exceeded")
         else:
-            why = "The recorder has as many calls as it has file descriptors for."
-            self._refuse(flow, why, 503, "overloaded")
-
-    def _refuse(self, flow: http.HTTPFlow, why: str, status: int, code: str) -> None:
-        error = DialectError(f"{why} Try again later.", status=status, code=code)
-        self._record(refuse(flow, error, retry_after=5))
+            why = "The recorder has as many calls as it has file descriptors for. Try again later."
+            error = DialectError(why, status=503, code="overloaded")
+            if self._shares[session].descriptors > 1:
+                why = "This session has too many connections open. Try again later."
+                error = DialectError(why, status=429, code="rate_limit_exceeded")
+            self._record(refuse(flow, error, retry_after=5))
 
     def request(self, flow: http.HTTPFlow) -> None:
         """Note that a request is complete."""

@@ -19,7 +19,6 @@ SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
 ROUTE_HEADER = "x-rolltap-route"
 PREFIX_HEADER = "x-rolltap-prefix"
-_CHANGED = ("max_tokens", "structured_outputs")
 END = "end"
 """Value of `ROUTE_HEADER` for a request that ends its session."""
 
@@ -102,8 +101,11 @@ def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling
     parameter that a budget or an engine has changed counts as it was: the value in `asked`.
     """
     asked = dict(sampling.get("asked", {}))
-    before = {name: asked.pop(name) for name in _CHANGED if name in asked}
-    request = [dialect, model, {**sampling, **before, "asked": asked}]
+    before = dict(sampling)
+    for name in ("max_tokens", "structured_outputs"):
+        if name in asked:
+            before[name] = asked.pop(name)
+    request = [dialect, model, {**before, "asked": asked}]
     digest = hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16)
     digest.update(array("i", prompt_ids))
     return digest.digest()

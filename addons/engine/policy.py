@@ -5,11 +5,11 @@ The trainer publishes weights in `policy.json` of the run folder. It imports thi
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.door import parse_object
 from rolltap.addons.store.records import Call, VersionSpan
 
 POLICY_FILE = "policy.json"
@@ -19,11 +19,14 @@ POLICY_FILE = "policy.json"
 class Policy:
     """Published weights. `model` is the LoRA adapter's name in the engine, or None for the base model."""
 
-    version: Annotated[str, Field(coerce_numbers_to_str=True)]
+    version: str
     model: str | None = None
 
 
-_POLICY = TypeAdapter(Policy)
+class _Written(BaseModel):
+    version: str | int
+    model: str | None = None
+
 
 UNPUBLISHED = Policy("default")
 """The engine's own weights, under vLLM's name for them: what is taken before anything is published."""
@@ -46,13 +49,11 @@ class PolicyFile:
             return self._policy
         seen = (stat.st_mtime_ns, stat.st_ino)
         if seen != self._seen:
-            text = self._path.read_text()
             try:
-                self._policy = _POLICY.validate_json(text)
-            except ValidationError as error:
-                (first, *_) = error.errors()
-                why = f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()
-                raise RunError(f"{self._path} is not a published policy: {why}") from None
+                written = parse_object(self._path.read_bytes(), _Written)
+            except ValueError as error:
+                raise RunError(f"{self._path} is not a published policy: {error}") from None
+            self._policy = Policy(str(written["version"]), written.get("model"))
             self._seen = seen
         return self._policy
 
