@@ -5,8 +5,8 @@ import gc
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from rolltap.trainer.training.step.distributed import is_main
-from tests.deep import cases as cases_of_suite
+from tests.deep import cases
 from tests.trainer.training.step import stock, tiny
 from tests.trainer.training.step.small_models import small_model
 
@@ -96,7 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 """Name -> ways to compute the same gradient."""
 
 FORWARDS = ("padded", "packed")
-TOGETHER = cases_of_suite(OPTIONS, 0, 1, 2, 11, 15, 18)
+TOGETHER = cases(OPTIONS, 0, 1, 2, 11, 15, 18)
 """Options whose gradients two processes compute."""
 
 
@@ -109,8 +109,9 @@ class Case:
     traces: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        recorded = tiny.record_groups(self.model, random.Random(7))
         for strategy in ("per_request", "prefix_merging", "tree"):
-            self.traces[strategy] = tiny.record(self.model, random.Random(7), strategy, sessions=3)
+            self.traces[strategy] = tiny.traces_of(recorded, strategy)
         self.reference = self.model
         if self.off_policy:
             torch.manual_seed(3)
@@ -141,18 +142,21 @@ class Case:
             return stock.gradients(self.model, self.reference, self.traces["prefix_merging"], Path(folder), **options)
 
 
-def cases() -> Iterator[tuple[str, Case]]:
-    for name, model in {"attention": tiny.tiny_model(), "hybrid": small_model("qwen3.5")}.items():
-        for off_policy in (False, True):
-            yield f"{name}, {'off' if off_policy else 'on'} policy", Case(model, off_policy)
+@cache
+def case(name: str) -> Case:
+    """Return the case "attention" or "hybrid", followed by ", off policy" or ", on policy"."""
+    kind, policy = name.split(", ")
+    model = tiny.tiny_model() if kind == "attention" else small_model("qwen3.5")
+    return Case(model, policy == "off policy")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()
-    case = dict(cases())["attention, off policy"]
     gradients = {
-        (forward, option): case.gradients(**OPTIONS[option], forward=forward, gradient_accumulation_steps=2)
+        (forward, option): case("attention, off policy").gradients(
+            **OPTIONS[option], forward=forward, gradient_accumulation_steps=2
+        )
         for forward in FORWARDS
         for option in TOGETHER
     }

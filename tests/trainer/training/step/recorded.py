@@ -28,7 +28,7 @@ def sessions():
     for group, rewards in REWARDS.items():
         for number, reward in enumerate(rewards):
             name = f"{group}{number}"
-            calls = record_session(model, rng, name, group, [2, 3, 4 + number])
+            calls = record_session(model, rng, name, [2, 3, 4 + number])
             for call in calls:
                 call.logprobs = [logprob - SHIFT for logprob in call.logprobs]
             calls.append(make_call(2, [9, 9], [5, 6], session_id=name, call_id=f"{name}-side", role="auxiliary"))

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def sample(model, prompt: list[int], count: int) -> tuple[list[int], list[float]
     return ids[len(prompt) :], logprobs
 
 
-def record_session(model, rng: random.Random, session: str, group: str, prompt: list[int]) -> list[Call]:
+def record_session(model, rng: random.Random, session: str, prompt: list[int]) -> list[Call]:
     """Return the calls of two turns with three tokens of tool output between them."""
     calls: list[Call] = []
     for turn in range(2):
@@ -65,17 +65,38 @@ def record_session(model, rng: random.Random, session: str, group: str, prompt: 
     return calls
 
 
-def record(model, rng: random.Random, strategy: Strategy = "prefix_merging", sessions: int = 3) -> list[Trace]:
-    """Return the traces of two groups of sessions with random rewards."""
+@dataclass(frozen=True)
+class Recorded:
+    """A session of a group, with its reward."""
+
+    calls: list[Call]
+    group: str
+    reward: float
+
+    def traces(self, strategy: Strategy) -> list[Trace]:
+        traces, _ = build_traces(self.calls, strategy)
+        return [replace(trace, group_id=self.group, reward=self.reward) for trace in traces]
+
+
+def record_groups(model, rng: random.Random, sessions: int = 3) -> list[Recorded]:
+    """Return the sessions of two groups, with random rewards."""
     torch.manual_seed(rng.randrange(1000))
     recorded = []
     for group in ("a", "b"):
         prompt = [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(3, 7))]
         for i in range(sessions):
-            traces, _ = build_traces(record_session(model, rng, f"{group}{i}", group, prompt), strategy)
-            reward = rng.random()
-            recorded += [replace(trace, group_id=group, reward=reward) for trace in traces]
+            calls = record_session(model, rng, f"{group}{i}", prompt)
+            recorded.append(Recorded(calls, group, rng.random()))
     return recorded
+
+
+def traces_of(recorded: Sequence[Recorded], strategy: Strategy = "prefix_merging") -> list[Trace]:
+    return [trace for session in recorded for trace in session.traces(strategy)]
+
+
+def record(model, rng: random.Random, sessions: int = 3) -> list[Trace]:
+    """Return the traces of `record_groups`."""
+    return traces_of(record_groups(model, rng, sessions))
 
 
 def make_trace(session: str, mask: Sequence[int] = (1,), prompt: Sequence[int] = (1,), **fields) -> Trace:
