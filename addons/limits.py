@@ -61,7 +61,7 @@ class _State:
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What a session holds."""
+    """The descriptors and connections of a session."""
 
     descriptors: int = 0
     clients: tuple[dict[connection.Client, None], ...] = field(
