@@ -391,8 +391,10 @@ def planned(folder: Path, lora: dict[str, Any], *, offload: bool = False) -> tup
     recipe = Recipe(model=folder, steps=1, max_tokens=LENGTH, lora=lora, grpo=grpo, dtype="bfloat16")
     machine = machine_of(recipe, None, 1, online=False)
     numbers = model_numbers(recipe, "bfloat16", gpu=True)
-    step = fake_step(recipe, numbers, "bfloat16", sharded=False)
-    return fixed(recipe, machine, numbers), step.memory(offload=offload)
+    memory = fake_step(recipe, numbers, "bfloat16", sharded=False).memory()
+    if offload:
+        memory = memory.offloaded()
+    return fixed(recipe, machine, numbers), memory
 
 
 def size_lines(folder: Path, lora: dict[str, Any], device: str) -> Iterator[Line]:

@@ -20,7 +20,8 @@ KERNEL_TOKENS = 16
 """The tokens of a block are a multiple of these, on GPUs before Blackwell."""
 STATES = 2
 """Blocks of a sequence in each group of linear attention: the state after its last whole block of
-tokens, and the running one (v1/kv_cache_interface.py, `MambaSpec.max_memory_usage_bytes`, `align`)."""
+tokens, and the running one (v1/kv_cache_interface.py, `MambaSpec.max_memory_usage_bytes`,
+`align`)."""
 COUNTS = FLOAT32 + 1 / 8
 """Bytes of the counts that penalties would use, for each sequence and token of the vocabulary: an
 int32 and a bit (v1/worker/gpu/sample/penalties.py)."""
@@ -36,7 +37,7 @@ def sequences_of(recipe: Recipe, engines: int) -> int:
 
 
 def sequence_bytes(numbers: ModelNumbers) -> int:
-    """Return the bytes that a sequence takes besides the cache, all for the tokens of the vocabulary.
+    """Return the bytes that a sequence takes besides the cache, for the tokens of the vocabulary.
 
     They are the counts of penalties, the logits in the type of the weights, and a copy of the
     logits in float32 (v1/worker/gpu/sample/sampler.py).

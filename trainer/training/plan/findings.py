@@ -1,4 +1,5 @@
-"""Findings of a plan: what a start refuses or cannot work, what may go wrong, and what is not there yet."""
+"""Findings of a plan: what a start refuses or cannot work, what may go wrong, and what is not there
+yet."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,12 +11,12 @@ import torch
 from rolltap.addons.errors import RolltapError
 from rolltap.trainer.doctor.model import diagnose
 from rolltap.trainer.models.loading import INSTALL, LINEAR_ATTENTION, kernels
-from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.training.arguments import check_arguments, require_rows, sampling
 from rolltap.trainer.training.plan.engine import Blocks
 from rolltap.trainer.training.plan.memory import SLACK, Machine, Memory, Micro, gib
 from rolltap.trainer.training.plan.model import ModelNumbers
+from rolltap.trainer.training.plan.trace import StepMemory, at
 from rolltap.trainer.training.recipe import Recipe
 
 
@@ -24,8 +25,8 @@ class Finding:
     """One thing about a recipe, and what to do about it."""
 
     level: Literal["error", "warning", "note"]
-    """error: a start would be refused or would fail. warning: it starts, and is slow or may fail. note: is missing
-    here, and the plan does not need it."""
+    """error: a start would be refused or would fail. warning: it starts, and is slow or may fail.
+    note: is missing here, and the plan does not need it."""
     text: str
     fix: str
 
@@ -33,29 +34,32 @@ class Finding:
 def of_recipe(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     """Yield the findings that need no model."""
     if recipe.model.is_dir() and not list(recipe.model.glob("*.safetensors")):
-        yield Finding(
-            "note",
-            f"the folder {recipe.model.name} has no weights",
-            "put them there before the start",
-        )
+        text = f"the folder {recipe.model.name} has no weights"
+        yield Finding("note", text, "put them there before the start")
     sessions = recipe.groups_per_step * recipe.sessions
     if machine.processes > sessions:
         text = f"{machine.processes} processes have only {sessions} sessions a step to train on"
         yield Finding("error", text, f"at most {sessions} processes, or more groups or sessions")
-    another = recipe.machine is not None and recipe.machine.gpu_gib is not None
-    if machine.gpu and not another and 0 < (gpus := torch.cuda.device_count()) < machine.processes // machine.nodes:
-        text = f"{machine.processes // machine.nodes} processes on a machine with {gpus} GPUs"
-        yield Finding("error", text, "one process for each GPU that trains")
+    elsewhere = recipe.machine is not None and recipe.machine.gpu_gib is not None
+    if machine.gpu and not elsewhere:
+        each = machine.processes // machine.nodes
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < each:
+            text = f"{each} processes on a machine with {gpus} GPUs"
+            yield Finding("error", text, "one process for each GPU that trains")
     if not machine.engines:
         return
-    if missing := [key for key in ("tasks", "harness") if getattr(recipe, key) is None]:
-        text = f"there is no key {missing[0]!r}: only recorded runs can be trained on"
-        yield Finding("warning", text, f"add {missing[0]}")
-    elif recipe.tasks is not None and not recipe.tasks.exists():
-        yield Finding("note", f"the task file {recipe.tasks.name} is not there", "write it before the start")
+    for key in ("tasks", "harness"):
+        if getattr(recipe, key) is None:
+            text = f"there is no key {key!r}: only recorded runs can be trained on"
+            yield Finding("warning", text, f"add {key}")
+    if recipe.tasks is not None and not recipe.tasks.exists():
+        text = f"the task file {recipe.tasks.name} is not there"
+        yield Finding("note", text, "write it before the start")
     with suppress(RolltapError):  # a folder without a tokenizer is left to the start
         for problem in diagnose(str(recipe.model), recipe.recorder).problems:
-            yield Finding("warning", *problem.rsplit(". ", 1))
+            text, _, fix = problem.rpartition(". ")
+            yield Finding("warning", text, fix)
 
 
 def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterator[Finding]:
@@ -63,7 +67,8 @@ def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterato
     context = f"the model's context of {numbers.context:,} tokens"
     if recipe.max_tokens is None:
         text = f"max_tokens is not set: traces are planned with {context}"
-        yield Finding("warning", text, "set max_tokens to the longest trace that is worth its memory")
+        fix = "set max_tokens to the longest trace that is worth its memory"
+        yield Finding("warning", text, fix)
     elif recipe.max_tokens > numbers.context:
         text = f"max_tokens = {recipe.max_tokens:,} is more than {context}"
         yield Finding("error", text, f"max_tokens = {numbers.context} or less")
@@ -74,29 +79,35 @@ def of_model(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Iterato
         if numbers.fla:
             yield Finding("note", f"no {LINEAR_ATTENTION} here, but it is planned with", fix)
         else:
-            text = f"linear attention falls back to torch, which is slower: no {LINEAR_ATTENTION} here"
-            yield Finding("warning", text, fix)
+            text = "linear attention falls back to torch, which is slower: "
+            yield Finding("warning", f"{text}no {LINEAR_ATTENTION} here", fix)
     if missing:
         text = f"no {' and no '.join(missing)} here: torch does the same"
-        fix = f"none is needed; with nvcc, pip install --no-build-isolation {' '.join(missing)}"
-        yield Finding("note", text, fix)
-    if machine.engines and machine.gpu is None and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
-        text = "vLLM's CPU backend does not update tied embeddings on a reload, and no GPU is planned"
-        fix = "give machine.gpu_gib if it runs on GPUs; on a CPU add a [lora] table, or untie the embeddings"
-        yield Finding("error", text, fix)
-    if machine.gpu is None:
+        install = f"pip install --no-build-isolation {' '.join(missing)}"
+        yield Finding("note", text, f"none is needed; with nvcc, {install}")
+    if machine.gpu is not None:
+        return
+    if machine.engines and numbers.tied and not recipe.lora and recipe.publish == "checkpoint":
+        text = "vLLM's CPU backend does not update tied embeddings on a reload"
+        fix = "on a CPU add a [lora] table, or untie the embeddings"
         yield Finding(
-            "note",
-            "the memory of a GPU is not known: nothing is said about what fits",
-            "machine.gpu_gib",
+            "error",
+            f"{text}, and no GPU is planned",
+            f"give machine.gpu_gib if it runs on GPUs; {fix}",
         )
+    text = "the memory of a GPU is not known: nothing is said about what fits"
+    yield Finding("note", text, "machine.gpu_gib")
 
 
 def of_memory(
-    recipe: Recipe, machine: Machine, micro: Micro, memory: Memory, offloaded: Memory | None
+    recipe: Recipe,
+    machine: Machine,
+    micro: Micro,
+    memory: Memory,
+    step: StepMemory,
 ) -> Iterator[Finding]:
-    """Yield a finding if the memory of a training process is too small. `offloaded` is the memory with
-    `offload_checkpoints`, if the recipe does not set it."""
+    """Yield a finding if the memory of a training process is too small. `step` is what was
+    traced."""
     if machine.gpu is None or memory.room is None or memory.longest_row is None:
         return
     always = memory.always.total
@@ -108,23 +119,29 @@ def of_memory(
         if recipe.grpo.get("sharding") == "full":
             fixes.append("more machine.processes")
         else:
-            fixes.append('grpo.sharding = "full" with several machine.processes, which share them out')
+            several = "with several machine.processes, which share them out"
+            fixes.append(f'grpo.sharding = "full" {several}')
         yield Finding("error", text, ", or ".join(fixes))
         return
     if memory.row.total <= memory.room:
         return
+    text = (
+        f"{micro.sessions} sessions of {micro.longest:,} tokens at once take "
+        f"{gib(memory.row.total)}, and {gib(memory.room)} are left, "
+        f"for {memory.longest_row:,} tokens"
+    )
     fixes = []
-    text = f"{micro.sessions} sessions of {micro.longest:,} tokens at once take {gib(memory.row.total)}, and "
-    text += f"{gib(memory.room)} are left, for {memory.longest_row:,} tokens"
-    fitting = memory.longest_row // micro.longest
-    offloading = offloaded is not None and offloaded.row.total <= memory.room
-    if offloading:
+    offloaded = at(step.offloaded().peak, micro.tokens)
+    if offloaded <= memory.room:
         fixes.append("grpo.offload_checkpoints = true")
+    fitting = memory.longest_row // micro.longest
     if fitting:
         given = int(recipe.grpo.get("gradient_accumulation_steps", 1))
-        fixes.append(f"grpo.gradient_accumulation_steps = {given * -(-micro.sessions // fitting)}")
-        fix = ", or ".join(fixes) + ", unless sessions are shorter or share most tokens"
-        yield Finding("warning", text, fix)
+        parts = given * -(-micro.sessions // fitting)
+        fixes.append(f"grpo.gradient_accumulation_steps = {parts}")
+        fix = ", or ".join(fixes)
+        unless = "unless sessions are shorter or share most tokens"
+        yield Finding("warning", text, f"{fix}, {unless}")
         return
     fixes.append("a smaller max_tokens")
     if machine.shared_gpu:
@@ -133,7 +150,11 @@ def of_memory(
 
 
 def of_engine(
-    recipe: Recipe, machine: Machine, numbers: ModelNumbers, micro: Micro, memory: Memory
+    recipe: Recipe,
+    machine: Machine,
+    numbers: ModelNumbers,
+    micro: Micro,
+    memory: Memory,
 ) -> Iterator[Finding]:
     """Yield a finding if the memory of an engine is too small."""
     engine = memory.engine
@@ -142,20 +163,25 @@ def of_engine(
     elsewhere = ""
     if machine.shared_gpu:
         elsewhere = ", or another GPU for the engine"
-    cache = gib(engine.sizes["cache"])
+    cache = f"the engine's cache of {gib(engine.sizes['cache'])}"
     held = engine.sessions * len(machine.engines)
     if engine.sessions < 1:
         one = gib(Blocks.of(numbers).session_bytes(micro.longest))
-        text = f"the engine's cache of {cache} does not hold a session of {micro.longest:,} tokens ({one})"
+        text = f"{cache} does not hold a session of {micro.longest:,} tokens ({one})"
         yield Finding("error", text, f"a smaller max_tokens{elsewhere}")
     elif numbers.linear_layers and engine.blocks < engine.sequences:
-        text = f"the engine's cache of {cache} has {engine.blocks} blocks, and each of its {engine.sequences} calls "
-        text += "needs one for the state of linear attention: vLLM would not start"
+        text = (
+            f"{cache} has {engine.blocks} blocks, and each of its {engine.sequences} calls "
+            "needs one for the state of linear attention: vLLM would not start"
+        )
         yield Finding("error", text, f"a smaller concurrency{elsewhere}")
     elif held < recipe.concurrency:
-        text = f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the longest: vLLM would "
+        text = (
+            f"{recipe.concurrency} sessions run at once, but the engines hold {held} of the "
+            "longest: vLLM would compute some of them again"
+        )
         fix = "a smaller concurrency, unless most sessions are much shorter"
-        yield Finding("warning", f"{text}compute some of them again", fix)
+        yield Finding("warning", text, fix)
 
 
 def check_start(recipe: Recipe, machine: Machine) -> None:
@@ -167,5 +193,3 @@ def check_start(recipe: Recipe, machine: Machine) -> None:
         tasks = len(load_tasks(recipe.tasks, repositories=recipe.repositories))
         require_rows(recipe, tasks, f"{recipe.tasks} has {tasks} tasks")
     sampling(recipe)
-    if recipe.harness:
-        Harness.load(recipe.harness)

@@ -1,6 +1,8 @@
-"""Memory of a training process and of an engine, how one GPU is divided between them, and checkpoints.
+"""Memory of a training process and of an engine, how one GPU is divided between them, and
+checkpoints.
 
-All sizes are bytes. A session is one trace, as long as the recipe allows, and shares no prefix with another one.
+All sizes are bytes. A session is one trace, as long as the recipe allows, and shares no prefix with
+another one.
 """
 
 from dataclasses import dataclass
@@ -19,15 +21,19 @@ from rolltap.trainer.training.recipe import Recipe
 
 GIB = 2**30
 CUDA = int(1.5 * GIB)
-"""A process on a GPU before it has any tensor, with the workspaces of its libraries. Assumed, not measured."""
+"""A process on a GPU before it has any tensor, with the workspaces of its libraries. Assumed, not
+measured."""
 SLACK = 0.95
 """Share of a GPU that is planned with: the rest is lost to fragments. Assumed, not measured."""
 MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1}
-"""Values that an optimizer keeps for each trained one. Others are counted as AdamW, which keeps two."""
+"""Values that an optimizer keeps for each trained one. Others are counted as AdamW, which keeps
+two."""
 SERVING = 4 * GIB
-"""Activations, CUDA graphs and libraries of an engine, which do not grow with its sequences. Assumed, not measured."""
+"""Activations, CUDA graphs and libraries of an engine, which do not grow with its sequences.
+Assumed, not measured."""
 UTILIZATION = 0.92
-"""vLLM's default of `--gpu-memory-utilization`: the share of a GPU that an engine takes. vLLM 0.32."""
+"""vLLM's default of `--gpu-memory-utilization`: the share of a GPU that an engine takes. vLLM
+0.32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,15 @@ class Machine:
     """Type of the weights: the recipe's, or the one that a start on this machine chooses."""
 
 
-def machine_of(recipe: Recipe, engine: str | None, processes: int | None, *, online: bool) -> Machine:
-    """Return the machine of a recipe's table [machine], or this one. `engine` and `processes` are those of `plan`."""
+def machine_of(
+    recipe: Recipe,
+    engine: str | None,
+    processes: int | None,
+    *,
+    online: bool,
+) -> Machine:
+    """Return the machine of a recipe's table [machine], or this one. `engine` and `processes` are
+    those of `plan`."""
     declared = recipe.machine or DeclaredMachine()
     gpu = None
     if not recipe.grpo.get("use_cpu"):
@@ -113,8 +126,9 @@ class EngineShare:
     sequences: int
     """Value of `--max-num-seqs`."""
     blocks: int
-    """Blocks of the cache. vLLM does not start a model with linear attention with fewer than it has sequences: each
-    that is decoded needs one (config/compilation.py, `resolve_cudagraph_mode_and_sizes`)."""
+    """Blocks of the cache. vLLM does not start a model with linear attention with fewer than it has
+    sequences: each that is decoded needs one (config/compilation.py,
+    `resolve_cudagraph_mode_and_sizes`)."""
     sessions: int
     """Number of the longest sessions that fit into the cache."""
     utilization: float
@@ -128,7 +142,7 @@ class Memory:
     always: Sizes
     """Held whatever the length of the row: see `fixed`."""
     row: Sizes
-    """For the row of the micro-batch: what is kept for the backward pass, and what comes on top of it at the peak."""
+    """For the row of the micro-batch: kept for the backward pass, and on top of it at the peak."""
     on_host: int
     """Checkpoints of the row in the host's memory."""
     room: int | None
@@ -139,62 +153,79 @@ class Memory:
     """None when the GPU's memory is not known, and for recorded runs."""
 
 
-def memory_of(recipe: Recipe, machine: Machine, numbers: ModelNumbers, micro: Micro, step: StepMemory) -> Memory:
-    """Return what each process and engine of a machine takes of a GPU. A total that is larger does not fit.
+def memory_of(
+    recipe: Recipe,
+    machine: Machine,
+    numbers: ModelNumbers,
+    micro: Micro,
+    step: StepMemory,
+) -> Memory:
+    """Return what each process and engine of a machine takes of a GPU. A total that is larger does
+    not fit.
 
-    An engine and a training process that share one GPU: the trainer gets what its row needs; the engine what its
-    sessions need, at least for one and for the states of all its sequences; the trainer the rest.
+    An engine and a training process that share one GPU: the trainer gets what its row needs; the
+    engine what its sessions need, at least for one and for the states of all its sequences; the
+    trainer the rest.
     """
+    on_host = 0
+    if recipe.grpo.get("offload_checkpoints"):
+        step = step.offloaded()
+        on_host = at(step.checkpoints, micro.tokens)
     always = fixed(recipe, machine, numbers)
     kept = at(step.kept, micro.tokens)
     peak = at(step.peak, micro.tokens)
-    on_host = at(step.on_host, micro.tokens)
     row = Sizes({"checkpoints": kept, "a layer": peak - kept})
     if machine.gpu is None:
         return Memory(always, row, on_host, None, None, None)
     room = int(SLACK * machine.gpu) - always.total
     engine = None
     if machine.engines:
-        engine = _engine(recipe, machine, numbers, micro, (room, peak))
+        engine = _engine(recipe, machine, numbers, micro, room, peak)
         if machine.shared_gpu:
             room -= engine.sizes.total
     return Memory(always, row, on_host, max(0, room), step.longest(room), engine)
 
 
 def _engine(
-    recipe: Recipe, machine: Machine, numbers: ModelNumbers, micro: Micro, trainer: tuple[int, int]
+    recipe: Recipe,
+    machine: Machine,
+    numbers: ModelNumbers,
+    micro: Micro,
+    room: int,
+    peak: int,
 ) -> EngineShare:
-    """Return an engine's share. `trainer` are the bytes that a trainer on the same GPU leaves, and then needs."""
+    """Return an engine's share. A trainer on the same GPU leaves `room`, of which it needs
+    `peak`."""
     assert machine.gpu is not None
     sequences = sequences_of(recipe, len(machine.engines))
     adapters = 0
     if recipe.publish == "lora":
-        adapters = recipe.adapters * numbers.adapter * numbers.item
-    sizes = {
-        "weights": numbers.weights,
-        "adapters": adapters,
-        "logits": sequences * sequence_bytes(numbers),
-        "working memory": SERVING,
-    }
-    held = sum(sizes.values())
+        adapters = recipe.adapters * numbers.trained * numbers.item
+    sizes = Sizes(
+        {
+            "weights": numbers.weights,
+            "adapters": adapters,
+            "logits": sequences * sequence_bytes(numbers),
+            "working memory": SERVING,
+        }
+    )
     blocks = Blocks.of(numbers)
     one = blocks.session_bytes(micro.longest)
     utilization = UTILIZATION
-    cache = max(0, int(UTILIZATION * machine.gpu) - held)
     if machine.shared_gpu:
-        left = trainer[0] - held
         least = one
         if blocks.linear:
             least = max(one, sequences * blocks.bytes)
+        left = room - sizes.total
         wanted = max(least, -(-recipe.concurrency // len(machine.engines)) * one)
-        cache = max(0, min(wanted, max(left - trainer[1], least), left))
-        utilization = ceil(100 * (held + cache) / machine.gpu) / 100
-        cache = int(utilization * machine.gpu) - held
+        cache = max(0, min(wanted, max(left - peak, least), left))
+        utilization = ceil(100 * (sizes.total + cache) / machine.gpu) / 100
+    sizes["cache"] = max(0, int(utilization * machine.gpu) - sizes.total)
     return EngineShare(
-        sizes=Sizes({**sizes, "cache": cache}),
+        sizes=sizes,
         sequences=sequences,
-        blocks=cache // blocks.bytes,
-        sessions=cache // one,
+        blocks=sizes["cache"] // blocks.bytes,
+        sessions=sizes["cache"] // one,
         utilization=utilization,
     )
 
@@ -202,30 +233,32 @@ def _engine(
 def fixed(recipe: Recipe, machine: Machine, numbers: ModelNumbers) -> Sizes:
     """Return what each of the training processes always holds, whatever the length of its row.
 
-    All weights are trained in float32, and an adapter's in float32 beside weights of the machine's type. The reference
-    model comes with `grpo.beta` and full weights. With `sharding = "full"` a process has a share of all that. It
-    gathers two layers at once and what is outside of them, and gradients of a layer in both types.
+    All weights are trained in float32, and an adapter's in float32 beside weights of the machine's
+    type. The reference model comes with `grpo.beta` and full weights. With `sharding = "full"` a
+    process has a share of all that. It gathers two layers at once and what is outside of them, and
+    gradients of a layer in both types.
     """
-    processes = machine.processes
-    sharded = shards(recipe, processes)
-    weights = numbers.weights + FLOAT32 * numbers.adapter
-    if not recipe.lora:
-        weights = FLOAT32 * numbers.trained + numbers.item * (numbers.parameters - numbers.trained)
     gradients = FLOAT32 * numbers.trained
+    weights = numbers.weights + gradients
+    if not recipe.lora:
+        weights = gradients + numbers.item * (numbers.parameters - numbers.trained)
     sizes = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": _moments(recipe) * FLOAT32 * numbers.trained,
-        "reference model": weights if recipe.grpo.get("beta") and not recipe.lora else 0,
+        "optimizer": _moments(recipe) * gradients,
+        "reference model": 0,
     }
-    if sharded:
-        sizes = {name: -(-size // processes) for name, size in sizes.items()}
+    if recipe.grpo.get("beta") and not recipe.lora:
+        sizes["reference model"] = weights
+    if shards(recipe, machine.processes):
+        for name, size in sizes.items():
+            sizes[name] = -(-size // machine.processes)
         item = BFLOAT16 if machine.dtype == "bfloat16" else FLOAT32
         gathered = item * (2 * numbers.largest_layer + numbers.outside)
         if not recipe.lora:
             gathered += (item + FLOAT32) * max(numbers.largest_layer, numbers.outside)
         sizes["gathered layers"] = gathered
-    elif processes > 1:
+    elif machine.processes > 1:
         sizes["buckets"] = gradients  # of DistributedDataParallel, which averages them there
     if machine.gpu is not None:
         sizes["CUDA"] = CUDA
@@ -238,8 +271,8 @@ def shards(recipe: Recipe, processes: int) -> bool:
 
 
 def checkpoints_of(recipe: Recipe, numbers: ModelNumbers) -> dict[str, int]:
-    """Return how many checkpoints a training writes, the most at once, and the bytes of one: the trained weights with
-    the optimizer's state."""
+    """Return how many checkpoints a training writes, the most at once, and the bytes of one: the
+    trained weights with the optimizer's state."""
     written = -(-recipe.steps // recipe.save_steps)  # after the last step too
     limit = int(recipe.grpo.get("save_total_limit", SAVE_TOTAL_LIMIT))
     at_once = written

@@ -26,10 +26,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 
-from rolltap.trainer.training.plan.trace import _fla_delta_rule
+from rolltap.trainer.training.plan.stand_ins import fla_delta_rule
 from rolltap.trainer.training.step import linear
 from rolltap.trainer.training.step.model import prepare
 from rolltap.trainer.training.step.pack import Pack
+from tests.deep import cases
 from tests.trainer.training.step.small_models import COMMON, VOCABULARY, make_row
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -88,7 +89,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_outputs_states_and_gradients_are_those_of_the_formula():
-    given = inputs(2, 70)
+    given = inputs(1, 70)
     assert_close(attended(KERNEL, given), attended(FORMULA, given))
 
 
@@ -108,8 +109,7 @@ def test_sequences_in_one_row_begin_with_states_of_their_own():
         assert_close({name: found}, {name: wanted})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("begins", [False, True], ids=["from zeros", "from a state"])
+@pytest.mark.parametrize(("dtype", "begins"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_the_stand_in_of_a_plan_saves_all_tensors_that_the_kernel_saves(dtype, begins):
     given = inputs(2, 70)
     for name in ("query", "key", "value", "beta"):
@@ -127,7 +127,7 @@ def test_the_stand_in_of_a_plan_saves_all_tensors_that_the_kernel_saves(dtype, b
         once = {x.data_ptr(): (str(x.dtype), *x.shape) for x in found}
         return Counter(once.values())
 
-    missing = saved(KERNEL) - saved(_fla_delta_rule)
+    missing = saved(KERNEL) - saved(fla_delta_rule)
     assert not missing
 
 
@@ -154,7 +154,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [linear.CHUNK, 16])
+@pytest.mark.parametrize("chunk", cases([16, linear.CHUNK]))
 def test_a_packed_row_gives_what_each_row_alone_gives_by_the_formula(chunk, monkeypatch):
     random = np.random.default_rng(0)
     prompt = random.integers(0, VOCABULARY, 20)
