@@ -91,12 +91,12 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
     module.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False)
 
 
-def _run(module: Any, function: Callable[[], Any], *, several: bool) -> Any:
+def _run(module: Any, function: Callable[[Tensor], Any], part: Tensor, *, several: bool) -> Any:
     """Call a function of one chunk. Of several, its intermediate values are computed again for the
     backward pass."""
     if several and module.gradient_checkpointing and torch.is_grad_enabled():
-        return checkpoint(function, use_reentrant=False)
-    return function()
+        return checkpoint(function, part, use_reentrant=False)
+    return function(part)
 
 
 # ------------------------------------------------------------------------------------ feed-forward
@@ -107,8 +107,8 @@ def _feed_forward(module: Any, hidden: Tensor) -> Any:
     start = 0
     for part in parts:
         tokens = slice(start, start + part.shape[1])
-        compute = partial(_feed_forward_part, module, part, tokens)
-        outputs.append(_run(module, compute, several=len(parts) > 1))
+        compute = partial(_feed_forward_part, module, tokens)
+        outputs.append(_run(module, compute, part, several=len(parts) > 1))
         start = tokens.stop
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1).view(hidden.shape)
@@ -117,7 +117,7 @@ def _feed_forward(module: Any, hidden: Tensor) -> Any:
     return torch.cat(hidden_parts, 1).view(hidden.shape), torch.cat(scores)
 
 
-def _feed_forward_part(module: Any, part: Tensor, tokens: slice) -> Any:
+def _feed_forward_part(module: Any, tokens: slice, part: Tensor) -> Any:
     replay = getattr(module, "routing_replay", None)
     if replay is None:
         return type(module).forward(module, part)
@@ -242,22 +242,24 @@ def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
     outputs = []
     parts = hidden_states.split([sum(chunk.lengths) for chunk in chunks], 1)
     for chunk, part in zip(chunks, parts, strict=True):
-        compute = partial(_mix_chunk, mixer, options, part, chunk, inputs, states)
-        output, new_inputs, new_states = _run(mixer, compute, several=len(chunks) > 1)
+        compute = partial(_mix_chunk, mixer, options, chunk, inputs, states)
+        output, new_inputs, new_states = _run(mixer, compute, part, several=len(chunks) > 1)
         outputs.append(output)
         # not in place: the chunk may be computed again
         inputs = inputs + new_inputs
         states = states | new_states
-    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs, 1)
 
 
 def _mix_chunk(
     mixer: Any,
     options: dict[str, Any],
-    part: Tensor,
     chunk: Chunk,
     inputs: list[Tensor],
     states: dict[int, Tensor],
+    part: Tensor,
 ) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
     """Return the output of a chunk, and the inputs and states that later ones continue."""
     work = _Work(chunk, inputs, states)
