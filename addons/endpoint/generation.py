@@ -60,7 +60,6 @@ from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import SampledReply
 from rolltap.addons.store.records import CallStatus, find_violation, json_text, utc_now
 from rolltap.addons.store.routing import make_routing
 from rolltap.addons.store.tables import RunWriter
@@ -135,7 +134,7 @@ class Generation:
         self._policy = policy
         self._grant = grant
         self._state = State.SAMPLING
-        self._sampled = SampledReply(session.rendering, prepared.prompt.ids, prepared.model_call)
+        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.model_call)
         self._stop: str | None = None
         self._routed_experts: str | None = None
         self._token_at = asyncio.get_running_loop().time()
@@ -217,6 +216,8 @@ class Generation:
             while self.abandoned:
                 await self._heard.wait()
             reply, piece = self._sampled.finish()
+            if reply.unread is not None:
+                logger.info("a part of call %s is text: %s", self.call_id, reply.unread)
             self._complete(reply)
             self._add_piece(piece)
             self._enter(State.COMMITTED, reply)

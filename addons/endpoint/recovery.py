@@ -23,7 +23,6 @@ from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import read_reply
 from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
 from rolltap.addons.store.rows import row_digest
@@ -279,7 +278,7 @@ class RecoveredSession:
         reply = Reply.of_message(message, row["finish_reason"])
         completion_ids, rendering = turn.completion_ids.tolist(), self._recovery.rendering
         stop_texts = sampling.get("stop") or ()
-        sampled, num_reasoning = read_reply(rendering, prompt_ids, completion_ids, recorded.tools, stop_texts)
+        sampled, num_reasoning = rendering.read(prompt_ids, completion_ids, recorded.tools, stop_texts)
         reply.stop = sampled.stop
         own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids()]
         if stop_texts and reply.stop is None and row["finish_reason"] == "stop" and not own_end:

@@ -163,7 +163,8 @@ class RerunSession(RecoveredSession):
     def _is_sampled(self, recorded: RecordedCall, turn: Turn) -> bool:
         stop = recorded.sampling.get("stop") or []
         ids = turn.prompt_ids(), turn.completion_ids.tolist()
-        return is_sampled(recorded.reply or {}, self._recovery.rendering, *ids, recorded.tools, stop)
+        sampled, _ = self._recovery.rendering.read(*ids, recorded.tools, stop)
+        return is_sampled(recorded.reply or {}, sampled)
 
     def difference(self, model_call: ModelCall) -> str | None:
         """Say where a request that no recorded call answers differs from the most similar one that has not answered.

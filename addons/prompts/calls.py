@@ -1,4 +1,4 @@
-"""The tool calls in the text of one region of a reply, and what each way of writing them needs before it is read.
+"""Families of models: the marks of their replies, and the tool calls in the text between two marks.
 
 All work is linear in the text. transformers' own parsers of tags and of strings with delimiters are not: each tag that
 is not closed lets them search the rest of the text.
@@ -8,7 +8,7 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -63,17 +63,15 @@ def whole_tags(pattern: str) -> Prepare:
     return prepare
 
 
-def standard_json(delimiters: list[list[str]], *, unquoted_keys: bool) -> Prepare:
+def standard_json(opening: str, closing: str) -> Prepare:
     """Return a function from JSON with other delimiters of strings, and keys without quotes, to JSON."""
-    strings = [f"{re.escape(opening)}(.*?){re.escape(closing)}" for opening, closing in delimiters]
-    key = r"(?<=[{,])(?P<key>\w+):" if unquoted_keys else "(?P<key>(?!))"
-    pattern = re.compile("|".join([key, *strings]), re.DOTALL)
+    string = f"{re.escape(opening)}(?P<string>.*?){re.escape(closing)}"
+    pattern = re.compile(rf"(?<=[{{,])(?P<key>\w+):|{string}", re.DOTALL)
 
     def standard(found: re.Match[str]) -> str:
         if found["key"] is not None:
             return f'"{found["key"]}":'
-        (text,) = [group for group in found.groups()[1:] if group is not None]
-        return json.dumps(text)
+        return json.dumps(found["string"])
 
     return lambda text: pattern.sub(standard, text)
 
@@ -117,3 +115,69 @@ def read_untyped(arguments: dict[str, Any], tools: list[Tool], name: str) -> dic
             with suppress(ValueError):
                 read[key] = parse_json(value)
     return read
+
+
+class Family:
+    """A family of models that write replies by one response template. Raises `ValueError` for one that is none.
+
+    `ends` are tokens that end a turn; `past_end` is the one that a chat template may write in their place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        template: Mapping[str, Any],
+        ends: Sequence[str] = (),
+        past_end: str = "",
+    ) -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        self.name = name
+        self.ends = ends
+        self.past_end = past_end
+        fields = {key: dict(value) for key, value in template["fields"].items()}
+        calls = fields["tool_calls"]
+        self._has_tags = calls.get("content") == "xml-inline"
+        self._prepare = _prepared(calls)
+        self.template = load_response_template({**template, "fields": fields})
+
+    def begun_by(self, prompt_end: str) -> str:
+        """Return the beginning of the reply that a prompt has written."""
+        if self.template.start_anchor_re.search(prompt_end) is None:
+            return ""
+        begun: str = self.template.truncate_past_last_anchor(prompt_end)
+        return begun
+
+    def read_calls(self, opening: str, content: str, closing: str, tools: Sequence[Tool]) -> list[ToolCall]:
+        """Return the calls in the content of a region and its marks. O(length of the content).
+
+        Raises one of `UNREADABLE` when one of them cannot be read.
+        """
+        from transformers.utils.chat_parsing.response_parser import parse_response
+
+        region = opening + self._prepare(content) + closing
+        # arguments that are written as plain text get the types of their tool; those in JSON have types
+        typing = list(tools) if self._has_tags else None
+        parsed = parse_response(region, self.template, prefix="", tools=typing)
+        calls = []
+        for name, arguments in named_calls(parsed["tool_calls"]):
+            if typing is not None:
+                arguments = read_untyped(arguments, typing, name)
+            calls.append(sampled_call(name, arguments))
+        return calls
+
+
+def _prepared(calls: dict[str, Any]) -> Prepare:
+    """Return what the text of a call needs before transformers' parser reads it. Changes the field, in place."""
+    arguments = calls.get("content_args", {})
+    match calls.get("content", "text"):
+        case "python-calls":
+            calls["content"] = "json"
+            return python_calls
+        case "xml-inline":
+            return whole_tags(arguments.get("tag_pattern", ""))
+        case "json" if "string_delims" in arguments:
+            [[opening, closing]] = arguments["string_delims"]
+            calls["content_args"] = {}
+            return standard_json(opening, closing)
+    return str

@@ -6,101 +6,18 @@ may bring its own. A family is chosen by a test: it must read the turns that the
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, ToolCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.calls import (
-    UNREADABLE,
-    Prepare,
-    named_calls,
-    python_calls,
-    read_untyped,
-    sampled_call,
-    standard_json,
-    whole_tags,
-)
-from rolltap.addons.prompts.reply import ReplyParser
-
-
-class Family:
-    """A family of models that write replies by one response template. Raises `ValueError` for one that is none.
-
-    `ends` are tokens that end a turn; `past_end` is the one that a chat template may write in their place.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        template: Mapping[str, Any],
-        ends: Sequence[str] = (),
-        past_end: str = "",
-    ) -> None:
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        self.name = name
-        self.ends = ends
-        self.past_end = past_end
-        fields = {key: dict(value) for key, value in template["fields"].items()}
-        calls = fields["tool_calls"]
-        self._has_tags = calls.get("content") == "xml-inline"
-        self._prepare = _prepared(calls)
-        self.template = load_response_template({**template, "fields": fields})
-
-    def begun_by(self, prompt_end: str) -> str:
-        """Return the beginning of the reply that a prompt has written."""
-        if self.template.start_anchor_re.search(prompt_end) is None:
-            return ""
-        begun: str = self.template.truncate_past_last_anchor(prompt_end)
-        return begun
-
-    def read(self, prompt_end: str, text: str, tools: Sequence[Tool]) -> Reply:
-        """Return the reply in a whole `text`, which follows a prompt that ends with `prompt_end`."""
-        parser = ReplyParser(self, prompt_end, tools)
-        parser.feed(text)
-        reply, _ = parser.finish()
-        return reply
-
-    def read_calls(self, opening: str, content: str, closing: str, tools: Sequence[Tool]) -> list[ToolCall]:
-        """Return the calls in the content of a region and its marks. O(length of the content).
-
-        Raises one of `UNREADABLE` when one of them cannot be read.
-        """
-        from transformers.utils.chat_parsing.response_parser import parse_response
-
-        region = opening + self._prepare(content) + closing
-        # arguments that are written as plain text get the types of their tool; those in JSON have types
-        typing = list(tools) if self._has_tags else None
-        parsed = parse_response(region, self.template, prefix="", tools=typing)
-        calls = []
-        for name, arguments in named_calls(parsed["tool_calls"]):
-            if typing is not None:
-                arguments = read_untyped(arguments, typing, name)
-            calls.append(sampled_call(name, arguments))
-        return calls
-
-
-def _prepared(calls: dict[str, Any]) -> Prepare:
-    """Return what the text of a call needs before transformers' parser reads it. Changes the field, in place."""
-    arguments = calls.get("content_args", {})
-    match calls.get("content", "text"):
-        case "python-calls":
-            calls["content"] = "json"
-            return python_calls
-        case "xml-inline":
-            return whole_tags(arguments.get("tag_pattern", ""))
-        case "json" if "string_delims" in arguments:
-            delimiters, unquoted_keys = arguments["string_delims"], arguments.get("unquoted_keys", False)
-            calls["content_args"] = {}
-            return standard_json(delimiters, unquoted_keys=unquoted_keys)
-    return str
-
+from rolltap.addons.prompts.calls import UNREADABLE, Family
+from rolltap.addons.prompts.reply import read_text
 
 _THINK = {"open_pattern": r"\A\s{0,99}(?:<think>|(?=</think>))", "close_pattern": r"</think>\s{0,99}"}
 """The end alone is that of empty reasoning, which some prompts open."""
@@ -178,14 +95,8 @@ def read_turns(read: Callable[[str, str, list[Tool]], Reply], written: dict[str,
     return found
 
 
-def reads(read: Callable[[str, str, list[Tool]], Reply], written: dict[str, tuple[str, str]]) -> bool:
-    """Return whether `read` finds all that is written, and a call among it."""
-    turns = read_turns(read, written)
-    return all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns)
-
-
 def find_family(tokenizer: Any, written: dict[str, tuple[str, str]], name: str = "auto") -> Family | None:
-    """Return the first family that `reads` what was written, None when none does; or the one with this name.
+    """Return the first family that reads all that was written, calls among it; or the one with this name.
 
     The tokenizer's own response template comes first (`own`). Raises `InputError` for an unknown name.
     """
@@ -196,4 +107,8 @@ def find_family(tokenizer: Any, written: dict[str, tuple[str, str]], name: str =
     candidates = [*families().values()]
     with suppress(*UNREADABLE):  # most have none
         candidates.insert(0, Family("own", tokenizer.response_template))
-    return next((family for family in candidates if reads(family.read, written)), None)
+    for family in candidates:
+        turns = read_turns(partial(read_text, family), written)
+        if all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns):
+            return family
+    return None

@@ -82,7 +82,7 @@ class MarkScanner:
             found = pattern.search(self._held, self._begin, partial=not last)
             if found is None or (kind == "close" and self._closes_nothing(found)):
                 continue
-            if not last and (found.partial or self._may_grow(kind, field, found)):
+            if not last and (found.partial or found.end() == len(self._held)):  # later text may make it longer
                 safe = min(safe, found.start())
                 continue
             key = (found.start(), -found.end(), kind == "close")
@@ -103,16 +103,6 @@ class MarkScanner:
         if self.field is not None and self._fields[self.field].close_re is not None:
             watched.append(("close", self._fields[self.field]))
         return watched
-
-    def _may_grow(self, kind: str, field: Any, found: Any) -> bool:
-        """Return True for a mark at the end of the held text that later text may make longer or undo."""
-        if found.end() < len(self._held):
-            return False
-        if kind == "open":
-            literals, can_extend = field.open_literals, field.open_literal_can_extend
-        else:
-            literals, can_extend = field.close_literals, field.close_literal_can_extend
-        return found.start() == found.end() or literals is None or can_extend
 
     def _forget(self, end: int) -> None:
         """Forget the held text up to `end`."""

@@ -18,10 +18,11 @@ from renderers.configs import config_from_name
 
 from rolltap.addons.dialects.model_call import Message, ModelCall, Reply, Tool
 from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.calls import Family
 from rolltap.addons.prompts.controls import ControlTokens
-from rolltap.addons.prompts.families import Family, families, find_family, plain, read_turns, written_turns
+from rolltap.addons.prompts.families import families, find_family, plain, read_turns, written_turns
 from rolltap.addons.prompts.model import require_findable
-from rolltap.addons.prompts.reply import ReplyParser, read_reply
+from rolltap.addons.prompts.reply import ReplyParser, SampledReply
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
     PLACEHOLDER,
@@ -306,17 +307,33 @@ class Rendering:
             adapted[:leading] = [{**adapted[0], "content": joined}]
         return adapted
 
-    def reply_parser(self, prompt_ids: Sequence[int], model_call: ModelCall) -> ReplyParser:
-        """Return the parser of a reply to a prompt."""
+    def sampled_reply(self, prompt_ids: Sequence[int], model_call: ModelCall) -> SampledReply:
+        """Return the reply to a prompt before its first token."""
         family = plain() if self.family is None else self.family
         prompt_end = self.decode([*prompt_ids[-_PROMPT_END:]])
         is_json = model_call.grammar is not None
-        return ReplyParser(family, prompt_end, model_call.tools, model_call.stop, is_json=is_json)
+        parser = ReplyParser(family, prompt_end, model_call.tools, model_call.stop, is_json=is_json)
+        return SampledReply(parser, self.decode, self.stop_token_ids(), may_call=model_call.may_call)
+
+    def read(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Iterable[int],
+        tools: list[Tool],
+        stop_texts: Iterable[str] = (),
+    ) -> tuple[Reply, int]:
+        """Return the reply in all tokens of a call, and the number of tokens of its reasoning.
+
+        Tool calls get new random ids each time.
+        """
+        sampled = self.sampled_reply(prompt_ids, ModelCall("", [], tools, stop=[*stop_texts]))
+        sampled.feed(completion_ids)
+        reply, _ = sampled.finish()
+        return reply, sampled.reasoning_tokens
 
     def parse(self, prompt_ids: Sequence[int], completion_ids: Iterable[int], tools: list[Tool]) -> Reply:
-        """Return the reply in all tokens of a call. Tool calls get new random ids each time."""
-        reply, _ = read_reply(self, prompt_ids, completion_ids, tools)
-        return reply
+        """Return the reply in all tokens of a call."""
+        return self.read(prompt_ids, completion_ids, tools)[0]
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids of the tokens that end the model's turn."""

@@ -6,18 +6,13 @@ the end of a field. What was returned never changes. The work is O(number of new
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
-from rolltap.addons.dialects.model_call import Message, ModelCall, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.model_call import Message, Reply, Tool, parse_arguments
 from rolltap.addons.dialects.tools import calls_as_text
-from rolltap.addons.prompts.calls import UNREADABLE
+from rolltap.addons.prompts.calls import UNREADABLE, Family
 from rolltap.addons.prompts.marks import MarkScanner, Part
 from rolltap.addons.prompts.tokenizer import TokenTexts
-
-if TYPE_CHECKING:
-    from rolltap.addons.prompts.families import Family
-    from rolltap.addons.prompts.rendering import Rendering
 
 NewText = tuple[str, str]
 """New reasoning and new content of a reply. Content ends the reasoning: none comes after the first content."""
@@ -86,12 +81,12 @@ class ReplyParser:
     """The reply in a text that grows after a prompt. `feed` it, then `finish` it once.
 
     A tool call that cannot be read, or has not ended, is part of the content, and `Reply.unread` says why. With
-    `is_json`, text is content although the prompt has opened the reasoning: it begins like JSON, or has no end.
+    `is_json`, reasoning that does not end is content: a prompt may have opened it before the JSON.
     """
 
     def __init__(
         self,
-        family: "Family",
+        family: Family,
         prompt_end: str,
         tools: Sequence[Tool],
         stop_texts: Sequence[str] = (),
@@ -112,14 +107,15 @@ class ReplyParser:
         self._outside: list[str] = []
         """Texts outside of all fields, of a family that marks its content."""
         self._undecided: list[str] | None = [] if is_json else None
-        """Reasoning that may be content."""
-        self._is_content = False
-        """True while the text of an open reasoning is content."""
+        """Reasoning that may be content; None when no reasoning may."""
         self._begin = 0
         self.reasoning_spans: list[tuple[int, int]] = []
         """Begin and end of each part of the reasoning, with its mark, as numbers of characters of the text."""
-        self.stopped = False
-        """True after a stop text: the reply has ended."""
+
+    @property
+    def _stop(self) -> str | None:
+        """The stop text that has ended the reply."""
+        return self._reasoning.stop or self._content.stop
 
     def feed(self, text: str) -> NewText:
         """Return what is final of the reply now, and was not before."""
@@ -135,13 +131,14 @@ class ReplyParser:
         if end and parts and parts[-1].kind == "text":
             parts[-1] = Part("text", parts[-1].field, parts[-1].text.removesuffix(end))
         new = [self._add(parts)]
-        if not self.stopped:
+        if self._stop is None:
             new += self._end()
         reply = self._reply
-        reply.reasoning, reply.content = self._reasoning.text, self._content.text
-        reply.stop = self._reasoning.stop or self._content.stop
-        if self.stopped:
+        reply.stop = self._stop
+        if reply.stop is not None:
             reply.tool_calls = []
+        reply.reasoning = self._reasoning.text
+        reply.content = self._content.text
         if not may_call:
             before = len(reply.content)
             calls_as_text(reply)
@@ -166,7 +163,7 @@ class ReplyParser:
     def _add(self, parts: Iterable[Part]) -> NewText:
         new = []
         for part in parts:
-            if not self.stopped:
+            if self._stop is None:
                 new.append(self._add_part(part))
             self._place += len(part.text)
         return _joined(new)
@@ -188,41 +185,30 @@ class ReplyParser:
                 if self._reasoning.begun:
                     self._reasoning.add("\n\n")
             case _, "text":
-                return self._decide(part.text)
-            case _, "close":
-                self._is_content = False
-                if self._undecided:
-                    texts, self._undecided = self._undecided, None
-                    return self._add_reasoning("".join(texts))
+                self._note_reasoning(part.text)
+                if self._undecided is None:
+                    return self._add_reasoning(part.text)
+                self._undecided.append(part.text)
+            case _, "close" if self._undecided is not None:
+                texts, self._undecided = self._undecided, None
+                return self._add_reasoning("".join(texts))
         return "", ""
 
-    def _decide(self, text: str) -> NewText:
-        """Add text of an open reasoning: as content when it is JSON, which is clear from its first character."""
-        if self._undecided == [] and text.lstrip()[:1] in ("{", "["):
-            self._undecided = None
-            self._is_content = True
-        if self._is_content:
-            return self._add_content(text)
-        if length := len(text.rstrip()):
-            if self.reasoning_spans and self.reasoning_spans[-1][0] == self._begin:
-                self.reasoning_spans.pop()
-            self.reasoning_spans.append((self._begin, self._place + length))
-        if self._undecided is None:
-            return self._add_reasoning(text)
-        if self._undecided or length:
-            self._undecided.append(text)
-        return "", ""
+    def _note_reasoning(self, text: str) -> None:
+        length = len(text.rstrip())
+        if length == 0:
+            return
+        if self.reasoning_spans and self.reasoning_spans[-1][0] == self._begin:
+            self.reasoning_spans.pop()
+        self.reasoning_spans.append((self._begin, self._place + length))
 
     def _add_reasoning(self, text: str) -> NewText:
         if self._content.begun:
             return "", ""
-        new = self._reasoning.add(text)
-        self.stopped = self._reasoning.stop is not None
-        return new, ""
+        return self._reasoning.add(text), ""
 
     def _add_content(self, text: str) -> NewText:
         content = self._content.add(text)
-        self.stopped = self._content.stop is not None
         reasoning = self._reasoning.finish() if self._content.begun else ""
         return reasoning, content
 
@@ -245,12 +231,19 @@ def _joined(new: Iterable[NewText]) -> NewText:
 class SampledReply:
     """The reply in the tokens of one call. `feed` it while they are sampled, then `finish` it once."""
 
-    def __init__(self, rendering: "Rendering", prompt_ids: Sequence[int], model_call: ModelCall) -> None:
-        self._parser = rendering.reply_parser(prompt_ids, model_call)
-        self._may_call = model_call.may_call
-        self._decode = rendering.decode
-        self._texts = TokenTexts(rendering.decode)
-        self._stop_ids = frozenset(rendering.stop_token_ids())
+    def __init__(
+        self,
+        parser: ReplyParser,
+        decode: Callable[[list[int]], str],
+        stop_ids: Iterable[int],
+        *,
+        may_call: bool,
+    ) -> None:
+        self._parser = parser
+        self._may_call = may_call
+        self._decode = decode
+        self._texts = TokenTexts(decode)
+        self._stop_ids = frozenset(stop_ids)
         self._end: int | None = None
         """The newest token, if it ends the turn unless another one follows."""
         self._length = 0
@@ -297,35 +290,20 @@ class SampledReply:
         return text
 
 
-def read_reply(
-    rendering: "Rendering",
-    prompt_ids: Sequence[int],
-    completion_ids: Iterable[int],
-    tools: list[Tool],
-    stop_texts: Sequence[str] = (),
-) -> tuple[Reply, int]:
-    """Return the reply in all tokens of a call, and the number of tokens of its reasoning."""
-    model_call = ModelCall("", [], tools, stop=[*stop_texts])
-    sampled = SampledReply(rendering, prompt_ids, model_call)
-    sampled.feed(completion_ids)
-    reply, _ = sampled.finish()
-    return reply, sampled.reasoning_tokens
+def read_text(family: Family, prompt_end: str, text: str, tools: Sequence[Tool]) -> Reply:
+    """Return the reply in a whole `text`, which follows a prompt that ends with `prompt_end`."""
+    parser = ReplyParser(family, prompt_end, tools)
+    parser.feed(text)
+    reply, _ = parser.finish()
+    return reply
 
 
-def is_sampled(
-    message: Message,
-    rendering: "Rendering",
-    prompt_ids: Sequence[int],
-    completion_ids: list[int],
-    tools: list[Tool],
-    stop_texts: Sequence[str],
-) -> bool:
-    """Return True when a recorded reply is what its tokens say.
+def is_sampled(message: Message, sampled: Reply) -> bool:
+    """Return True when a recorded reply is what its tokens say, which is `sampled`; changes `sampled`.
 
     Its tool calls are theirs, and its texts begin theirs. Recorders of before may have ended a text early, or have sent
     reasoning as content.
     """
-    sampled, _ = read_reply(rendering, prompt_ids, completion_ids, tools, stop_texts)
     given = Reply.of_message({"content": "", **message}, None)
     if not given.tool_calls:
         calls_as_text(sampled)

@@ -184,7 +184,8 @@ def check_replies(calls: Sequence[Call], rendering: Any) -> Iterator[Finding]:
         if reply is None or not call.dialect or call.violation or call.status != "completed":
             continue
         stop = call.parsed_sampling.get("stop") or []
-        if not is_sampled(reply, rendering, call.prompt_ids, call.completion_ids, conversation.tools or [], stop):
+        sampled, _ = rendering.read(call.prompt_ids, call.completion_ids, conversation.tools or [], stop)
+        if not is_sampled(reply, sampled):
             where = f"session {call.session_id}, call {call.call_id}"
             yield Finding("damage", where, "its reply is not what its tokens say", "do not run it again")
 

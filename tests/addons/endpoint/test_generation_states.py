@@ -24,6 +24,7 @@ from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.prompts.reply import SampledReply
 from rolltap.addons.store.records import Call, VersionSpan
 from tests.deep import examples
 
@@ -145,11 +146,8 @@ class Renderer:
     def decode(self, token_ids):
         return "".join(f"{i} " for i in token_ids)
 
-    def stop_token_ids(self):
-        return []
-
-    def reply_parser(self, prompt_ids, model_call):
-        return self
+    def sampled_reply(self, prompt_ids, model_call):
+        return SampledReply(self, self.decode, [], may_call=True)
 
     def feed(self, text):
         self._check("feed")

@@ -26,7 +26,7 @@ from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import ReplyParser, SampledReply
+from rolltap.addons.prompts.reply import ReplyParser, read_text
 from tests.deep import examples
 
 TRL = find_spec("trl")
@@ -125,7 +125,7 @@ def one(rendering, name, prompt_end, text):
         return f"reads the calls {got}"
     if (reply.reasoning, reply.content) != (reasoning, turn["content"]):
         return f"reads {reply.reasoning!r} and {reply.content!r}"
-    growing = SampledReply(rendering, prompt, model_call)
+    growing = rendering.sampled_reply(prompt, model_call)
     new = [growing.feed([token_id]) for token_id in ids]
     whole, rest = growing.finish()
     streamed = ["".join(texts) for texts in zip(*new, rest, strict=True)]
@@ -207,12 +207,12 @@ class TestRead:
         ids=["no JSON", "no name", "no object", "not ended"],
     )
     def test_a_call_that_cannot_be_read_is_text_as_it_was_sampled(self, broken):
-        reply = HERMES.read("", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", _TOOLS)
+        reply = read_text(HERMES, "", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", _TOOLS)
         assert (reply.reasoning, called(reply)) == ("I look.", [("look", {"string": "x"})])
         assert reply.content == f"So. {broken}".strip()
 
     def test_reasoning_that_the_prompt_has_opened_is_none_of_the_replys_text(self):
-        reply = XML.read("<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", [])
+        reply = read_text(XML, "<|im_start|>assistant\n<think>\n", "I look.\n</think>\n\nHi.<|im_end|>", [])
         assert (reply.reasoning, reply.content) == ("I look.", "Hi.")
 
     @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ class TestRead:
     )
     def test_plain_arguments_get_the_types_of_their_schema(self, schema, text, value):
         tools = [function_tool("look", "", {"type": "object", "properties": {"string": schema}})]
-        assert called(XML.read("", XML_CALL.format(text), tools)) == [("look", {"string": value})]
+        assert called(read_text(XML, "", XML_CALL.format(text), tools)) == [("look", {"string": value})]
 
     @pytest.mark.parametrize(
         ("body", "arguments"),
@@ -248,7 +248,7 @@ class TestRead:
     )
     def test_all_of_a_call_in_tags_is_arguments_or_it_is_text(self, body, arguments):
         text = f"<tool_call>\n<function=other>\n{body}\n</function>\n</tool_call>"
-        reply = XML.read("", text, _TOOLS)
+        reply = read_text(XML, "", text, _TOOLS)
         assert called(reply) == ([] if arguments is None else [("other", arguments)])
         assert reply.content == (text if arguments is None else "")
 
@@ -264,7 +264,7 @@ class TestRead:
         ],
     )
     def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
-        reply = families()[name].read("", text, _TOOLS)
+        reply = read_text(families()[name], "", text, _TOOLS)
         assert (reply.content, reply.reasoning, reply.tool_calls) == (text if content is None else content, "", [])
 
     @pytest.mark.parametrize(
@@ -273,12 +273,12 @@ class TestRead:
     )
     @pytest.mark.parametrize("family", [HERMES, XML], ids=["hermes", "qwen-xml"])
     def test_a_reply_with_nothing_in_its_parts_is_empty(self, family, prompt_end, text):
-        reply = family.read(f"<|im_start|>assistant\n{prompt_end}", text, [])
+        reply = read_text(family, f"<|im_start|>assistant\n{prompt_end}", text, [])
         assert (reply.content, reply.reasoning, reply.tool_calls) == ("", "", [])
 
     def test_a_llama_call_may_begin_with_its_type(self):
         text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
-        assert called(families()["llama"].read("", text, _TOOLS)) == [("look", {"string": "x"})]
+        assert called(read_text(families()["llama"], "", text, _TOOLS)) == [("look", {"string": "x"})]
 
     @pytest.mark.parametrize(
         ("call", "calls"),
@@ -293,7 +293,7 @@ class TestRead:
     )
     def test_a_list_of_python_calls_holds_json_values_by_name(self, call, calls):
         text = f"<|tool_call_start|>{call}<|tool_call_end|>"
-        reply = families()["lfm"].read("", text, [])
+        reply = read_text(families()["lfm"], "", text, [])
         assert called(reply) == calls
         assert reply.content == ("" if calls else text)
 
@@ -308,7 +308,7 @@ def test_whatever_is_sampled_is_read_alike_in_every_split(pieces, data):
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     for family in families().values():
-        whole = family.read("", text, _TOOLS)
+        whole = read_text(family, "", text, _TOOLS)
         parser = ReplyParser(family, "", _TOOLS)
         new = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
         reply, rest = parser.finish()
@@ -327,7 +327,7 @@ def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
     rendering = Rendering(str(tmp_path))
     assert rendering.family.name == "hermes"
     ids = rendering.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
-    growing = SampledReply(rendering, [], ModelCall(model="m", messages=[], tools=_TOOLS))
+    growing = rendering.sampled_reply([], ModelCall(model="m", messages=[], tools=_TOOLS))
     streamed = "".join(growing.feed([token_id])[1] for token_id in ids)
     whole, (_, rest) = growing.finish()
     assert (streamed + rest, whole.content) == ("One sentence. Another one. And a third.",) * 2

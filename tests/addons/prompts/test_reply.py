@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import FieldText, ReplyParser, SampledReply, is_sampled, read_reply
+from rolltap.addons.prompts.reply import FieldText, ReplyParser, is_sampled
 from tests.addons.conftest import TEMPLATE
 from tests.deep import examples
 
@@ -68,7 +68,7 @@ def test_what_a_renderer_writes_is_read_by_a_family(everybodys, renderer):
 
 def stream(rendering, ids, cuts, **fields):
     """Return the sent reasoning and content of a completion that is fed up to each of `cuts`, and the reply."""
-    growing = SampledReply(rendering, [], ModelCall("m", [], [], **fields))
+    growing = rendering.sampled_reply([], ModelCall("m", [], [], **fields))
     new = [growing.feed(ids[begin:end]) for begin, end in pairwise([0, *cuts, len(ids)])]
     reply, rest = growing.finish()
     new.append(rest)
@@ -89,7 +89,7 @@ def test_a_well_formed_completion_is_sent_as_a_whole(rendering, encode, data, re
     sent_reasoning, sent_content, reply = stream(rendering, ids, cuts_of(data, ids))
     assert (sent_reasoning, sent_content) == (reply.reasoning, reply.content) == (reasoning * thinks, content)
     assert [call.name for call in reply.tool_calls] == ["look"] * calls
-    assert is_sampled(reply.to_message(), rendering, [], ids, [], [])
+    assert is_sampled(reply.to_message(), rendering.parse([], ids, []))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5", "glm-4.5", "gemma4", "kimi-k2", "deepseek-v3", "inkling"])
@@ -106,7 +106,7 @@ def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply_in_every_split(oth
     ids = []
     for piece in data.draw(st.lists(pieces, max_size=25)):
         ids += [piece] if isinstance(piece, int) else other.encode(piece)
-    whole, num_reasoning = read_reply(other, [], ids, [])
+    whole, num_reasoning = other.read([], ids, [])
     reasoning, content, reply = stream(other, ids, cuts_of(data, ids))
     assert (reasoning, content) == (reply.reasoning, reply.content) == (whole.reasoning, whole.content)
     assert [call.arguments for call in reply.tool_calls] == [call.arguments for call in whole.tool_calls]
@@ -132,7 +132,7 @@ class TestHeldBack:
 
     def test_a_character_whose_bytes_are_incomplete(self, rendering, encode):
         ids = encode("caf😀")
-        growing = SampledReply(rendering, [], ModelCall("m", [], []))
+        growing = rendering.sampled_reply([], ModelCall("m", [], []))
         new = [growing.feed([token_id])[1] for token_id in ids]
         assert [text for text in new if text] == ["c", "a", "f", "😀"]
 
@@ -150,7 +150,7 @@ class TestHeldBack:
         assert (growing.add(text), growing.stop) == (sent, stop)
 
     def test_plain_text_is_sent_as_it_arrives(self, rendering, encode):
-        growing = SampledReply(rendering, [], ModelCall("m", [], []))
+        growing = rendering.sampled_reply([], ModelCall("m", [], []))
         for token_id in encode("Hello there"):
             assert "".join(growing.feed([token_id])).strip() or rendering.decode([token_id]).isspace()
 
@@ -168,7 +168,7 @@ class TestStopTexts:
         ],
     )
     def test_a_reply_ends_before_the_first_one(self, rendering, encode, text, stops, reasoning, content, stop):
-        reply, _ = read_reply(rendering, [], encode(text), [], stops)
+        reply, _ = rendering.read([], encode(text), [], stops)
         assert (reply.reasoning, reply.content, reply.stop, reply.tool_calls) == (reasoning, content, stop, [])
 
     @given(st.data(), words, words, st.lists(st.sampled_from(["b>", " ", "é", "Hi", "zz", "a <"]), max_size=3))
@@ -190,10 +190,6 @@ class TestStructuredOutput:
         reasoning, content, reply = stream(rendering, ids, range(len(ids)), schema={"type": "object"})
         assert (reasoning, content, reply.content) == ("", text, text)
 
-    def test_it_is_sent_as_it_arrives(self, rendering, encode):
-        growing = SampledReply(rendering, [], ModelCall("m", [], [], schema={}))
-        assert growing.feed(encode('<think>\n{"a": 1')) == ("", '{"a": 1')
-
     def test_a_model_that_was_not_held_to_it_reasons_before_it(self, rendering, encode):
         ids = encode('<think>\nI make [1].\n</think>\n\n{"a": 1}<|im_end|>')
         sent = stream(rendering, ids, range(len(ids)), schema={"type": "object"})
@@ -211,7 +207,7 @@ class TestUnread:
         ],
     )
     def test_a_call_that_is_text_has_a_reason(self, rendering, encode, text, why):
-        reply, _ = read_reply(rendering, [], encode(text + "<|im_end|>"), [])
+        reply, _ = rendering.read([], encode(text + "<|im_end|>"), [])
         assert (reply.content, reply.tool_calls) == (text, [])
         assert reply.unread is None if why is None else why in reply.unread
 
@@ -225,7 +221,7 @@ class TestUnread:
 @examples(200)
 def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(rendering, encode, reasoning, content, ends):
     ids = encode(f"<think>\n{reasoning}" + f"\n</think>\n\n{content}<|im_end|>" * ends)
-    reply, count = read_reply(rendering, [], ids, [])
+    reply, count = rendering.read([], ids, [])
     before, up_to = (rendering.decode(ids[:length]).rstrip("\ufffd") for length in (max(0, count - 1), count))
     if reply.reasoning:
         assert up_to.startswith(f"<think>\n{reply.reasoning}")
