@@ -204,7 +204,7 @@ class RecorderOptions:
     tool_parser: str = _option(
         "auto",
         "Reader of tool calls and reasoning in replies: a family in `addons/prompts/families.toml`, for instance "
-        "`hermes`, or `auto` to find the renderer or family that reads what the model's chat template writes.",
+        "`hermes`, or `auto` to find the one that reads what the model's prompts write.",
     )
     sampling: Mapping[str, Any] = _option(
         "{}",

@@ -16,7 +16,7 @@ from rolltap.addons.prompts.model import resolve_model
 class ModelDiagnosis:
     """How a model's prompts are written, and its replies are read.
 
-    `tool_parser` is None when the renderer reads replies. `turns` says of each turn that the chat template writes
+    `tool_parser` is None when replies are text. `turns` says of each turn that the chat template writes
     whether it is read as it was written. `refusal` is why conversations are never continued token for token, or None.
     """
 
@@ -42,7 +42,7 @@ class ModelDiagnosis:
         read = ", ".join(f"{name}: {'yes' if good else 'no'}" for name, good in self.turns.items())
         for name, text in (
             ("prompts by", writer),
-            ("replies by", self.tool_parser or ("none" if self.renderer == "default" else writer)),
+            ("replies by", self.tool_parser or "none"),
             ("read", f"{read}; other turns are not written"),
             ("continued", self.refusal or "token for token"),
             ("stop tokens", ", ".join(f"{text} ({number})" for text, number in self.stop_tokens.items())),

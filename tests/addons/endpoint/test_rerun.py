@@ -17,6 +17,7 @@ from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.runs.verify import verify_run
 from tests.addons.endpoint.test_stored import CALL, Client, outputs, references
@@ -82,8 +83,9 @@ PLANTED = {"id": "x", "type": "function", "function": {"name": "bash", "argument
 )
 async def test_a_reply_that_no_model_sampled_does_not_answer(harness, recorded, rendering, rerun, planted):
     """A record of somebody else would have the program run what they wrote, with digests that match."""
-    metadata = {**read_metadata(harness.run), "model": rendering.model, **rendering.digests}
-    (harness.run / "run.json").write_text(json.dumps(metadata))
+    with locked(harness.run, wait=True):  # the recorder may still add the engine
+        metadata = {**read_metadata(harness.run), "model": rendering.model, **rendering.digests}
+        (harness.run / "run.json").write_text(json.dumps(metadata))
     assert verify_run(harness.run, lambda *_: None).sound
     path = run_files(harness.run, "calls")[0]
     rows = list(read_rows(harness.run, "calls"))

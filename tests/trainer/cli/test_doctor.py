@@ -59,7 +59,7 @@ def test_the_next_command_of_a_preset_starts_its_program_as_the_doctor_did(tmp_p
 def test_doctor_tells_what_a_model_gives(tokenizer_folder):
     ended = run_rolltap("doctor", "--model", tokenizer_folder, "--json")
     told = json.loads(ended.stdout)
-    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (0, True, "qwen3", None)
+    assert (ended.returncode, told["ok"], told["renderer"], told["tool_parser"]) == (0, True, "qwen3", "hermes")
     assert told["stop_tokens"].keys() == {"<|im_end|>", "<|endoftext|>"}
     assert set(told["turns"].values()) == {True}
     named = run_rolltap("doctor", "--model", tokenizer_folder, "--set", "rolltap_tool_parser=hermes")
