@@ -99,7 +99,8 @@ def test_chunks_of_a_row_give_what_the_whole_row_gives(checkpointed, monkeypatch
     branches = [trunk, [*trunk, 50, 51, 52], [*trunk, 60, 61], [*trunk[:3], 70, 71, 72, 73], [80, 81]]
     pack = Pack([[make_row(ids)] for ids in branches])
     whole = run(model, pack)
-    for chunk in (8, 3, 1):
+    # the convolution of a chunk of two tokens reads inputs of two earlier ones
+    for chunk in (7, 2):
         monkeypatch.setattr(linear, "CHUNK", chunk)
         assert_close(run(model, pack), whole, 1e-3, 1e-3)
 
