@@ -16,6 +16,7 @@ from rolltap.addons.endpoint.request import SECRET_HEADER
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.prompts.reply import ReplyParser
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.rewards import session_rows
 from rolltap.addons.store.tables import read_rows
@@ -133,7 +134,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_a_call_whose_reply_cannot_be_parsed_fails_and_is_recorded(self, harness, monkeypatch, stream):
-        monkeypatch.setattr(harness.endpoint.rendering, "parse", mock.Mock(side_effect=RuntimeError("no such token")))
+        monkeypatch.setattr(ReplyParser, "feed", mock.Mock(side_effect=RuntimeError("no such token")))
         _, text = await harness.send({"messages": [user()], "stream": stream})
         assert "internal error of the recorder" in text
         assert "[DONE]" not in text
