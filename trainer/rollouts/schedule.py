@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from rolltap.addons.errors import RecorderError, UnreadableModelError
 from rolltap.addons.store.records import Session
@@ -23,14 +23,6 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0
 """Pause before the first retry of a session. Each one after it is twice as long."""
-
-
-class Evaluation(NamedTuple):
-    """Groups that run beside others and have a stage of their own. `share` is that of the slots: see `Schedule`."""
-
-    groups: Sequence[Group]
-    stage: Stage
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,20 +324,15 @@ async def run_groups(
     *,
     policy_version: str | None,
     advance: Advance,
-    evaluation: Evaluation | None = None,
 ) -> list[Session]:
     """Run the sessions of groups. Return them group by group, in the order in which they ended, all attempts.
 
-    `policy_version` is that of `Schedule.submit`. The sessions of `evaluation` have ended too, and are not returned.
-    Raises as `Schedule`.
+    `policy_version` is that of `Schedule.submit`. Raises as `Schedule`.
     """
-    beside = evaluation or Evaluation((), stage, 0.0)
-    for one, own in [*((each, stage) for each in groups), *((each, beside.stage) for each in beside.groups)]:
-        if one.session_ids:  # a path that cannot be read is an error before the first session
-            await own.digest(one.task)
-    async with Schedule(stage, advance, beside.share) as schedule:
-        for group in beside.groups:
-            await schedule.submit(group, policy_version, stage=beside.stage, evaluates=True)
+    for group in groups:
+        if group.session_ids:  # a path that cannot be read is an error before the first session
+            await stage.digest(group.task)
+    async with Schedule(stage, advance) as schedule:
         results = [await schedule.submit(group, policy_version) for group in groups]
         return [session for result in results for session in await result]
 

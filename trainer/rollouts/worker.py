@@ -26,7 +26,7 @@ from rolltap.trainer.rollouts.provenance import Provenance
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group, Recorded, interrupted_sessions, key_parts, resume_lines
 from rolltap.trainer.rollouts.runtimes.runtime import HidingRuntime, Runtime, private_paths
-from rolltap.trainer.rollouts.schedule import Evaluation, GroupSchedule, Schedule, run_groups
+from rolltap.trainer.rollouts.schedule import GroupSchedule, Schedule, run_groups
 from rolltap.trainer.rollouts.session import Stage, end_session
 from rolltap.trainer.tasks.sources import load_tasks
 from rolltap.trainer.tasks.task import Task
@@ -151,12 +151,9 @@ class Worker:
         *,
         policy_version: str | None = None,
         advance: Advance = lambda *_: None,
-        evaluation: Evaluation | None = None,
     ) -> list[Session]:
         """Run the sessions of groups as `run_groups`. May be called again, in another event loop too."""
-        return await run_groups(
-            groups, self.stage, policy_version=policy_version, advance=advance, evaluation=evaluation
-        )
+        return await run_groups(groups, self.stage, policy_version=policy_version, advance=advance)
 
 
 async def roll_out(

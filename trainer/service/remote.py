@@ -73,12 +73,6 @@ class RemoteWorker:
     def __exit__(self, *error: object) -> None:
         """Leave the groups that run: the next start finds them at the service."""
 
-    async def run(self, groups: Sequence[Group], *, advance: Advance, **_: Any) -> list[Session]:
-        """Run the sessions of groups, and return them, all attempts."""
-        async with self.schedule(advance) as schedule:
-            results = [await schedule.submit(group) for group in groups if group.session_ids]
-            return [session for result in results for session in await result]
-
     def schedule(self, advance: Advance, **_: Any) -> "RemoteSchedule":
         """Return a schedule for groups that come one after the other."""
         return RemoteSchedule(self._client.asynchronous, self._sessions, self._sampling, advance)

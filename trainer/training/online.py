@@ -193,9 +193,9 @@ class OnlineTraces(Source):
             why = f"its weights are older than {version} by more than ahead = {recipe.ahead}"
             self._rollouts.cancel_running(partial(is_older, options=self._options(version)), why)
         self._serving.publish(self.trainer, str(version))
-        self._evaluate(version)
         if not is_trained:
             self._rollouts.publish(version.step // recipe.iterations)
+        self._evaluate(version)
 
     def finish(self, steps: int) -> None:
         """Publish the trained weights, of so many steps, and evaluate them. Raises `EngineError`."""

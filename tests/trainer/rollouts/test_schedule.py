@@ -14,7 +14,7 @@ from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.rollouts.resume import Group
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
-from rolltap.trainer.rollouts.schedule import Evaluation, Schedule, run_groups
+from rolltap.trainer.rollouts.schedule import Schedule, run_groups
 from rolltap.trainer.rollouts.workspace import Starts
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.reader import load_sessions
@@ -445,45 +445,27 @@ class TestWithoutPrograms:
 
         stage = stage_of(recorder, tmp_path, "true")
         dead = stage_of(SimpleNamespace(engine=recorder.engine, check=check), tmp_path, "true")
-        evaluation = Evaluation([self.group("b", 0)], dead, 0.5)
         with pytest.raises(RecorderError, match="the second recorder died"):
-            await run_groups([], stage, policy_version="7", advance=lambda *_: 0, evaluation=evaluation)
+            async with Schedule(stage, lambda *_: None) as running:
+                await running.submit(self.group("b", 0), stage=dead, evaluates=True)
 
     async def test_groups_that_evaluate_have_their_share_from_the_start_and_then_what_is_left(
         self, recorder, tmp_path, played
     ):
         stage, own = (stage_of(recorder, tmp_path, "true", concurrency=4, ready=0) for _ in range(2))
-        evaluation = Evaluation([self.group("b", 0, 1, 2)], own, 0.5)
-        running = asyncio.create_task(
-            run_groups(
-                [self.group("a", 0, 1, 2)], stage, policy_version="7", advance=lambda *_: 0, evaluation=evaluation
-            )
-        )
-        await played.runs("a-0", "a-1", "b-0", "b-1")
-        assert len(played.ends) == 4
-        await played.end("b-0")
-        await played.runs("b-2")
-        await played.end("b-1")
-        await played.runs("a-2")
-        for name in ("a-0", "a-1", "a-2"):
-            await played.end(name)
-        assert not running.done()  # the groups that evaluate have to end too
-        await played.end("b-2")
-        assert [session.session_id for session in await running] == ["a-0", "a-1", "a-2"]
-        assert {name for name, stage in played.stages.items() if stage is own} == {"b-0", "b-1", "b-2"}
-
-    async def test_a_task_of_an_evaluation_that_cannot_be_read_is_an_error_before_the_first_session(
-        self, recorder, tmp_path, played, monkeypatch
-    ):
-        monkeypatch.setattr(Task, "digest", lambda task: "d" if task.id == "count" else (tmp_path / "none").read_text())
-        bad = Group(TASK.model_copy(update={"id": "bad"}), "b", ["b-0"])
-        stage = stage_of(recorder, tmp_path, "true")
-        with pytest.raises(FileNotFoundError):
-            await run_groups(
-                [self.group("a", 0)],
-                stage,
-                policy_version="7",
-                advance=lambda *_: 0,
-                evaluation=Evaluation([self.group("c", 0), bad], stage, 0.5),
-            )
-        assert played.ends == {}
+        for each in (stage, own):
+            await each.digest(TASK)  # read before, so that the groups are submitted together
+        async with Schedule(stage, lambda *_: None, 0.5) as running:
+            await running.submit(self.group("b", 0, 1, 2), stage=own, evaluates=True)
+            first = await running.submit(self.group("a", 0, 1, 2))
+            await played.runs("a-0", "a-1", "b-0", "b-1")
+            assert len(played.ends) == 4
+            await played.end("b-0")
+            await played.runs("b-2")
+            await played.end("b-1")
+            await played.runs("a-2")
+            for name in ("a-0", "a-1", "a-2"):
+                await played.end(name)
+            await played.end("b-2")
+            assert [session.session_id for session in await first] == ["a-0", "a-1", "a-2"]
+            assert {name for name, stage in played.stages.items() if stage is own} == {"b-0", "b-1", "b-2"}

@@ -20,6 +20,11 @@ def worker_of(service, scripted, **other):
     return RemoteWorker(service.url, **{**how, "options": OPTIONS, **other})
 
 
+async def run(worker, group, told):
+    async with worker.schedule(lambda *what: told.append(what[1:])) as schedule:
+        return await (await schedule.submit(group))
+
+
 @pytest.fixture
 def tasks(service):
     return load_tasks(service.run.parent / "tasks.jsonl")
@@ -31,13 +36,13 @@ def test_a_step_gets_its_sessions_and_the_next_start_finds_them(service, scripte
     told = []
     group = step_group(Version("0a1b2c3d", 2, 0), 0, tasks[0], 2)
     with worker:
-        sessions = run_blocking(worker.run([group], advance=lambda *what: told.append(what[1:])))
+        sessions = run_blocking(run(worker, group, told))
     assert {session.session_id: session.reward for session in sessions} == dict.fromkeys(group.session_ids, 1.0)
     assert told[-1] == (1, 1)
     assert {call["sampling_params"]["temperature"] for call in scripted.requests[-2:]} == {0.5}
     asked = len(scripted.requests)
     later = step_group(Version("0a1b2c3d", 2, 5), 0, tasks[0], 2)
-    again = run_blocking(worker.run([later], advance=lambda *_: None))
+    again = run_blocking(run(worker, later, []))
     assert {name: session.session_id for name, session in placed(later, again).items()} == dict(
         zip(later.session_ids, group.session_ids, strict=True)
     )
