@@ -261,9 +261,10 @@ def attention_lines(device: str) -> Iterator[Line]:
     cases: dict[str, dict[str, Any]] = {
         "paths": {},
         "windows": {"sliding_window": 128},
-        "soft caps": {"softcap": 20.0},
-        "sinks": {"s_aux": torch.linspace(-1, 1, 8, device=device)},
     }
+    if device == "cuda":  # elsewhere a model's own attention computes them
+        cases["soft caps"] = {"softcap": 20.0}
+        cases["sinks"] = {"s_aux": torch.linspace(-1, 1, 8, device=device)}
     for name, options in cases.items():
         leaves = attention_inputs(pack.tokens, device)
         rounded = attended(leaves, pack, options)
@@ -283,6 +284,7 @@ def attended(leaves: list[Tensor], pack: Pack, options: dict[str, Any]) -> list[
     """Return the output of the trainer's attention (1, tokens, heads, 128), and gradients."""
     module = torch.nn.Module()
     module.config = SimpleNamespace()
+    module.num_key_value_groups = 4
     attention = ALL_ATTENTION_FUNCTIONS[register("sdpa")]
     out, _ = attention(module, *leaves, None, **options, **{NAME: pack})
     return with_gradients(out, leaves)

@@ -181,10 +181,11 @@ def in_tiles(
 ) -> Tensor:
     """Return the output of a model's own attention, (1, N, heads, D), for `TILE` queries at a time.
 
-    The scores of a tile are computed again for the backward pass.
+    The scores of a tile are computed again for the backward pass. Its tensors are arguments,
+    because the layer's own checkpoint drops arguments, and keeps what a closure holds.
     """
 
-    def tile(queries: slice) -> Tensor:
+    def tile(queries: slice, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, hidden = keys_of(pack, queries, window)
         bias = query.new_zeros(1, 1, *hidden.shape).masked_fill_(hidden, -torch.inf)
         own = query[:, :, queries], key.index_select(2, keys), value.index_select(2, keys)
@@ -194,7 +195,9 @@ def in_tiles(
     outputs = []
     for begin in range(0, pack.tokens, TILE):
         queries = slice(begin, min(begin + TILE, pack.tokens))
-        outputs.append(checkpoint(tile, queries, use_reentrant=False, preserve_rng_state=False))
+        tensors = [query, key, value]
+        output = checkpoint(tile, queries, *tensors, use_reentrant=False, preserve_rng_state=False)
+        outputs.append(output)
     return torch.cat(outputs, 1)
 
 

@@ -91,12 +91,16 @@ def _replace_forward(module: Any, layer: Any, function: Callable[..., Any]) -> N
     module.gradient_checkpointing = getattr(layer, "gradient_checkpointing", False)
 
 
-def _run(module: Any, function: Callable[[Tensor], Any], part: Tensor, *, several: bool) -> Any:
+def _run(module: Any, function: Callable[..., Any], *tensors: Tensor, several: bool) -> Any:
     """Call a function of one chunk. Of several, its intermediate values are computed again for the
-    backward pass."""
+    backward pass.
+
+    All its tensors are arguments, because the layer's own checkpoint drops arguments, and keeps
+    what a closure holds.
+    """
     if several and module.gradient_checkpointing and torch.is_grad_enabled():
-        return checkpoint(function, part, use_reentrant=False)
-    return function(part)
+        return checkpoint(function, *tensors, use_reentrant=False)
+    return function(*tensors)
 
 
 # ------------------------------------------------------------------------------------ feed-forward
@@ -222,7 +226,7 @@ class _Work:
         self.chunk = chunk
         self.inputs = inputs
         """The convolution's inputs that earlier chunks have handed on, (1, channels, n) each."""
-        self.states = dict(states)
+        self.states = states
         """State after the last token of pieces, (1, ...)."""
         self.inputs_handed_on: list[Tensor] = []
 
@@ -242,12 +246,12 @@ def _mix(mixer: Any, hidden_states: Tensor, **options: Any) -> Any:
     outputs = []
     parts = hidden_states.split([sum(chunk.lengths) for chunk in chunks], 1)
     for chunk, part in zip(chunks, parts, strict=True):
-        compute = partial(_mix_chunk, mixer, options, chunk, inputs, states)
-        output, new_inputs, new_states = _run(mixer, compute, part, several=len(chunks) > 1)
+        compute = partial(_mix_chunk, mixer, options, chunk, list(states))
+        tensors = [part, *states.values(), *inputs]
+        output, new_inputs, new_states = _run(mixer, compute, *tensors, several=len(chunks) > 1)
         outputs.append(output)
-        # not in place: the chunk may be computed again
-        inputs = inputs + new_inputs
-        states = states | new_states
+        inputs += new_inputs
+        states |= new_states
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs, 1)
@@ -257,11 +261,16 @@ def _mix_chunk(
     mixer: Any,
     options: dict[str, Any],
     chunk: Chunk,
-    inputs: list[Tensor],
-    states: dict[int, Tensor],
+    known: list[int],
     part: Tensor,
+    *handed_on: Tensor,
 ) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
-    """Return the output of a chunk, and the inputs and states that later ones continue."""
+    """Return the output of a chunk, and the inputs and states that later ones continue.
+
+    `handed_on` are the states after the pieces `known`, then the inputs, of earlier chunks.
+    """
+    inputs = list(handed_on[len(known) :])
+    states = dict(zip(known, handed_on, strict=False))
     work = _Work(chunk, inputs, states)
     output = type(mixer).forward(mixer, part, **options, **{NAME: work})
     # a mixer may have no states

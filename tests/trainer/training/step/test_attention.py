@@ -1,6 +1,8 @@
 """Attention of packs: which pairs it multiplies, and what it computes of them."""
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rolltap.addons.errors import InputError
@@ -158,6 +161,23 @@ def test_a_window_that_hides_nothing_needs_no_masks():
         call(pack, leaves, sliding_window=pack.depth - 1)
         assert masked.called
     assert torch.equal(found, call(pack, leaves))
+
+
+def test_a_checkpointed_layer_keeps_no_queries_keys_or_values():
+    pack = Pack([branching_rows()])
+    held = []
+
+    def layer(hidden):
+        leaves = [hidden * 2, hidden * 3, hidden * 4]
+        held.extend(weakref.ref(leaf) for leaf in leaves)
+        return call(pack, leaves, sliding_window=3)
+
+    hidden = torch.randn(1, HEADS, pack.tokens, SIZE, requires_grad=True)
+    output = checkpoint(layer, hidden, use_reentrant=False)
+    gc.collect()
+    assert [leaf() for leaf in held] == [None, None, None]
+    output.sum().backward()
+    assert hidden.grad is not None
 
 
 def test_attention_in_chunks_of_positions_is_refused():
