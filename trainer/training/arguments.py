@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from pydantic import TypeAdapter, ValidationError
+from transformers.trainer_utils import rotate_checkpoints
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import NEUTRAL_SAMPLING
@@ -56,11 +57,13 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(filter(_whole, folder.glob("checkpoint-*")), key=checkpoint_step, default=None)
 
 
-def remove_incomplete(folder: Path) -> Path | None:
-    """Remove checkpoints that a killed training left incomplete, and return the newest other one, or None."""
+def remove_incomplete(folder: Path, limit: int | None = None) -> Path | None:
+    """Remove checkpoints that a killed training left incomplete, and the oldest ones beyond the
+    limit, of which it may have removed a part. Return the newest one, or None."""
     for checkpoint in folder.glob("checkpoint-*"):
         if not _whole(checkpoint):
             shutil.rmtree(checkpoint)
+    rotate_checkpoints(str(folder), limit)
     return last_checkpoint(folder)
 
 

@@ -161,7 +161,9 @@ def join_processes(recipe: Recipe | None) -> Recipe:
 
 def train_to_end(trainer: TraceGRPOTrainer, console: Console) -> int:
     """Train to the last step, and return the number of optimizer steps that made the weights. Collective."""
-    checkpoint = on_main(partial(arguments.remove_incomplete, Path(trainer.args.output_dir)))
+    folder = Path(trainer.args.output_dir)
+    limit = trainer.args.save_total_limit
+    checkpoint = on_main(partial(arguments.remove_incomplete, folder, limit))
     if checkpoint is not None:
         console.print(f"resuming from {checkpoint}")
         if checkpoint_step(checkpoint) >= trainer.args.max_steps:

@@ -134,7 +134,8 @@ SHORT = {
             "0: after the engine has loaded the weights 1",
             "3: after a session was recorded 5",
             "3: half of scheduler.pt 1",
-        ]
+        ],
+        ["4: half of checkpoint-2 was removed 1"],
     ],
     "ahead": [["3: after a session was recorded 2", "4: before save_finished 1"]],
 }

@@ -76,10 +76,22 @@ class Checkpoints(TrainerCallback):
             group["lr"] = rate
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Write a checkpoint if transformers would do it next, then remove the oldest ones beyond
-        the limit. Collective."""
-        if not control.should_save:
-            return
+        """Write a checkpoint if transformers would do it next. Collective.
+
+        A step that is logged has its line first, because a resumed training does not take it again.
+        """
+        if control.should_save and not control.should_log:
+            self._write(args, state, control)
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Write the checkpoint of a step that was logged. Collective."""
+        if control.should_save:
+            self._write(args, state, control)
+
+    def _write(self, args: Any, state: Any, control: TrainerControl) -> None:
+        """Write a checkpoint, then remove the oldest ones beyond the limit. Collective."""
         control.should_save = False
         trainer = self._trainer
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -99,8 +111,6 @@ class Checkpoints(TrainerCallback):
             rotate_checkpoints(args.output_dir, args.save_total_limit)
 
         on_main(finish)
-
-    on_epoch_end = on_step_end
 
 
 def save_trained(model: nn.Module, folder: Path, optimizer: torch.optim.Optimizer) -> None:

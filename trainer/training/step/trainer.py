@@ -166,7 +166,8 @@ class TraceGRPOTrainer(GRPOTrainer):
                 args=args,
                 train_dataset=train_dataset,
                 processing_class=processing_class,
-                callbacks=[_StepCallback(self), self._checkpoints, *(callbacks or [])],
+                # a step's checkpoint is written when all have its line
+                callbacks=[_StepCallback(self), *(callbacks or []), self._checkpoints],
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
