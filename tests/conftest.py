@@ -154,7 +154,7 @@ def running_engine(model: Path, log: Path, context: int, *extra: str) -> Iterato
     """Run a vLLM server with LoRA loading, for one step ahead. Skips the test when vLLM is not installed."""
     vllm = vllm_program()
     port = free_port()
-    settings = {"max_model_len": context, "lora_rank": 8, "ahead": 1, "log": log, "extra": extra}
+    settings = {"max_model_len": context, "lora_rank": 8, "max_staleness": 1, "log": log, "extra": extra}
     server = EngineServer(str(model), vllm=vllm, port=port, **settings)
     with server:
         engine = RunningEngine(server, model)

@@ -52,7 +52,7 @@ def start_engine(setting: Setting, log: Path) -> rolltap.EngineServer:
         port=free_port(),
         max_model_len=CONTEXT,
         lora_rank=8,
-        ahead=1,
+        max_staleness=1,
         log=log,
         extra=engine_arguments(setting),
     )

@@ -41,7 +41,7 @@ class Training:
     publish: str
     steps: int = 2
     groups: int = 1
-    ahead: int = 0
+    max_staleness: int = 0
     engines: int = 1
     moves: bool = False
     """True if a batch makes two optimizer steps, of a length that shows."""
@@ -52,7 +52,7 @@ class Training:
 TRAININGS = {
     "checkpoint": Training("checkpoint", moves=True),
     "lora": Training("lora", moves=True),
-    "ahead": Training("lora", steps=4, groups=2, ahead=1),
+    "ahead": Training("lora", steps=4, groups=2, max_staleness=1),
     "engines": Training("lora", engines=2),
     "sharding": Training("checkpoint", steps=2, sharded=True),
 }
@@ -143,11 +143,11 @@ def write_recipe(setting: Setting, name: str, plan: dict[str, Any] | None = None
         "steps": training.steps,
         "groups_per_step": training.groups,
         "sessions": setting.sessions,
-        "concurrency": sessions * (1 + training.ahead),
+        "concurrency": sessions * (1 + training.max_staleness),
         "timeout": 300,
         "max_tokens": CONTEXT,
         "publish": training.publish,
-        "ahead": training.ahead,
+        "max_staleness": training.max_staleness,
     }
     numbers = (plan or {}).get("model")
     if numbers and has_room(numbers["weights"]):

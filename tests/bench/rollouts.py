@@ -1,4 +1,5 @@
-"""The phases of a rollout; and rollouts beside the trainer's steps: how busy the engine is, by the recipe's `ahead`.
+"""The phases of a rollout; and rollouts beside the trainer's steps: how busy the engine is, by the recipe's
+`max_staleness`.
 
 A rollout runs programs that call the model twice and take a log-normal time in between, with sigma 1.
 
@@ -46,7 +47,7 @@ class Timed(Loop):
     harness = SimpleNamespace(name="timed", digest=str)
 
     def __init__(self, folder: Path, median: float, slots: int, steps: int, ahead: int) -> None:
-        settings = {"publish": "lora", "lora": {"r": 1}, "ahead": ahead, "adapters": ahead + 2}
+        settings = {"publish": "lora", "lora": {"r": 1}, "max_staleness": ahead, "adapters": ahead + 2}
         super().__init__(folder, groups_per_step=GROUPS, concurrency=slots, **settings)
         further = {"steps": steps + ahead + 1, "sessions": SESSIONS}  # a training that goes on after the measurement
         self.recipe = self.config = self.recipe.model_copy(update=further)
@@ -241,9 +242,9 @@ def main(
             synchronous = rows[0]["steps an hour"] if rows else steps / taken * 3600
             rows.append(
                 {
-                    "ahead": number,
+                    "max_staleness": number,
                     "steps an hour": steps / taken * 3600,
-                    "of ahead 0": steps / taken * 3600 / synchronous,
+                    "of max_staleness 0": steps / taken * 3600 / synchronous,
                     "optimum": 3600 / max(share * rollout, work),
                     "engine busy": training.busy / taken,
                     "slots used": training.used / slots / taken,

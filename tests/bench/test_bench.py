@@ -148,7 +148,11 @@ def test_slots_of_their_own_keep_more_sessions_running_than_one_slot_for_all():
 def test_a_training_is_measured_by_how_far_its_rollouts_may_run_ahead(tokenizer_folder):
     tables = measured("rollouts", "--ahead", "--model", tokenizer_folder, "--median", 0.02, "--steps", 3)
     for rows in tables.values():
-        assert [(row["ahead"], row["oldest"] <= row["ahead"]) for row in rows] == [(0, True), (1, True), (2, True)]
+        assert [(row["max_staleness"], row["oldest"] <= row["max_staleness"]) for row in rows] == [
+            (0, True),
+            (1, True),
+            (2, True),
+        ]
         assert all(row["steps an hour"] > 0 and 0 < row["engine busy"] <= 1 for row in rows)
 
 

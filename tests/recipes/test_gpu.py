@@ -406,7 +406,7 @@ class TestPlans:
     def test_more_sessions_run_ahead_than_in_the_other_trainings(self, setting):
         recipes = {name: load_recipe(plans.write_recipe(setting, name)) for name in plans.TRAININGS}
         ahead = recipes.pop("ahead")
-        assert ahead.ahead == 1
+        assert ahead.max_staleness == 1
         assert ahead.concurrency > max(recipe.concurrency for recipe in recipes.values())
         assert recipes["engines"].machine.engines == 2
         assert recipes["sharding"].grpo["sharding"] == "full"

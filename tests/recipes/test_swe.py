@@ -125,7 +125,7 @@ def engines(tmp_path_factory, tiny_model):
     block = Blocks.of(plans[HYBRID].model).bytes
     for name, blocks in (("limit", 1024), ("beyond", 1023)):
         found[name] = found[HYBRID] | {"sequences": 1024, "memory": blocks * block}
-    places = {"host": "", "port": 0, "max_model_len": None, "lora_rank": 0, "ahead": 0}
+    places = {"host": "", "port": 0, "max_model_len": None, "lora_rank": 0, "max_staleness": 0}
     command = engine_command("", str(tiny_model), **places, cpu=True, has=Parts())
     given = dict(pairwise(command))
     found["quickstart"] = {

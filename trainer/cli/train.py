@@ -42,7 +42,12 @@ from rolltap.trainer.console import plain_console, runs_first
 @click.option("--vllm", default="vllm", show_default=True, help="The vllm program, in an environment of its own.")
 @click.option("--max-model-len", type=click.IntRange(1), help="Context window in tokens; the model's own if not given.")
 @click.option("--lora-rank", type=click.IntRange(0), default=0, help="Accept LoRA adapters up to this rank.")
-@click.option("--ahead", type=click.IntRange(0), default=0, help="The recipe's `ahead`: so many more adapters at once.")
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0),
+    default=0,
+    help="The recipe's `max_staleness`: so many more adapters at once.",
+)
 @click.option("--routing", is_flag=True, help="Return the experts of each token, for `rolltap_routing`.")
 @engine_key_option("File with the key that the engine requires; made if it does not exist. By default a new file.")
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
@@ -53,7 +58,7 @@ def serve_command(
     vllm: str,
     max_model_len: int | None,
     lora_rank: int,
-    ahead: int,
+    max_staleness: int,
     routing: bool,
     extra: tuple[str, ...],
 ) -> None:
@@ -70,7 +75,7 @@ def serve_command(
         port=port,
         max_model_len=max_model_len,
         lora_rank=lora_rank,
-        ahead=ahead,
+        max_staleness=max_staleness,
         routing=routing,
         extra=extra,
     )
@@ -79,7 +84,8 @@ def serve_command(
         console.print(f"vLLM serves {model} at {server.url}", style="bold")
         if lora_rank:
             batch, memory = server.adapter_places
-            console.print(f"places for adapters: {batch} in a batch, {memory} in memory, for ahead = {ahead}")
+            places = f"places for adapters: {batch} in a batch, {memory} in memory"
+            console.print(f"{places}, for max_staleness = {max_staleness}")
         console.print(f"export ROLLTAP_ENGINE_KEY_FILE={shlex.quote(str(server.key_file))}")
         with suppress(RolltapError):  # without the recorder's packages, the recorder says it
             for problem in examine_model(model, {}).problems:

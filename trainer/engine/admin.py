@@ -186,7 +186,7 @@ class EngineAdmin:
                 "calls then: start it with `rolltap serve`, or without --enable-lora"
             )
 
-    def require_adapters(self, ahead: int, adapters: int) -> None:
+    def require_adapters(self, max_staleness: int, adapters: int) -> None:
         """Raise `EngineError` when the engine has too few places for the adapters of a training: see a recipe's keys.
 
         Sessions with adapters that do not fit into a batch would wait for each other.
@@ -197,11 +197,13 @@ class EngineAdmin:
             return int(config["max_loras"]), int(config["max_cpu_loras"])
 
         batch, memory = self._ask("GET", "/server_info?config_format=json", read)
-        if batch < ahead + 2 or memory <= adapters:
+        if batch < max_staleness + 2 or memory <= adapters:
+            has = f"{batch} adapters in a batch (--max-loras) and {memory} in memory (--max-cpu-loras)"
+            asked = f"max_staleness = {max_staleness} and adapters = {adapters}"
+            start = f"rolltap serve --lora-rank RANK --max-staleness {max_staleness}"
             raise EngineError(
-                f"the engine at {self.url} has places for {batch} adapters in a batch (--max-loras) and {memory} in "
-                f"memory (--max-cpu-loras): ahead = {ahead} and adapters = {adapters} need {ahead + 2} and "
-                f"{adapters + 1}; start it with `rolltap serve --lora-rank RANK --ahead {ahead}`"
+                f"the engine at {self.url} has places for {has}: {asked} need {max_staleness + 2} and "
+                f"{adapters + 1}; start it with `{start}`"
             )
 
     def require_processed(self) -> None:

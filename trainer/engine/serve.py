@@ -95,7 +95,7 @@ def engine_command(
     port: int,
     max_model_len: int | None,
     lora_rank: int,
-    ahead: int,
+    max_staleness: int,
     cpu: bool,
     has: Parts,
     routing: bool = False,
@@ -116,7 +116,7 @@ def engine_command(
     if length is not None:
         command += ["--max-model-len", str(length)]
     if lora_rank:
-        batch, memory = adapter_places(ahead)
+        batch, memory = adapter_places(max_staleness)
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
         command += ["--max-loras", str(batch), "--max-cpu-loras", str(memory)]
     if routing:
@@ -136,10 +136,10 @@ def engine_command(
     return command
 
 
-def adapter_places(ahead: int) -> tuple[int, int]:
-    """Return the adapters of a batch: those of `ahead`, of the step and the next one; and of memory: those of a
+def adapter_places(max_staleness: int) -> tuple[int, int]:
+    """Return the adapters of a batch: those of older steps, of the step and the next one; and of memory: those of a
     recipe's `adapters` and another training's."""
-    return ahead + 2, ahead + 8
+    return max_staleness + 2, max_staleness + 8
 
 
 def engine_environment(key_file: Path, *, cpu: bool, lora_rank: int) -> dict[str, str]:
@@ -168,7 +168,8 @@ class EngineServer:
 
     `model` is a folder or a name. `vllm` is the program, in an environment of its own. `max_model_len` is the context
     window in tokens, by default the model's. LoRA adapters up to `lora_rank` are accepted, as many as a training with
-    `ahead` needs. With `routing`, the experts of each token are returned to recorders that ask (`rolltap_routing`).
+    `max_staleness` needs. With `routing`, the experts of each token are returned to recorders that ask
+    (`rolltap_routing`).
     The output goes to `log`, by default to this process's. `extra` are further arguments of `vllm serve`. They win over
     the same ones of this class, such as `--max-num-seqs`.
 
@@ -191,7 +192,7 @@ class EngineServer:
         port: int = 8000,
         max_model_len: int | None = None,
         lora_rank: int = 0,
-        ahead: int = 0,
+        max_staleness: int = 0,
         routing: bool = False,
         log: str | Path | None = None,
         extra: Sequence[str] = (),
@@ -214,14 +215,14 @@ class EngineServer:
             port=port,
             max_model_len=max_model_len,
             lora_rank=lora_rank,
-            ahead=ahead,
+            max_staleness=max_staleness,
             cpu=cpu,
             has=has,
             routing=routing,
         )
         self._command += extra
         self._cpu, self._lora_rank = cpu, lora_rank
-        self.adapter_places = adapter_places(ahead)
+        self.adapter_places = adapter_places(max_staleness)
         """Adapters of a batch, and in memory, if `lora_rank` is given."""
         self._cleanup: contextlib.ExitStack
 

@@ -202,7 +202,7 @@ class Selection:
     roles: Collection[CallRole] = TRAINED_ROLES
     max_tokens: int | None = None
     weights: Version | None = None
-    ahead: int = 0
+    max_staleness: int = 0
 
     def __post_init__(self) -> None:
         strategies = get_args(Strategy)
@@ -233,7 +233,7 @@ def build_traces(
     roles: Collection[CallRole] = TRAINED_ROLES,
     max_tokens: int | None = None,
     weights: Version | None = None,
-    ahead: int = 0,
+    max_staleness: int = 0,
     routing: Mapping[str, Experts] | None = None,
 ) -> tuple[list[Trace], Ledger]:
     """Return the traces of one session's calls and the ledger of their sampled tokens.
@@ -242,7 +242,7 @@ def build_traces(
     their leaves. The first trace that contains a sampled token trains it; later ones have it as
     context, with mask 0. A left-out call with trained descendants is context as well. Calls with a
     role not in `roles` are left out. With `weights`, so are the tokens that neither these sampled,
-    in whatever attempt, nor ones that are older by at most `ahead` steps.
+    in whatever attempt, nor ones that are older by at most `max_staleness` steps.
 
     With `max_tokens`, no trace has more tokens, its prompt included. Tokens sampled beyond them are
     left out as `over_length`. Each trace ends with a token that it trains.
@@ -256,7 +256,7 @@ def build_traces(
     role, and `max_tokens` below 1; `LedgerError` when the number of trained tokens in the traces is
     not that of the ledger.
     """
-    selection = Selection(strategy, roles, max_tokens, weights, ahead)
+    selection = Selection(strategy, roles, max_tokens, weights, max_staleness)
     traces, account = trace_calls(calls, selection, routing)
     return traces, account.ledger
 
@@ -393,7 +393,7 @@ def _spans(call: Call, reason: LeftOut | None, selection: Selection) -> list[Tok
     if selection.weights is not None and reason not in _BEFORE_STALE:
         for version in call.weight_versions:
             age = selection.weights.age(version.version)
-            if age is None or not 0 <= age <= selection.ahead:
+            if age is None or not 0 <= age <= selection.max_staleness:
                 stale = version.end
     kept = sampled
     if reason is None and selection.max_tokens is not None:

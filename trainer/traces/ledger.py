@@ -72,7 +72,7 @@ LeftOut = Literal[
 - `missing_scores`: the scores of its tokens are asked for (a teacher's), and the run does not have
   them.
 - `stale`: in an online training, the token was sampled by weights that are older than those of its
-  step by more than `ahead`, or by others.
+  step by more than `max_staleness`, or by others.
 - A role: the call's role was not selected.
 - `superseded`: the harness asked again, and continued with the other answer.
 - `over_length`: the token is beyond `max_tokens`.

@@ -1,7 +1,7 @@
 """The age of weights: how many steps they are older than those that a step trains.
 
 A version has the number of its optimizer steps, of which a step has as many as `grpo.num_iterations`. So ages are in
-optimizer steps, and `TraceOptions.ahead` too; metrics have them in steps.
+optimizer steps, and `TraceOptions.max_staleness` too; metrics have them in steps.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from rolltap.trainer.traces.sessions import TraceOptions, trace_session
 def is_older(version: str | None, options: TraceOptions) -> bool:
     """Return True for weights that are too old for the step of `options.weights`; False for those of another run."""
     age = options.weights.age(version) if options.weights and version else None
-    return age is not None and age > options.ahead
+    return age is not None and age > options.max_staleness
 
 
 def is_stale(reader: SessionReader, group: Sequence[Session], options: TraceOptions) -> bool:
@@ -48,7 +48,7 @@ def other_weights(reader: SessionReader, session_ids: Collection[str], options: 
         for call in session.calls:
             for span in call.weight_versions:
                 age = options.weights.age(span.version)
-                if age is None or age < 0 or (age > 0 and not options.ahead):
+                if age is None or age < 0 or (age > 0 and not options.max_staleness):
                     tokens[span.version] += span.end - span.start
     return tokens
 
@@ -62,10 +62,10 @@ def token_ages(batch: TraceBatch, weights: Version) -> Counter[int]:
     return ages
 
 
-def age_metrics(batch: TraceBatch, ages: Counter[int], *, iterations: int, ahead: int) -> dict[str, float]:
+def age_metrics(batch: TraceBatch, ages: Counter[int], *, iterations: int, max_staleness: int) -> dict[str, float]:
     """Return the metrics of the ages of a batch's tokens, and the share that is too old.
 
-    `age/share/N` is the share of the tokens in traces whose weights are N steps old. `ahead` is the recipe's.
+    `age/share/N` is the share of the tokens in traces whose weights are N steps old. `max_staleness` is the recipe's.
     """
     tokens = max(1, ages.total())
     steps = Counter[int]()
@@ -74,6 +74,6 @@ def age_metrics(batch: TraceBatch, ages: Counter[int], *, iterations: int, ahead
     return {
         "age/mean": sum(age * count for age, count in steps.items()) / tokens,
         "age/max": float(max(steps, default=0)),
-        **{f"age/share/{age}": steps[age] / tokens for age in range(ahead + 1)},
+        **{f"age/share/{age}": steps[age] / tokens for age in range(max_staleness + 1)},
         "stale_share": batch.ledger.left_out.get("stale", 0) / max(1, batch.ledger.sampled),
     }

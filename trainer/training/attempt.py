@@ -40,8 +40,8 @@ def online_fingerprint(recipe: Recipe, tasks: Sequence[Task], harness: Harness, 
     values["tasks"] = _digest([task.digest() for task in tasks])
     values["harness"] = _DIGEST + harness.digest()
     values |= recipe.model_dump(include={"sessions", "replace_zero_variance", "runtime"})
-    if recipe.ahead:
-        values["ahead"] = recipe.ahead
+    if recipe.max_staleness:
+        values["max_staleness"] = recipe.max_staleness
     if recipe.forks is not None:
         values |= _table("forks", recipe.forks.model_dump(by_alias=True))
     values |= _table("recorder", recipe.recorder, FREE_OPTIONS)

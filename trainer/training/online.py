@@ -93,7 +93,7 @@ class OnlineTraces(Source):
     def check(self) -> dict[str, list[Any]]:
         """See `Source.check`. Nothing but builds of images is started. Raises `InputError` and `EngineError`."""
         recipe = self._recipe
-        self._engines = Engines(self._engine, keep=recipe.ahead > 0)
+        self._engines = Engines(self._engine, keep=recipe.max_staleness > 0)
         engines = self._engines.admins
         check_arguments(recipe, processes_started(), len(engines), nodes=nodes_started())
         urls = [engine.url for engine in engines]
@@ -110,8 +110,8 @@ class OnlineTraces(Source):
         self._engines.each(lambda engine: engine.require_endpoints())
         if recipe.grpo.get("temperature", 1) != 1:
             self._engines.each(lambda engine: engine.require_processed())
-        if recipe.ahead and recipe.publish == "lora":
-            self._engines.each(lambda engine: engine.require_adapters(recipe.ahead, recipe.adapters))
+        if recipe.max_staleness and recipe.publish == "lora":
+            self._engines.each(lambda engine: engine.require_adapters(recipe.max_staleness, recipe.adapters))
         if isinstance(self._worker, Worker):
             self._evaluations.check(self._worker, tasks)
         self._tasks = {task.id: task for task in run_blocking(self._worker.build(tasks))}
@@ -156,7 +156,7 @@ class OnlineTraces(Source):
         self._trained = TrainedBatches(self._run)
         size = recipe.groups_per_step
         begun = len(self._trained) * size
-        starts = Starts(recipe.ahead, size, recipe.steps, self._numbers(), begun=begun)
+        starts = Starts(recipe.max_staleness, size, recipe.steps, self._numbers(), begun=begun)
         share = 0.0
         if recipe.evaluation is not None:
             share = recipe.evaluation.share
@@ -184,13 +184,13 @@ class OnlineTraces(Source):
         """
         recipe = self._recipe
         version = self._version()
-        if recipe.ahead:
+        if recipe.max_staleness:
             self._end_evaluation(version)
         is_trained = self._trained.get(version.step) is not None
         if is_trained and not self._evaluations.missing(version):
             return
         if recipe.keeps_adapters:
-            why = f"its weights are older than {version} by more than ahead = {recipe.ahead}"
+            why = f"its weights are older than {version} by more than max_staleness = {recipe.max_staleness}"
             self._rollouts.cancel_running(partial(is_older, options=self._options(version)), why)
         self._serving.publish(self.trainer, str(version))
         if not is_trained:
@@ -203,7 +203,7 @@ class OnlineTraces(Source):
         what = "evaluation"
         try:
             try:
-                if self._recipe.ahead:
+                if self._recipe.max_staleness:
                     self._end_evaluation(version)
             finally:
                 what = "publication to the engines"
@@ -238,7 +238,7 @@ class OnlineTraces(Source):
             batch = self._load(sessions, version, stale)
             revisions = [(session.session_id, session.revision) for session in sessions]
             self._trained.add(TrainedBatch(step=version.step, sessions=revisions, stale=stale))
-        if not self._recipe.ahead:
+        if not self._recipe.max_staleness:
             self._rollouts.end_evaluation()
             self.trainer.log_metrics(self._evaluations.metrics(version))
         own = f".{self._attempt.number}"
@@ -273,7 +273,7 @@ class OnlineTraces(Source):
 
     def _ended_before(self, group: Group) -> Mapping[str, Session]:
         """Return the sessions of a group that need not be run."""
-        return self._finished.of(group, self._version(), self._trace_options.ahead)
+        return self._finished.of(group, self._version(), self._trace_options.max_staleness)
 
     def _take(self, version: Version) -> tuple[list[CompleteGroup], list[str]]:
         """Return the groups of a step, by number, and the ids of the sessions of groups that were too old.
@@ -291,7 +291,7 @@ class OnlineTraces(Source):
             while wanted:
                 group = self._rollouts.take()
                 self._sessions.refresh()
-                if recipe.ahead and is_stale(self._sessions, group.sessions, self._options(version)):
+                if recipe.max_staleness and is_stale(self._sessions, group.sessions, self._options(version)):
                     stale += [session.session_id for session in group.sessions]
                     dropped += 1
                     self._rollouts.replace()
@@ -309,7 +309,7 @@ class OnlineTraces(Source):
                     replaced += 1
                     wanted += 1
         metrics = {}
-        if recipe.ahead:
+        if recipe.max_staleness:
             metrics["seconds_idle"] = self._rollouts.idle_seconds()
             metrics["groups_dropped"] = float(dropped)
         if recipe.forks is not None:
@@ -396,8 +396,8 @@ class OnlineTraces(Source):
                 batch.accounts[name] = account.leave_out("stale")
             batch.ledger += late.ledger
         ages = token_ages(batch, version)
-        if recipe.ahead:
-            metrics = age_metrics(batch, ages, iterations=recipe.iterations, ahead=recipe.ahead)
+        if recipe.max_staleness:
+            metrics = age_metrics(batch, ages, iterations=recipe.iterations, max_staleness=recipe.max_staleness)
             self.trainer.log_metrics(metrics)
         # the order on the disk is another one after an interruption, and sums of floats depend on it
         order = {session_id: place for place, session_id in enumerate(rows)}

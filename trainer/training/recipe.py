@@ -75,9 +75,9 @@ class Forks(BaseModel):
     """Forks of a session."""
 
 
-def _adapters_for_ahead(settings: dict[str, Any]) -> int:
-    ahead: int = settings.get("ahead", 0)
-    return max(4, ahead + 2)
+def _adapters_by_default(settings: dict[str, Any]) -> int:
+    max_staleness: int = settings.get("max_staleness", 0)
+    return max(4, max_staleness + 2)
 
 
 class Recipe(RolloutConfig):
@@ -100,7 +100,7 @@ class Recipe(RolloutConfig):
     """Groups per step, each of one task."""
     sessions: int = Field(default=8, ge=2)
     """Sessions of a group, which GRPO compares with each other."""
-    ahead: int = Field(default=0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Steps by which rollouts may be ahead of the trainer. With 0 a step waits for its own sessions; with more they run
     beside the steps, and a token is trained by weights that are at most this number of steps newer than the weights
     that sampled it."""
@@ -133,9 +133,9 @@ class Recipe(RolloutConfig):
     publish_folder: Path | None = None
     """Folder for checkpoints and adapters on their way to the engines, which must see it under the same path. By
     default `published` in the run folder; `/dev/shm` keeps them in memory where all is on one machine."""
-    adapters: int = Field(default_factory=_adapters_for_ahead, ge=2)
+    adapters: int = Field(default_factory=_adapters_by_default, ge=2)
     """Adapters that stay loaded, with `publish = "lora"`. A session keeps the adapter that it began with. At least
-    `ahead + 2`, which is the default where it is more."""
+    `max_staleness + 2`, which is the default where it is more."""
     max_difference: float | None = Field(default=None, gt=0)
     """Largest mean difference, in nats, between the log-probabilities of a fixed text by the trainer and by an engine.
     A larger one ends the training. By default 0.001 for float32 and 0.1 for bfloat16."""
@@ -152,9 +152,9 @@ class Recipe(RolloutConfig):
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        least = self.ahead + 2
+        least = self.max_staleness + 2
         if self.publish == "lora" and self.adapters < least:
-            given = f"adapters = {self.adapters} with ahead = {self.ahead}"
+            given = f"adapters = {self.adapters} with max_staleness = {self.max_staleness}"
             raise ValueError(f"{given}: give at least {least}, or remove it")
         return self
 
@@ -180,7 +180,7 @@ class Recipe(RolloutConfig):
             strategy=self.strategy,
             roles=self.roles,
             max_tokens=self.max_tokens,
-            ahead=self.ahead * self.iterations,  # a version counts optimizer steps
+            max_staleness=self.max_staleness * self.iterations,  # a version counts optimizer steps
             rewards=RewardRules(self.outcomes, self.suspicious, unrewarded=unrewarded),
             routing=self.replays_routing,
             scores=self.teacher,
@@ -233,7 +233,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     for key in ("replace_zero_variance", "forks"):
         if has_teacher and getattr(recipe, key):
             yield f"with a teacher all groups train: remove {key}"
-    refused = {"forks": ("ahead", "service", "ray"), "evaluation": ("service", "ray")}
+    refused = {"forks": ("max_staleness", "service", "ray"), "evaluation": ("service", "ray")}
     for table, keys in refused.items():
         for key in keys:
             given = getattr(recipe, key)

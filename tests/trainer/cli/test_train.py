@@ -174,10 +174,10 @@ def test_serve_prints_what_other_commands_need_to_know_of_the_key(tmp_path, monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port = free_port()
     command = [ROLLTAP, "serve", "a-model", "--vllm", fake_vllm(tmp_path, AS_VLLM), "--port", str(port)]
-    command += ["--lora-rank", "8", "--ahead", "3"]
+    command += ["--lora-rank", "8", "--max-staleness", "3"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == f"vLLM serves a-model at http://127.0.0.1:{port}\n"
-        places = "places for adapters: 5 in a batch, 11 in memory, for ahead = 3\n"
+        places = "places for adapters: 5 in a batch, 11 in memory, for max_staleness = 3\n"
         assert process.stderr.readline() == places
         (key_file,) = re.fullmatch(r"export ROLLTAP_ENGINE_KEY_FILE=(\S+)\n", process.stderr.readline()).groups()
         EngineAdmin(f"http://127.0.0.1:{port}", key_file).require_endpoints()

@@ -20,7 +20,14 @@ from tests.conftest import ROOT, vllm_program
 from tests.factories import make_call
 from tests.trainer.engine.answering import AS_VLLM
 
-DEFAULTS = {"host": "127.0.0.1", "port": 8000, "max_model_len": None, "lora_rank": 0, "ahead": 0, "has": Parts()}
+DEFAULTS = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "max_model_len": None,
+    "lora_rank": 0,
+    "max_staleness": 0,
+    "has": Parts(),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +52,13 @@ def test_on_a_gpu_vllm_keeps_its_own_defaults():
     command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16}, cpu=False)
     assert flag(command, "--max-lora-rank") == "16"
     assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, publish="lora").adapters == 4
-    command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "ahead": 5}, cpu=False)
+    command = engine_command("vllm", "model", **DEFAULTS | {"lora_rank": 16, "max_staleness": 5}, cpu=False)
     assert int(flag(command, "--max-loras")) == 7
-    assert int(flag(command, "--max-cpu-loras")) > Recipe(model="m", steps=1, ahead=5, publish="lora").adapters == 7
+    assert (
+        int(flag(command, "--max-cpu-loras"))
+        > Recipe(model="m", steps=1, max_staleness=5, publish="lora").adapters
+        == 7
+    )
 
 
 def test_experts_are_returned_if_they_are_asked_for():
@@ -238,7 +249,7 @@ print(json.dumps([arguments.max_num_seqs, arguments.gdn_prefill_backend, argumen
 @pytest.mark.engine
 def test_an_argument_of_the_user_wins_over_the_same_one_of_rolltap():
     vllm = vllm_program()
-    settings = DEFAULTS | {"lora_rank": 16, "ahead": 1, "has": Parts(True, True, True)}
+    settings = DEFAULTS | {"lora_rank": 16, "max_staleness": 1, "has": Parts(True, True, True)}
     command = engine_command(vllm, "model", **settings, cpu=False, routing=True)
     users = ["--max-num-seqs", "7", "--gdn-prefill-backend", "flashinfer"]
     parsed = [[64, "triton", 3], [7, "flashinfer", 3]]

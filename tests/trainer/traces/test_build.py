@@ -81,7 +81,7 @@ class TestLeftOut:
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize(
-        ("spans", "ahead", "trained"),
+        ("spans", "max_staleness", "trained"),
         [
             ([("1a2b3c4d.3.0", 4)], 0, [7, 8, 9, 10]),
             ([("1a2b3c4d.3.7", 4)], 0, [7, 8, 9, 10]),  # whatever the attempt
@@ -94,14 +94,16 @@ class TestLeftOut:
             ([("default", 3), ("1a2b3c4d.3.0", 4)], 3, [10]),
         ],
     )
-    def test_tokens_of_older_or_other_weights_than_asked_for_are_context(self, strategy, spans, ahead, trained):
+    def test_tokens_of_older_or_other_weights_than_asked_for_are_context(self, strategy, spans, max_staleness, trained):
         starts = [0, *(end for _, end in spans)]
         versions = [
             VersionSpan(version=name, start=start, end=end) for start, (name, end) in zip(starts, spans, strict=False)
         ]
         root = make_call(0, [1], [7, 8, 9, 10], weight_versions=versions)
         child = follow(1, root, [2], [11], weight_versions=[VersionSpan(version="1a2b3c4d.3.0", start=0, end=1)])
-        traces, ledger = build_traces([root, child], strategy, weights=Version("1a2b3c4d", 3, 5), ahead=ahead)
+        traces, ledger = build_traces(
+            [root, child], strategy, weights=Version("1a2b3c4d", 3, 5), max_staleness=max_staleness
+        )
         kept = [
             token
             for trace in traces
@@ -121,7 +123,7 @@ class TestLeftOut:
             VersionSpan(version="1a2b3c4d.1.0", start=0, end=1),
             VersionSpan(version="1a2b3c4d.3.0", start=1, end=3),
         ]
-        asked = {"weights": Version("1a2b3c4d", 3, 0), "ahead": 1}
+        asked = {"weights": Version("1a2b3c4d", 3, 0), "max_staleness": 1}
         for role, reasons in (("auxiliary", {"stale": 1, "auxiliary": 2}), ("agent", {"stale": 1, "over_length": 1})):
             call = make_call(0, [1], [7, 8, 9], role=role, weight_versions=versions)
             assert build_traces([call], **asked, max_tokens=3)[1].left_out == reasons

@@ -111,7 +111,7 @@ POINTS = {
         ["3: half of policy- was removed 1"],
         ["4: before save_finished 1"],
     ],
-    "ahead": [
+    "max_staleness": [
         ["0: after a session was recorded 3"],
         ["3: after a session was recorded 2"],
         ["3: after read_batch 1"],
@@ -121,10 +121,9 @@ POINTS = {
     ],
     "twice": [["2: after a micro-batch 1", "6: after a session was recorded 1"], ["6: after the optimizer's step 2"]],
 }
-"""Way of publishing (`twice`: as a checkpoint, with two optimizer steps a batch; `ahead`: adapters, and rollouts one
-step ahead) -> lists of points at which one
-training is killed, one after the other. The sessions from the fifth
-on are those of a further group."""
+"""Way of publishing -> lists of points at which one training is killed, one after the other. `twice` publishes a
+checkpoint, and takes two optimizer steps a batch; `max_staleness` publishes adapters, and rollouts are one step ahead.
+The sessions from the fifth on are those of a further group."""
 
 SHORT = {
     "checkpoint": [
@@ -137,7 +136,7 @@ SHORT = {
         ],
         ["4: half of checkpoint-2 was removed 1"],
     ],
-    "ahead": [["3: after a session was recorded 2", "4: before save_finished 1"]],
+    "max_staleness": [["3: after a session was recorded 2", "4: before save_finished 1"]],
 }
 """A point of each kind, in one training: at the start, while weights are published, in a rollout, in a checkpoint, at
 the end."""
@@ -304,10 +303,10 @@ def trained_of(run: Path) -> list[tuple[Any, ...]]:
 
 
 def recipe_of(kind: str) -> str:
-    adapted = kind in ("lora", "ahead")
+    adapted = kind in ("lora", "max_staleness")
     recipe = RECIPE.format(publish="lora" if adapted else "checkpoint", iterations=2 if kind == "twice" else 1)
-    if kind == "ahead":
-        recipe = recipe.replace("adapters = 2", "ahead = 1")
+    if kind == "max_staleness":
+        recipe = recipe.replace("adapters = 2", "max_staleness = 1")
     if not adapted:
         recipe = recipe.replace("adapters = 2\n", "")
     return recipe + (LORA if adapted else "")

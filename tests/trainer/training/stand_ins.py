@@ -91,7 +91,7 @@ class FolderEngine:
     def require_endpoints(self) -> None:
         """Do nothing."""
 
-    def require_adapters(self, ahead: int, adapters: int) -> None:
+    def require_adapters(self, max_staleness: int, adapters: int) -> None:
         """Do nothing."""
 
     def healthy(self) -> bool:

@@ -16,7 +16,7 @@ from rolltap.trainer.training.ages import age_metrics, is_older, is_stale, other
 from tests.factories import make_call
 
 RUN = "1a2b3c4d"
-STEP = TraceOptions(weights=Version(RUN, 5, 1), ahead=2)
+STEP = TraceOptions(weights=Version(RUN, 5, 1), max_staleness=2)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_ages_of_a_batch_are_those_of_the_tokens_that_its_traces_train(run_f
 
 def test_metrics_of_ages_are_in_steps_of_several_iterations():
     batch = TraceBatch(ledger=Ledger(sampled=10, trained=8, left_out={"stale": 2}))
-    assert age_metrics(batch, Counter({0: 4, 3: 4}), iterations=3, ahead=2) == {
+    assert age_metrics(batch, Counter({0: 4, 3: 4}), iterations=3, max_staleness=2) == {
         "age/mean": 0.5,
         "age/max": 1.0,
         "age/share/0": 0.5,

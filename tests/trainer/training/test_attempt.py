@@ -140,7 +140,7 @@ def test_how_a_step_is_computed_and_reported_may_change(changed):
         ({"groups_per_step": 2}, r"groups_per_step \(it was 1\)"),
         ({"sessions": 2}, r"sessions \(it was 8\)"),
         ({"replace_zero_variance": 2}, "replace_zero_variance"),
-        ({"ahead": 1}, r"ahead \(it was not given\)"),
+        ({"max_staleness": 1}, r"max_staleness \(it was not given\)"),
         ({"forks": Forks()}, r"forks\.at \(it was not given\), forks\.from .*, forks\.sessions"),
         ({"strategy": "tree"}, "strategy"),
         ({"roles": ("agent",)}, "roles"),

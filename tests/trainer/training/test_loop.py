@@ -140,13 +140,18 @@ def test_a_step_of_recording_training_and_publishing_and_a_resumed_second(engine
 @pytest.mark.deep
 @pytest.mark.engine
 @pytest.mark.harness
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_service_runs_the_sessions_of_a_training(engine, tmp_path, ahead):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_service_runs_the_sessions_of_a_training(engine, tmp_path, max_staleness):
     run, tasks = tmp_path / "run", write_task(tmp_path)
     with serving(
         run, engine.url, engine.model_dir, Path("mini-swe-agent"), tasks=[json.loads(tasks.read_text())]
     ) as at:
-        settings = {"service": at.url, "ahead": ahead, "tasks": str(tasks), "model": str(engine.model_dir)}
+        settings = {
+            "service": at.url,
+            "max_staleness": max_staleness,
+            "tasks": str(tasks),
+            "model": str(engine.model_dir),
+        }
         tables = "[grpo]\nlearning_rate = 1e-3\nactivation_checkpointing = false\n"
         arguments = [
             "train",
@@ -177,15 +182,19 @@ def test_rollouts_one_step_ahead_train_what_they_sampled_and_say_how_old_it_is(e
     run, lora = tmp_path / "run", '[lora]\nr = 4\ntarget_modules = "all-linear"\n' if publish == "lora" else ""
     settings = {"steps": 3, "publish": publish, "model": str(engine.model_dir), "tasks": str(write_task(tmp_path))}
 
-    def train(ahead):
-        recipe = write_recipe(tmp_path, f"[grpo]\nlearning_rate = 1e-3\n{lora}", ahead=ahead, **settings)
+    def train(max_staleness):
+        recipe = write_recipe(
+            tmp_path, f"[grpo]\nlearning_rate = 1e-3\n{lora}", max_staleness=max_staleness, **settings
+        )
         arguments = ["train", str(recipe), "--engine", engine.url, "--out", str(run)]
         return CliRunner().invoke(main.rolltap, arguments)
 
     try:
         if publish == "lora":
             refused = str(train(2).exception)
-            assert re.search(r"places for 3 adapters in a batch .* ahead = 2 .* need 4 and 5; .*--ahead 2`", refused)
+            assert re.search(
+                r"places for 3 adapters in a batch .* max_staleness = 2 .* need 4 and 5; .*--max-staleness 2`", refused
+            )
         trained = train(1)
         assert trained.exit_code == 0, trained.output
     finally:

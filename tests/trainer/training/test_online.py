@@ -339,7 +339,7 @@ class TestAhead:
         with ExitStack() as stack:
 
             def make(number=0, attempt=0, **settings):
-                settings = {"ahead": 1, "publish": "lora", "lora": {"r": 1}, **settings}
+                settings = {"max_staleness": 1, "publish": "lora", "lora": {"r": 1}, **settings}
                 self.loop = Loop(tmp_path, **settings)
                 return stack.enter_context(self.loop.source(number, attempt))
 

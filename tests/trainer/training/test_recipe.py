@@ -31,10 +31,12 @@ def test_paths_are_relative_to_the_recipe_or_absolute(load, tmp_path):
 def test_so_many_adapters_stay_loaded_that_sessions_ahead_keep_theirs(load):
     adapted = f'{GOOD}publish = "lora"\n'
     lora = "[lora]\nr = 1\n"
-    assert [load(f"{adapted}ahead = {ahead}\n{lora}").adapters for ahead in (0, 1, 2, 3, 7)] == [4, 4, 4, 5, 9]
-    assert load(f"{adapted}ahead = 1\nadapters = 3\n{lora}").adapters == 3
-    with pytest.raises(InputError, match="adapters = 4 with ahead = 3: give at least 5, or remove it"):
-        load(f"{adapted}ahead = 3\nadapters = 4\n{lora}")
+    assert [
+        load(f"{adapted}max_staleness = {max_staleness}\n{lora}").adapters for max_staleness in (0, 1, 2, 3, 7)
+    ] == [4, 4, 4, 5, 9]
+    assert load(f"{adapted}max_staleness = 1\nadapters = 3\n{lora}").adapters == 3
+    with pytest.raises(InputError, match="adapters = 4 with max_staleness = 3: give at least 5, or remove it"):
+        load(f"{adapted}max_staleness = 3\nadapters = 4\n{lora}")
 
 
 def test_a_session_keeps_its_adapter_unless_the_recorder_is_told_otherwise(load):
@@ -117,7 +119,7 @@ def test_outcomes_suspicions_and_budgets_become_rules_and_options(load):
         (GOOD + '[forks]\nfrom = "solved"\n', r"'forks\.from' is 'solved': Input should be 'failed' or 'any'"),
         (GOOD + '[forks]\nsource = "any"\n', r"unknown key 'forks\.source'"),
         (GOOD + "[forks]\nsessions = 1\n", r"'forks\.sessions' is 1"),
-        (GOOD + "ahead = 1\n[forks]\n", r"ahead = 1 runs no \[forks\]: remove one of them"),
+        (GOOD + "max_staleness = 1\n[forks]\n", r"max_staleness = 1 runs no \[forks\]: remove one of them"),
         (GOOD + 'ray = "h:1"\n[forks]\n', r"ray = 'h:1' runs no \[forks\]"),
         (
             GOOD + "concurrency = 1\n" + HELD_OUT,

@@ -76,8 +76,8 @@ def _engine_arguments(recipe: Recipe, machine: Machine, engine: EngineShare | No
         rank = max([recipe.lora.get("r", 8), *ranks.values()])
         served = [size for size in LORA_RANKS if size >= rank]  # larger ones are refused
         words += ["--lora-rank", str(served[0])]
-        if recipe.ahead:
-            words += ["--ahead", str(recipe.ahead)]
+        if recipe.max_staleness:
+            words += ["--max-staleness", str(recipe.max_staleness)]
     if recipe.replays_routing:
         words.append("--routing")
     words += ["--", "--max-num-seqs", str(sequences_of(recipe, len(machine.engines)))]

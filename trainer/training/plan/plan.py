@@ -151,7 +151,7 @@ def _summary(plan: TrainingPlan, model: ModelNumbers, micro: Micro) -> Iterator[
         lines["trains"] = f"LoRA of {model.trained / 1e6:,.1f} M"
     if machine.engines:
         lines["trains"] += f", published as {recipe.publish}"
-        if recipe.ahead and recipe.publish == "lora":
+        if recipe.max_staleness and recipe.publish == "lora":
             lines["trains"] += f", {recipe.adapters} adapters loaded"
     else:
         lines["trains"] += ", on recorded runs"

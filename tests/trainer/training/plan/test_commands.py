@@ -45,8 +45,8 @@ def test_as_many_engines_and_processes_start_as_there_are(lines):
 
 
 def test_an_engine_has_places_for_adapters_of_several_steps_and_records_experts(lines):
-    served, _ = lines(ahead=3, grpo={"routing": "recorded"}, **LORA)
-    assert " --lora-rank 16 --ahead 3 --routing -- " in served[1]
+    served, _ = lines(max_staleness=3, grpo={"routing": "recorded"}, **LORA)
+    assert " --lora-rank 16 --max-staleness 3 --routing -- " in served[1]
 
 
 def test_one_line_starts_the_training_on_each_node(lines):

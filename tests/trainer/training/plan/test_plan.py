@@ -361,7 +361,7 @@ def test_work_is_counted_without_replaced_groups(model):
 
 def test_a_plan_is_json_and_a_table(model):
     machine = {**GPU, "processes": 4, "nodes": 2}
-    found = planned(model, **ADAPTER, ahead=3, machine=machine)
+    found = planned(model, **ADAPTER, max_staleness=3, machine=machine)
     data = json.loads(json.dumps(found.to_json()))
     assert data["can_start"] is True
     assert data["memory"]["always"] == found.memory.always
@@ -370,7 +370,7 @@ def test_a_plan_is_json_and_a_table(model):
     assert "training processes: 4 on 2 nodes, engines: 1" in text
     assert "published as lora, 5 adapters loaded" in text
     assert "CUDA_VISIBLE_DEVICES=1,2 torchrun" in text
-    alone = planned(model, **ADAPTER, ahead=3, machine={**machine, "nodes": 1})
+    alone = planned(model, **ADAPTER, max_staleness=3, machine={**machine, "nodes": 1})
     assert (alone.memory, alone.work) == (found.memory, found.work)
 
 
