@@ -469,6 +469,22 @@ def test_the_reference_has_a_head_of_its_own(model, traces, tmp_path, forward):
     assert trainer.state.log_history[0]["kl"] > 0.1
 
 
+def test_an_optimizer_that_is_given_steps_as_it_is(model, traces, tmp_path):
+    trainer = make_trainer(model, tmp_path, traces)
+    given = trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    assert trainer.optimizer.optimizer is given
+
+
+def test_what_fails_before_a_batch_ends_the_training(model, tmp_path):
+    def fail():
+        raise OSError("the engine is gone")
+
+    trainer = make_trainer(model, tmp_path, lambda rows: pytest.fail("the batch was fetched"), before_batch=fail)
+    with pytest.raises(OSError, match="the engine is gone"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
 def test_steps_of_a_full_model_in_bfloat16_follow_those_in_float32(model, traces, tmp_path, optim):
     moved = []
