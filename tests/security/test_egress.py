@@ -201,4 +201,7 @@ def test_a_websocket_is_opened_to_no_host(recorder, news):
                 connection.sendall(upgrade(target))
                 assert read_head(connection).startswith(b"HTTP/1.1 426")
         assert outside.connections == []
-    assert news() == [("s1", "a WebSocket, which is not served")] * 3
+    assert news() == [("s1", "a WebSocket, which is not served")] * 2
+    [(session, detail)] = news("uncaptured")
+    assert session == "s1"
+    assert "Realtime" in detail

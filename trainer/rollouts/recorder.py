@@ -231,9 +231,9 @@ class Recorder:
         """Return the version of the run's policy. Raises `RunError` when it cannot be read."""
         try:
             return PolicyFile(self.path).read().version
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{self.path / POLICY_FILE} cannot be read ({error!r})"
-            raise RunError(f"{what}: a session has no version; restore it, or record into a new folder") from error
+        except (OSError, RunError) as error:
+            what = f"{error}: a session has no version"
+            raise RunError(f"{what}; restore {POLICY_FILE}, or record into a new folder") from error
 
     def check(self) -> None:
         """Raise `RecorderError` if a process has died."""

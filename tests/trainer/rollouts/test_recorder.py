@@ -145,7 +145,7 @@ class TestPolicyVersion:
         assert self.end(running, "c", policy_version="1") == "1"
         for name, text in (("d", "{"), ("e", '{"model": null}'), ("f", "[]")):
             (running.path / "policy.json").write_text(text)
-            with pytest.raises(RunError, match=r"policy\.json cannot be read .*a session has no version"):
+            with pytest.raises(RunError, match=r"(?s)policy\.json is not .*a session has no version"):
                 running.end(Session(session_id=name, status="completed", reward=1.0))
             session = load_sessions(running.path)[name]
             assert (session.reward, session.policy_version) == (1.0, None)
