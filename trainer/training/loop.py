@@ -3,7 +3,7 @@
 TRL's trainer drives it. `OnlineTraces` publishes the weights and rolls out, `RecordedTraces` reads recorded runs. A
 stopped training resumes from its last checkpoint. All steps after it are taken again, with the same sessions. Nothing
 else decides on a step: its tasks are a function of the seed and the step, and the checkpoint holds the weights, the
-optimizer and the scheduler. Settings that decide on a step are refused to change (`require_same`).
+optimizer and the scheduler. Settings that decide on a step are refused to change (`require_same_fingerprint`).
 
 Of several processes the main one alone has recorder, engines and run folder: it rolls out, publishes, writes and
 prints. The others compute with it, and end when it ends.

@@ -8,11 +8,14 @@ policy, clipped or weighted as the loss does it.
 
 The way of a generation batch:
 
-    trace_source          a TraceBatch: traces, rewards, ledger                on the main process
-    with_signal           leaves out groups whose rewards are all equal session_advantages ->
-    session_tokens -> micro_batches -> scattered         each process gets its own Pack
-    the rows of a micro-batch as one row, shared prefixes once model -> (B, S) log-probabilities of
-    B sessions -> TRL's loss -> backward
+    trace_source          a TraceBatch: traces, rewards, ledger; on the main process
+    with_signal           leaves out groups whose rewards are all equal
+    session_advantages    an advantage for each session
+    session_tokens        the rows and values of each session
+    micro_batches         cut and weighted for each process, which gets its own by `scattered`
+    Pack                  the rows of a micro-batch as one row, shared prefixes once
+    model                 (B, S) log-probabilities of B sessions
+    TRL's loss            weighted; then its backward pass
 """
 
 import copy
