@@ -29,13 +29,19 @@ SYSTEM = {"role": "system", "content": "You are an agent. Be careful with files.
 ASKED = [SYSTEM, user("Count.")]
 
 
+async def run_json_complete(harness):
+    """Wait until the recorder has described its engine in `run.json`, which it does beside the first call."""
+    described = harness.endpoint._described
+    await until(lambda: described and all(task.done() for task in described.values()))
+
+
 @pytest.fixture
 def rerun(rendering, harness, scripted_engine, tmp_path):
     """Return a function that starts the rerun of the session `s1`. The engine gets no request in it."""
 
     @asynccontextmanager
     async def rerun(**options):
-        await until(lambda: harness.endpoint._described and all(t.done() for t in harness.endpoint._described.values()))
+        await run_json_complete(harness)
         asked = len(scripted_engine.asked)
         source = RecordedFrom(harness.run, "s1")
         async with recording(rendering, tmp_path / "again", scripted_engine.url, rerun=source, **options) as again:
@@ -293,6 +299,7 @@ async def test_a_session_is_kept_while_it_is_idle(recorded, rerun):
 
 
 async def test_a_run_of_another_tokenizer_is_refused(harness, recorded, rerun):
+    await run_json_complete(harness)
     path = harness.run / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_sha256": "other"}))
     with pytest.raises(RunError, match="was recorded with another tokenizer: give the model of that run"):
