@@ -23,10 +23,10 @@ from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.given import SessionOptions
+from rolltap.addons.store.index import EndedSessions, SessionIndex, nothing
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
 from rolltap.addons.store.rows import row_digest
-from rolltap.addons.store.sessions import EndedSessions, SessionIndex, nothing
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import RunWriter, batch_rows
 
 logger = logging.getLogger(__name__)

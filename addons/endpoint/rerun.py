@@ -46,9 +46,9 @@ from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
 from rolltap.addons.prompts.continuity import Prompt, Turn
 from rolltap.addons.prompts.reply import is_sampled
-from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind
+from rolltap.addons.store.session_options import SessionOptions
 
 _ROLES = {"system": "the system prompt", "assistant": "the assistant's message", "tool": "the tool's result"}
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 
 from rolltap.addons.dialects.stored import StoredCall
 from rolltap.addons.endpoint.recovery import undamaged
+from rolltap.addons.store.index import Place, SessionIndex
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST
-from rolltap.addons.store.sessions import Place, SessionIndex
 
 _COLUMNS = ("call_id", "parent_id", "messages", "reply", "sampling", "finish_reason")
 

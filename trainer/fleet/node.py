@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from rolltap.addons.engine.policy import POLICY_FILE, UNPUBLISHED
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.index import TableScan
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.sessions import TableScan
 from rolltap.addons.store.staging import write_atomically
 from rolltap.addons.store.tables import TABLES
 from rolltap.trainer.fleet.facts import Examined, examine, require_alike

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.options import RecordedFrom
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, Session
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.rollouts.recorder import Recorder
 from rolltap.trainer.runs.views.inspect import find_id, find_session_id
 from rolltap.trainer.tasks.sources import load_tasks

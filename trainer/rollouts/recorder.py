@@ -16,8 +16,8 @@ from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
 from rolltap.addons.prompts.model import require_findable, resolve_model
 from rolltap.addons.secret import hide_process
-from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.engine.status import served_by
 from rolltap.trainer.rollouts import mitmdump

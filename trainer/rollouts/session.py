@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Literal, Self
 
 from rolltap.addons.errors import InputError, RecorderError, RunError
-from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.records import Session, utc_now
 from rolltap.addons.store.rewards import session_rows
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.trainer.concurrency import Once, in_folder_thread, run_to_end
 from rolltap.trainer.rollouts.config import RolloutConfig
 from rolltap.trainer.rollouts.facts import Facts

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltap.addons.errors import InputError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import read_metadata, write_metadata
 from rolltap.addons.store.records import DIGEST, CallRole, Session, SessionStatus, json_text
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import TABLES, RunWriter, batch_rows, read_batches, run_files
 from rolltap.trainer.console import Advance

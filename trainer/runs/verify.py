@@ -21,6 +21,7 @@ import pyarrow as pa
 from huggingface_hub import try_to_load_from_cache
 
 from rolltap.addons.errors import InputError, LedgerError, RunError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import (
     CALL_SCHEMA,
@@ -33,7 +34,6 @@ from rolltap.addons.store.records import (
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked, new_file
 from rolltap.addons.store.tables import TABLES, checked_rows, named_fault, run_files
 from rolltap.trainer.console import Advance

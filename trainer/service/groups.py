@@ -23,8 +23,8 @@ from pydantic import ValidationError
 
 from rolltap.addons.engine.policy import Policy, PolicyFile
 from rolltap.addons.errors import EngineError, InputError, RecorderError, RunError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import ROOM_BYTES, run_files
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.engine.admin import EngineAdmin

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
+from rolltap.addons.store.index import SessionIndex, TableScan
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import (
     CALL_SCHEMA,
@@ -30,7 +31,6 @@ from rolltap.addons.store.records import (
 )
 from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.rows import FIRST_VERSION_COLUMNS, Row, first_version, row_digest
-from rolltap.addons.store.sessions import SessionIndex, TableScan
 from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.traces.routing import RecordedRouting
 from rolltap.trainer.traces.scores import RecordedScores

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Call
-from rolltap.addons.store.sessions import SessionIndex
 
 
 class Experts(NamedTuple):

@@ -17,9 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rolltap.addons.errors import LedgerError
+from rolltap.addons.store.index import SessionIndex, TableScan
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import row_digest
-from rolltap.addons.store.sessions import SessionIndex, TableScan
 from rolltap.addons.store.tables import RunWriter, batch_rows
 from rolltap.addons.store.trained import TRAINED_SCHEMA
 from rolltap.trainer.traces.build import Trace, TraceBatch

@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.errors import InputError, RolltapError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Session
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.runs.suspicions.rules import EVENT_COLUMNS

@@ -471,7 +471,7 @@ def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, mon
     recovery = Recovery(session.writer, session.rendering)
     recovery.load()
     session.ask([user("Hi")], "Hello.<|im_end|>")
-    monkeypatch.setattr("rolltap.addons.store.sessions.SegmentReader", None)  # whoever reads, fails
+    monkeypatch.setattr("rolltap.addons.store.index.SegmentReader", None)  # whoever reads, fails
     for number in range(5):
         recovery.recover(f"new {number}").index(NAME, session.decode([user("Hi")]))
 

@@ -13,10 +13,10 @@ from rolltap.addons.endpoint.budget import FINAL_STATUS
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, steady
-from rolltap.addons.store.given import SessionOptions
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA
 from rolltap.addons.store.rows import to_batch
+from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.staging import locked
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
 from rolltap.trainer.runs.verify import verify_run

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from rolltap.addons.errors import LedgerError
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.segment import SegmentReader
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
 from rolltap.trainer.runs.edit import filter_run, merge_runs
 from rolltap.trainer.runs.verify import verify_run

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, TrainerState
 
-from rolltap.addons.store.sessions import SessionIndex
+from rolltap.addons.store.index import SessionIndex
 from rolltap.trainer.engine import engines, weights
 from rolltap.trainer.rollouts import worker
 from rolltap.trainer.traces.reader import load_sessions

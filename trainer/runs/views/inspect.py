@@ -18,9 +18,9 @@ from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.store.door import has_file
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.names import some
 from rolltap.trainer.runs.suspicions.rules import CALL_COLUMNS, EVENT_COLUMNS, suspicions

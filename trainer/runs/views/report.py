@@ -18,10 +18,10 @@ from rich.jupyter import JupyterMixin
 from rich.table import Table
 from rich.text import Text
 
+from rolltap.addons.store.index import SessionIndex, TableScan
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call, CallKind, Session
 from rolltap.addons.store.rewards import make_session
-from rolltap.addons.store.sessions import SessionIndex, TableScan
 from rolltap.addons.store.tables import batch_rows
 from rolltap.trainer.console import IdTable
 from rolltap.trainer.names import Version

@@ -4,8 +4,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Event
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.runs.views.report import (
     VersionRewards,
     digest_session,

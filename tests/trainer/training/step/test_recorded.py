@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.metadata import write_metadata
-from rolltap.addons.store.sessions import SessionIndex
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.trained import read_trained, trained_steps
 from tests.trainer.training.step.gloo import run_two

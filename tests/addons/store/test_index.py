@@ -5,10 +5,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from rolltap.addons.store import sessions, tables
+from rolltap.addons.store import index as index_module
+from rolltap.addons.store import tables
+from rolltap.addons.store.index import EndedSessions, SessionIndex
 from rolltap.addons.store.records import Event, Session
 from rolltap.addons.store.segment import SegmentReader, compact
-from rolltap.addons.store.sessions import EndedSessions, SessionIndex
 from rolltap.addons.store.tables import RunWriter, run_files
 from tests import factories
 
@@ -71,7 +72,7 @@ def test_a_file_that_is_compacted_while_it_is_opened_has_the_same_rows(run, file
 
 
 def test_few_files_are_open_at_a_time(run, files, monkeypatch):
-    monkeypatch.setattr(sessions, "OPEN_FILES", 2)
+    monkeypatch.setattr(index_module, "OPEN_FILES", 2)
     with SessionIndex(run, "calls") as index:
         assert rows(index)["a"] == [str(number) for number in range(0, 27, 3)]
         maps = Path("/proc/self/maps").read_text()
@@ -175,5 +176,5 @@ class TestEndedSessions:
         writer.add_event(Event(kind="ended", session_id="d"))
         ended.refresh(writer.owns)
         assert [name in ended for name in "abcd"] == [False, True, True, False]
-        ended.refresh(sessions.nothing)
+        ended.refresh(index_module.nothing)
         assert [name in ended for name in "abcd"] == [False, True, True, True]
