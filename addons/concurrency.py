@@ -1,7 +1,8 @@
-"""Work of the sessions off the event loop (decoding, rendering and tokenising), and the pauses between retries."""
+"""Work of the sessions off the event loop (decoding, rendering and tokenising), pauses between retries, and rates."""
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -69,3 +70,21 @@ def backoff(retries: int | None, first: float, longest: float = math.inf) -> Ite
         yield min(pause, longest)
         pause *= 2.0
     yield None
+
+
+class Bucket:
+    """Holds at most `size` units, and gains `per_second` of them each second."""
+
+    def __init__(self, size: float, per_second: float) -> None:
+        self._size, self._per_second = size, per_second
+        self._left, self._at = size, time.monotonic()
+
+    def take(self, units: float = 1) -> bool:
+        """Take so many units, and return True; return False and take nothing if there are fewer."""
+        now = time.monotonic()
+        self._left = min(self._size, self._left + (now - self._at) * self._per_second)
+        self._at = now
+        if self._left < units:
+            return False
+        self._left -= units
+        return True

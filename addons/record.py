@@ -26,13 +26,13 @@ import transformers  # noqa: F401
 
 pyarrow.array([0])
 
-from rolltap.addons.capture import Capture
-from rolltap.addons.egress import Egress
-from rolltap.addons.limits import Descriptors
 from rolltap.addons.log import Log
+from rolltap.addons.proxy.capture import Capture
+from rolltap.addons.proxy.egress import Egress
+from rolltap.addons.proxy.limits import Descriptors
+from rolltap.addons.proxy.listen import Listen
+from rolltap.addons.proxy.sessions import Sessions
 from rolltap.addons.recorder import Startup
-from rolltap.addons.sessions import Sessions
-from rolltap.addons.wire.listen import Listen
 
 # another script may use them
 sys.meta_path.remove(_NoPandas)

@@ -53,7 +53,7 @@ parallel=("${sequential[@]}" --dist loadfile --max-worker-restart 0 -n $((proces
 
 # Those in which mitmproxy takes part; of the attacks, those on its layers.
 addons_312() {
-    local tests=(tests/addons/test_*.py tests/addons/wire tests/security/test_raw_bytes.py)
+    local tests=(tests/addons/test_*.py tests/addons/proxy tests/security/test_raw_bytes.py)
     if [ -n "${ROLLTAP_DEEP:-}" ]; then
         tests+=(tests/addons/{endpoint,engine} tests/security/test_{bounds,egress,limits,log}.py)
     fi

@@ -9,14 +9,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = [
     ["addons.errors", "addons.concurrency"],
-    ["addons.options"],
+    ["addons.options", "addons.secret"],
     ["addons.dialects", "trainer.engine.in_vllm", "trainer.rollouts.runtimes.inside"],
     ["addons.store", "trainer", "trainer.models"],
-    ["addons.engine", "addons.prompts", "addons.wire", "trainer.tasks", "trainer.traces"],
+    ["addons.engine", "addons.prompts", "trainer.tasks", "trainer.traces"],
     ["addons.endpoint", "trainer.engine", "trainer.runs", "trainer.runs.exports", "trainer.runs.suspicions"],
-    ["addons", "trainer.runs.views", "trainer.training.step"],
-    ["trainer.rollouts.runtimes"],
-    ["trainer.rollouts.judges", "trainer.viewer"],
+    ["addons.recorder", "trainer.runs.views", "trainer.training.step"],
+    ["addons.proxy", "trainer.rollouts.runtimes"],
+    ["addons", "trainer.rollouts.judges", "trainer.viewer"],
     ["trainer.rollouts"],
     ["trainer.fleet", "trainer.reruns", "trainer.service"],
     ["trainer.doctor", "trainer.rollouts.trials", "trainer.training"],
@@ -28,8 +28,11 @@ LAYERS = [
 """Layers of folders from the lowest to the highest. A folder imports folders of lower layers and no other of its own.
 `addons` and `trainer` are the files directly in these folders, without `LEAVES`. The packages of one API belong to
 `addons.dialects`."""
-LEAVES = {ROOT / "addons" / f"{name}.py": f"addons.{name}" for name in ("errors", "concurrency", "options")}
-"""Files of `addons` that all others may import."""
+LEAVES = {
+    ROOT / "addons" / f"{name}.py": f"addons.{name}"
+    for name in ("errors", "concurrency", "options", "secret", "recorder")
+}
+"""Files of `addons` that other folders import."""
 FILES = sorted(path for top in ("addons", "trainer") for path in (ROOT / top).rglob("*.py"))
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from rolltap.addons.concurrency import Bucket
 from rolltap.addons.dialects.model_call import DialectError
 from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RolltapError, RunError
 from rolltap.addons.store.records import Event, EventKind
 from rolltap.addons.store.rows import printable
-from rolltap.addons.wire.pieces import Bucket
 
 logger = logging.getLogger(__name__)
 

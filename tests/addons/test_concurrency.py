@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
+from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Bucket, Workers
 
 
 @pytest.fixture
@@ -70,3 +70,15 @@ async def test_a_cancelled_caller_waits_for_the_end_of_its_work_whose_error_is_n
     del asked
     gc.collect()
     assert caplog.records == []
+
+
+def test_a_burst_is_free_and_what_goes_on_is_bounded_by_a_rate(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("rolltap.addons.concurrency.time.monotonic", lambda: now)
+    bucket = Bucket(10, 2)
+    assert [bucket.take() for _ in range(11)] == [True] * 10 + [False]
+    now = 101.0
+    assert [bucket.take(), bucket.take(2), bucket.take(), bucket.take()] == [True, False, True, False]
+    now = 1000.0
+    assert not bucket.take(11)
+    assert bucket.take(10)

@@ -5,7 +5,7 @@ import re
 import socket
 from contextlib import ExitStack
 
-from rolltap.addons.limits import _RESERVE
+from rolltap.addons.proxy.limits import _RESERVE
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Say

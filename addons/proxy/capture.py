@@ -20,8 +20,8 @@ from rolltap.addons.dialects.routes import (
 from rolltap.addons.endpoint.errors import event_kind
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.options import OPTIONS
+from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import open_run
-from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.records import WEBSOCKET, Event, EventKind
 from rolltap.addons.store.rows import printable
 

@@ -13,11 +13,11 @@ from typing import Any
 from mitmproxy import connection, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.capture import ends_session, refuse
 from rolltap.addons.dialects.model_call import DialectError
-from rolltap.addons.sessions import SESSION
+from rolltap.addons.proxy.capture import ends_session, refuse
+from rolltap.addons.proxy.layers import close_client
+from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
-from rolltap.addons.wire.protocol import close_client
 
 logger = logging.getLogger(__name__)
 

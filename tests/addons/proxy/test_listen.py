@@ -5,10 +5,10 @@ import pytest
 from mitmproxy import ctx, exceptions
 from mitmproxy.test import taddons
 
-from rolltap.addons.capture import Capture
+from rolltap.addons.proxy.capture import Capture
+from rolltap.addons.proxy.listen import Listen
+from rolltap.addons.proxy.sessions import Sessions
 from rolltap.addons.recorder import Startup
-from rolltap.addons.sessions import Sessions
-from rolltap.addons.wire.listen import Listen
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from mitmproxy import http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import tflow
 
-from rolltap.addons.limits import _BURST, _RESERVE, Descriptors
-from rolltap.addons.sessions import SESSION
+from rolltap.addons.proxy.limits import _BURST, _RESERVE, Descriptors
+from rolltap.addons.proxy.sessions import SESSION
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from mitmproxy.connection import Server
 from mitmproxy.proxy.server_hooks import ServerConnectHook, ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.capture import CAPTURED, Capture
 from rolltap.addons.dialects import openai_chat
 from rolltap.addons.dialects.routes import Route
-from rolltap.addons.egress import Egress
 from rolltap.addons.options import NEUTRAL_SAMPLING
+from rolltap.addons.proxy.capture import CAPTURED, Capture
+from rolltap.addons.proxy.egress import Egress
+from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import Startup
-from rolltap.addons.sessions import SESSION
 from rolltap.addons.store.metadata import RUN_FILE, read_metadata, write_metadata
 from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import read_rows

@@ -5,9 +5,9 @@ import pytest
 from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
+from rolltap.addons.proxy.sessions import SESSION, Sessions
 from rolltap.addons.recorder import Startup
 from rolltap.addons.secret import password
-from rolltap.addons.sessions import SESSION, Sessions
 
 SECRET = "key"
 

@@ -1,4 +1,8 @@
+import h11
 import pytest
+from h11._receivebuffer import ReceiveBuffer
+from hypothesis import given
+from hypothesis import strategies as st
 from mitmproxy import options
 from mitmproxy.connection import ConnectionState, Server
 from mitmproxy.proxy import commands, events
@@ -7,7 +11,7 @@ from mitmproxy.proxy.layers.http import HttpClient, HTTPMode, RegisterHttpConnec
 from mitmproxy.proxy.layers.http._http1 import Http1Client
 from mitmproxy.test.tflow import tclient_conn
 
-from rolltap.addons.wire.protocol import Http
+from rolltap.addons.proxy.layers import CHUNK_BURST, Chunks, Http
 
 
 def test_an_error_in_a_layer_closes_its_connection_and_is_reported(monkeypatch):
@@ -41,3 +45,43 @@ def test_what_our_own_endpoint_sends_is_not_counted(ours):
     http.waiting_for_establishment[context.server] = []
     assert list(http.register_connection(RegisterHttpConnection(context.server, None))) == []
     assert (type(client.child_layer) is Http1Client) == ours
+
+
+def read(reader, buf, data):
+    """Return what a body has in `data`, and whether it is over."""
+    buf += data
+    found = []
+    while isinstance(part := reader(buf), h11.Data):
+        found.append(bytes(part.data))
+    return b"".join(found), part is not None
+
+
+EXTRAS = [b"", b" ", b";a=b", b"; a=\r "]
+
+
+@given(
+    chunks=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.sampled_from(EXTRAS))),
+    trailers=st.sampled_from([b"", b"A: b\r\n", b"no colon\r\n"]),
+    step=st.integers(1, 100),
+)
+def test_a_body_is_read_wherever_a_read_ends_and_without_its_trailers(chunks, trailers, step):
+    sent = b"".join(b"%X%b\r\n%b\r\n" % (len(data), extra, data) for data, extra in chunks)
+    sent += b"0\r\n" + trailers + b"\r\n"
+    reader, buf = Chunks(), ReceiveBuffer()
+    parts = [read(reader, buf, sent[i : i + step]) for i in range(0, len(sent), step)]
+    assert b"".join(part for part, _ in parts) == b"".join(data for data, _ in chunks)
+    assert [over for _, over in parts] == [False] * (len(parts) - 1) + [True]
+    assert not buf
+
+
+@pytest.mark.parametrize("sent", [b"x\r\n", b"\r\n", b"1\r\nxyz", b"1" * 21 + b"\r\n", b"1;\n\r\n", b" 1\r\nx\r\n"])
+def test_a_malformed_chunk_is_refused(sent):
+    with pytest.raises(h11.ProtocolError):
+        read(Chunks(), ReceiveBuffer(), b"2\r\nab\r\n" + sent)
+
+
+def test_short_events_are_no_flood_and_single_bytes_are():
+    reader, buf = Chunks(), ReceiveBuffer()
+    assert all(read(reader, buf, b"10\r\n0123456789abcdef\r\n" * 1000)[0] for _ in range(CHUNK_BURST // 500))
+    with pytest.raises(h11.ProtocolError, match="too many chunks of less than 16 bytes"):
+        read(reader, buf, b"1\r\nx\r\n" * (2 * CHUNK_BURST))

@@ -21,11 +21,11 @@ from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
 from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.capture import CAPTURED, event_of
 from rolltap.addons.dialects.routes import advice, looks_like_model_call, not_served
-from rolltap.addons.sessions import SESSION
+from rolltap.addons.proxy.capture import CAPTURED, event_of
+from rolltap.addons.proxy.layers import BoundedClientTLS, FirstBytes, Http, is_open
+from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
-from rolltap.addons.wire.protocol import BoundedClientTLS, FirstBytes, Http, is_open
 
 logger = logging.getLogger(__name__)
 

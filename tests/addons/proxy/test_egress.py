@@ -11,10 +11,10 @@ from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.capture import CAPTURED
-from rolltap.addons.egress import Egress, Pattern, is_allowed, may_be_used, other_name
+from rolltap.addons.proxy.capture import CAPTURED
+from rolltap.addons.proxy.egress import Egress, Pattern, is_allowed, may_be_used, other_name
+from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import Startup
-from rolltap.addons.sessions import SESSION
 
 
 @pytest.fixture
