@@ -83,6 +83,9 @@ class Scheduler:
     _evaluating: int = 0
     """Sessions that evaluate, from preparing to running."""
     _submitted: int = 0
+    _timers: list[tuple[float, str, str]] = field(default_factory=list)
+    """Heap of deadlines of groups, with an empty session, and of ends of pauses: time, group, session. A timer whose
+    group or session has ended means nothing."""
     _actions: list[Action] = field(default_factory=list)
 
     def submit(
@@ -98,9 +101,12 @@ class Scheduler:
 
         Raises `ValueError` for a name that is used already.
         """
-        if group_id in self._groups or len({*session_ids} - self._attempts.keys()) < len(session_ids):
+        known = [session_id for session_id in session_ids if session_id in self._attempts]
+        if known or group_id in self._groups or len({*session_ids}) < len(session_ids):
             raise ValueError(f"the group {group_id}, or a session of it, is there already")
         self._groups[group_id] = _Group(self._submitted, deadline, evaluates, {*session_ids})
+        if deadline < math.inf:
+            heapq.heappush(self._timers, (deadline, group_id, ""))
         for index, session_id in enumerate(session_ids):
             self._attempts[session_id] = _Attempt(group_id, (-priority, self._submitted, index), attempt_of(session_id))
             self.counts["waiting"] += 1
@@ -134,6 +140,7 @@ class Scheduler:
         further = next_attempt(session_id)
         due = now + self.pause * 2.0**tried
         self._attempts[further] = _Attempt(attempt.group_id, attempt.order, attempt.first, "pausing", due)
+        heapq.heappush(self._timers, (due, attempt.group_id, further))
         self.counts["pausing"] += 1
         group.left.add(further)
         return further
@@ -161,13 +168,15 @@ class Scheduler:
 
     def advance(self, now: float) -> list[Action]:
         """Return what is to be done now, in this order. Call it after events, and at the time `due`."""
-        for group_id, group in list(self._groups.items()):
-            if group.deadline <= now:
-                group.deadline = math.inf
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)
+            if not self._means(timer):
+                continue
+            _, group_id, paused_id = timer
+            if paused_id:
+                self._move(paused_id, "waiting")
+            else:
                 self.cancel(group_id)
-        for name, attempt in list(self._attempts.items()) if self.counts["pausing"] else ():
-            if attempt.phase == "pausing" and attempt.due <= now:
-                self._move(name, "waiting")
         while self.counts["judging"] < self.slots.judging and (session_id := self._take("ran", [False, True])):
             self._move(session_id, "judging", "judge")
         while self.counts["running"] < self._may_run() and (session_id := self._take("ready", self._turns("ready"))):
@@ -179,9 +188,18 @@ class Scheduler:
 
     def due(self) -> float | None:
         """Return the time at which the next pause or deadline ends, or None."""
-        pauses = [attempt.due for attempt in self._attempts.values() if attempt.phase == "pausing"]
-        times = [*pauses, *(group.deadline for group in self._groups.values() if group.deadline < math.inf)]
-        return min(times, default=None)
+        while self._timers and not self._means(self._timers[0]):
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def _means(self, timer: tuple[float, str, str]) -> bool:
+        """Return False for a timer whose group or session has ended."""
+        time, group_id, paused_id = timer
+        if not paused_id:
+            group = self._groups.get(group_id)
+            return group is not None and group.deadline == time
+        attempt = self._attempts.get(paused_id)
+        return attempt is not None and attempt.phase == "pausing" and attempt.due == time
 
     def _may_run(self) -> int:
         return self.slots.running if self.counts["ran"] < max(1, self.slots.running) else 0

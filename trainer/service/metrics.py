@@ -1,5 +1,6 @@
 """Metrics of a service for Prometheus. Counters begin at 0 with the process; gauges are read on request."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from rolltap.addons.errors import EngineError, RecorderError
 from rolltap.addons.store.records import Session
+from rolltap.trainer.rollouts.runtimes.environment import PLAIN_HTTP
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.traces.ledger import Ledger
 
@@ -20,6 +22,7 @@ class Metrics(Collector):
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self._gauges: list[Metric] = []
         self._registry = CollectorRegistry()
         made: Any = {"namespace": "rolltap", "registry": self._registry}
         self._sessions = Counter("sessions", "Sessions that have ended, all attempts.", ["status"], **made)
@@ -45,8 +48,19 @@ class Metrics(Collector):
         policies = self._groups.policies
         self._age.observe(len(policies) - 1 - policies.get(session.policy_version or "", -1))
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges. Asks engines and recorder, so call it in a thread."""
+    def collect(self) -> list[Metric]:
+        """Return the gauges as they were read last."""
+        return self._gauges
+
+    async def text(self) -> bytes:
+        """Return all metrics in Prometheus's format."""
+        # groups and their schedule change in this loop; engines and the recorder are asked in a thread
+        gauges = list(self._of_groups())
+        gauges += await asyncio.to_thread(self._of_others)
+        self._gauges = gauges
+        return generate_latest(self._registry)
+
+    def _of_groups(self) -> Iterator[Metric]:
         groups = self._groups
         phases = GaugeMetricFamily(
             "rolltap_phase_sessions", "Sessions in each phase of the schedule.", labels=["phase"]
@@ -64,24 +78,27 @@ class Metrics(Collector):
             queue.add_metric([str(priority)], number)
         yield queue
         yield GaugeMetricFamily("rolltap_policies", "Policies that were published.", len(groups.policies))
+
+    def _of_others(self) -> list[Metric]:
+        gauges: list[Metric] = []
         try:
-            for name, value in groups.engines.load()._asdict().items():
-                yield GaugeMetricFamily(f"rolltap_engine_{name}", "Load of the engines; `cache` is a share.", value)
+            for name, value in self._groups.engines.load()._asdict().items():
+                name = f"rolltap_engine_{name}"
+                gauges.append(GaugeMetricFamily(name, "Load of the engines; `cache` is a share.", value))
         except EngineError:
             pass  # /health says so
-        if (lag := self._lag()) is not None:
-            yield GaugeMetricFamily("rolltap_recorder_lag_seconds", "Seconds until the recorder answers.", lag)
+        lag = self._lag()
+        if lag is not None:
+            gauges.append(GaugeMetricFamily("rolltap_recorder_lag_seconds", "Seconds until the recorder answers.", lag))
+        return gauges
 
     def _lag(self) -> float | None:
         """Return the time that the recorder takes to refuse a request without credentials; None without an answer."""
         started = time.monotonic()
         try:
             address = self._groups.worker.recorder.proxy("").address
-            httpx.get("http://session.rolltap/", proxy=f"http://{address}", trust_env=False, timeout=10)
+            proxy = f"http://{address}"
+            httpx.get("http://session.rolltap/", proxy=proxy, verify=PLAIN_HTTP, trust_env=False, timeout=10)
         except (httpx.HTTPError, RecorderError):
             return None
         return time.monotonic() - started
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus's format. Call it in a thread."""
-        return generate_latest(self._registry)

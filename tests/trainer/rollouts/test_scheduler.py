@@ -294,6 +294,43 @@ def test_a_higher_priority_goes_first_and_stops_no_session():
     assert order == ["r", "high", "higher", "usual", "low"]
 
 
+class Unwalkable(dict):
+    """A dict of which single keys can be looked up."""
+
+    def __iter__(self):
+        raise AssertionError("an event walks over all sessions")
+
+    keys = values = items = __iter__
+
+
+def test_an_event_looks_at_no_other_session():
+    scheduler = Scheduler(Slots(preparing=1, ready=0, running=1, judging=1), retries=1)
+    scheduler._groups = Unwalkable()
+    scheduler._attempts = Unwalkable()
+    scheduler.submit("late", ["l"], deadline=1.0)
+    scheduler.submit("g", ["a", "b"])
+    assert names(scheduler.advance(0.0), "prepare") == ["l"]
+    assert names(scheduler.advance(1.0), "stop") == ["l"]
+    scheduler.ended("l", 1.0)
+    assert names(scheduler.advance(1.0), "prepare") == ["a"]
+    scheduler.ended("a", 1.0, again=True)
+    assert scheduler.due() == 2.0
+    assert names(scheduler.advance(1.0), "prepare") == ["b"]
+    scheduler.ended("b", 2.0)
+    assert names(scheduler.advance(2.0), "prepare") == ["a~1"]
+
+
+def test_a_group_and_a_session_may_have_the_same_name():
+    scheduler = Scheduler(Slots(preparing=1, ready=0, running=1, judging=1), retries=1)
+    scheduler.submit("a", ["a", "b~1"], deadline=5.0)
+    scheduler.submit("a~1", ["c"])
+    scheduler.advance(0.0)
+    scheduler.ended("a", 0.0, again=True)
+    assert scheduler.due() == 1.0
+    scheduler.advance(1.0)
+    assert scheduler.due() == 5.0
+
+
 def test_a_thousand_sessions_with_long_tails_take_little_more_than_their_slots_allow_and_old_groups_end_first():
     slots = Slots(preparing=8, ready=8, running=32, judging=8)
     groups = [[f"{group}-{index}" for index in range(8)] for group in range(125)]

@@ -1,6 +1,7 @@
 """The environment variables of a session: through the recorder, trusting its certificate, from a home of its own."""
 
 import os
+import ssl
 import time
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -14,7 +15,11 @@ from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 SESSION_END = "http://session.rolltap/end"
-"""URL that ends a session, requested through the proxy with the session's credentials (`rolltap.addons.capture`)."""
+"""URL that ends a session, requested through the proxy with the session's credentials (`rolltap.addons.proxy.capture`)."""
+
+PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""A context without certificates, for requests to the recorder by plain HTTP. httpx makes a context for each request;
+to read the root certificates takes 16 ms."""
 
 CERTIFICATES = "/etc/rolltap"
 """Folder of the recorder's certificates in a box that has files of its own."""
@@ -107,7 +112,13 @@ class Proxy:
         """
         for pause in backoff(3, 0.2):
             try:
-                answer = httpx.post(SESSION_END, proxy=self.url(session_id), trust_env=False, timeout=_END_SECONDS)
+                answer = httpx.post(
+                    SESSION_END,
+                    proxy=self.url(session_id),
+                    verify=PLAIN_HTTP,
+                    trust_env=False,
+                    timeout=_END_SECONDS,
+                )
                 break
             except httpx.HTTPError as error:
                 # a connection may be closed to make room for others; to end a session twice changes nothing

@@ -85,6 +85,12 @@ def test_in_a_box_the_proxy_and_the_certificates_are_where_the_box_has_them(ca, 
     assert not any(mount.writable for mount in proxy.mounts())
 
 
+def test_no_root_certificates_are_read_to_end_a_session(ca, monkeypatch):
+    monkeypatch.delattr("ssl.create_default_context")
+    with pytest.raises(RecorderError, match="does not end session s"):
+        Proxy("http://127.0.0.1:1", ca=ca).end_session("s")
+
+
 def test_a_session_is_ended_though_its_connection_was_closed_to_make_room_for_others(ca):
     def serve():
         server.accept()[0].close()
