@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rolltap.addons.dialects.call import DialectError, parse_json
 from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, TooManyValues, described
-from rolltap.addons.dialects.model_call import DialectError, parse_json
 
 T = TypeVar("T")
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from rolltap.addons.dialects.call import DialectError, dump_json
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.images import hide, placeholder
 from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.model_call import DialectError, dump_json
+from rolltap.addons.dialects.media import hide, placeholder
 
 WORDING = Wording("'{place}' must be {expected}.")
 

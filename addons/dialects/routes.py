@@ -13,11 +13,15 @@ from fnmatch import fnmatchcase
 from typing import get_args
 from urllib.parse import unquote
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.anthropic import AnthropicMessages
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.dialect import Dialect, Operation
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.google import GoogleGenerateContent
+from rolltap.addons.dialects.openai_chat import OpenAIChat
+from rolltap.addons.dialects.openai_responses import OpenAIResponses
 
-DIALECTS: list[Dialect] = [openai_chat, google, anthropic, openai_responses]
+CHAT, GEMINI, MESSAGES, RESPONSES = OpenAIChat(), GoogleGenerateContent(), AnthropicMessages(), OpenAIResponses()
+DIALECTS: list[Dialect] = [CHAT, GEMINI, MESSAGES, RESPONSES]
 
 _PREFIXES = """
 Azure OpenAI, Groq, Bedrock:    /openai /openai/deployments/*
@@ -75,7 +79,7 @@ def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: C
 
 
 def _route(method: str, path: str, headers: Mapping[str, str], prefix: str) -> Route | None:
-    for dialect in [anthropic, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
+    for dialect in [MESSAGES, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
         operation = dialect.operation(method, path)
         if operation is not None:
             return Route(dialect, operation, prefix)
@@ -182,11 +186,11 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     if route is not None:
         dialect: Dialect = route.dialect
     elif "anthropic-version" in headers:
-        dialect = anthropic
+        dialect = MESSAGES
     elif path.startswith("/v1beta"):
-        dialect = google
+        dialect = GEMINI
     elif path.startswith("/v1/") or wanted:
-        dialect = openai_chat
+        dialect = CHAT
     else:
         return b"{}"
     return dialect.encode_error(DialectError(why, status=404, code="not_found"))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, parse_arguments
 from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, Reply, parse_arguments
 
 _ID = re.compile(r"(resp|msg|fc|ctc|rs|cmp)_\w{1,64}", re.ASCII)
 """An id as the Responses API issues them."""

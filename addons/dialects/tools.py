@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rolltap.addons.dialects.model_call import FREEFORM_ARGUMENT, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Reply, Tool, parse_arguments
 
 _UNPARSED = "INVALID_JSON"
 """The key of the object that carries arguments which are not a JSON object, as text."""

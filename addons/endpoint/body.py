@@ -14,7 +14,7 @@ import zstandard
 from aiohttp import web
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects.call import ContextOverflow, DialectError
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.model_call import ContextOverflow, DialectError
+from rolltap.addons.dialects.routes import CHAT, DIALECTS
 from rolltap.addons.store.records import Call, Event
 
 WAITED = ", while it waited for an engine: "
 """Part of the error of a call that was aborted while no engine answered it. The engine's error follows."""
-FINAL_STATUS = {anthropic.NAME: 400, openai_chat.NAME: 404, openai_responses.NAME: 400, google.NAME: 400}
+FINAL_STATUS = {each.NAME: 404 if each is CHAT else 400 for each in DIALECTS}
 """HTTP status of an error after which no call is answered, by API: harnesses end within a second after it. All retry
 429 and 5xx; Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403 for minutes."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.concurrency import Bucket
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.endpoint.budget import BudgetUsedUp, PromptOverBudget
 from rolltap.addons.errors import EngineError, RolltapError, RunError
 from rolltap.addons.store.records import Event, EventKind

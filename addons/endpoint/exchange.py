@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
+from rolltap.addons.dialects.call import DialectError, ReplyContext
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
-from rolltap.addons.dialects.model_call import DialectError, ReplyContext
 from rolltap.addons.endpoint.retries import AnyCall
 
 Write = Callable[[bytes], Awaitable[None]]

@@ -50,7 +50,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from rolltap.addons.concurrency import Workers
-from rolltap.addons.dialects.model_call import DialectError, Reply, Usage
+from rolltap.addons.dialects.call import DialectError, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED, Grant
 from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import PreparedCall

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, Reply, Tool, Usage
+from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Tool, Usage
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import FinishedCall, newest

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.prompts.continuity import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 from rolltap.addons.store.rows import printable

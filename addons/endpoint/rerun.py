@@ -28,8 +28,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, ServedModel
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.model_call import EchoRule, Message, ModelCall, ServedModel
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.recovery import (
     RecordedCall,

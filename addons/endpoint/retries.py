@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
-from rolltap.addons.dialects.model_call import Reply, Usage
+from rolltap.addons.dialects.call import Reply, Usage
 from rolltap.addons.endpoint.generation import Generation
 
 _RETRY_COUNT = "x-stainless-retry-count"

@@ -13,7 +13,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Message, ModelCall
+from rolltap.addons.dialects.call import Message, ModelCall
 from rolltap.addons.prompts.canonical import opening_digest
 from rolltap.addons.store.records import CallRole
 

@@ -16,7 +16,7 @@ from functools import partial
 from aiohttp import web
 
 from rolltap.addons.concurrency import Workers
-from rolltap.addons.dialects.model_call import DialectError, ReplyContext, ServedModel
+from rolltap.addons.dialects.call import DialectError, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.budget import Budgets

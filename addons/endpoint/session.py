@@ -14,9 +14,10 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
+from rolltap.addons.dialects.call import DialectError, ModelCall, Reply
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.images import refuse_hidden
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply
+from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
 from rolltap.addons.endpoint.errors import DIVERGED, UNREADABLE, Refusals
@@ -42,6 +43,10 @@ LEFT = 16
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _decode(dialect: Dialect, body: bytes, target: str) -> ModelCall:
+    return dialect.decode(parse_object(body), target)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -97,7 +102,7 @@ class Session:
         async with self._order:
             await self._open()
             try:
-                model_call = await self.workers.run(len(body), dialect.decode, body, request.target)
+                model_call = await self.workers.run(len(body), _decode, dialect, body, request.target)
             except NamesStored as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)

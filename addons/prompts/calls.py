@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Tool, ToolCall, parse_json, well_formed
+from rolltap.addons.dialects.call import Tool, ToolCall, parse_json, well_formed
 
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError)
 """Errors of the parsers for text that they cannot read. Python's own has too little memory for deep nesting."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import orjson
 
-from rolltap.addons.dialects.model_call import Message, ModelCall, javascript_number
+from rolltap.addons.dialects.call import Message, ModelCall, javascript_number
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 

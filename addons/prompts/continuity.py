@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rolltap.addons.dialects.model_call import Message, ModelCall
+from rolltap.addons.dialects.call import Message, ModelCall
 from rolltap.addons.prompts.canonical import (
     canonical,
     describe_difference,

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import Message, Reply, Tool, assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.calls import UNREADABLE, Family

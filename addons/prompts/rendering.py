@@ -16,7 +16,7 @@ from renderers.base import (
 )
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.model_call import Message, ModelCall, Reply, Tool
+from rolltap.addons.dialects.call import Message, ModelCall, Reply, Tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.calls import Family
 from rolltap.addons.prompts.controls import ControlTokens

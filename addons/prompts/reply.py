@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-from rolltap.addons.dialects.model_call import Message, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.call import Message, Reply, Tool, parse_arguments
 from rolltap.addons.dialects.tools import calls_as_text
 from rolltap.addons.prompts.calls import UNREADABLE, Family
 from rolltap.addons.prompts.marks import MarkScanner, Part

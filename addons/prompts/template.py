@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from itertools import takewhile
 from typing import Any
 
+from rolltap.addons.dialects.call import Message, Tool, assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
-from rolltap.addons.dialects.model_call import Message, Tool, assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import function_tool
 
 USER: Message = {"role": "user", "content": "Hello"}

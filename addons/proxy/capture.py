@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from mitmproxy import ctx, exceptions, http
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.routes import (
     ANY_PREFIX,
     UNSPECIFIC_PREFIXES,
@@ -67,50 +67,20 @@ _PATH_CHARACTERS = string.punctuation
 
 
 class Capture:
-    """Redirects model calls to the endpoint. Owns the endpoint and the writer of the run folder.
+    """Redirects model calls to the recorder's endpoint.
 
-    `is_named` tells of a host and a port whether the user allowed that very host. Such a host keeps its own paths
+    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps its own paths
     where a request is recognised only behind one of `UNSPECIFIC_PREFIXES`.
     """
 
-    def __init__(self, is_named: Callable[[str, int], bool] = lambda host, port: False) -> None:
+    def __init__(self, recorder: Recorder, is_named: Callable[[str, int], bool] = lambda host, port: False) -> None:
+        self._recorder = recorder
         self._is_named = is_named
-        self.endpoint: Endpoint | None = None
-        """None until a run is open."""
-        self._starting: asyncio.Task[None] | None = None
 
     def load(self, _: object) -> None:
         """Set mitmproxy's own options."""
         # over HTTP/2 mitmproxy opens a connection per call and allows five at a time
         ctx.options.update(http2=False)
-
-    def configure(self, updated: set[str]) -> None:
-        """Check the options and open the run folder."""
-        fixed = sorted(name for name in updated & OPTIONS.keys() if not OPTIONS[name].live)
-        if not fixed:
-            return
-        if self.endpoint is not None:
-            names = ", ".join(fixed)
-            raise exceptions.OptionsError(f"{names} cannot change while a run is recorded: restart mitmdump")
-        try:
-            self.endpoint = open_run(ctx.options)
-        except exceptions.OptionsError as error:
-            # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
-            logger.error("%s", error)
-
-    def running(self) -> None:
-        """Start the endpoint. Its socket has been listening since `configure`, so that early requests queue."""
-        if self.endpoint is not None:
-            self._starting = asyncio.get_running_loop().create_task(self.endpoint.start())
-
-    async def done(self) -> None:
-        """Abort running calls and close the run folder."""
-        if self.endpoint is None:
-            return
-        if self._starting is not None:
-            await self._starting
-            await self.endpoint.close()
-        await asyncio.to_thread(self.endpoint.writer.close)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Redirect a model call to the endpoint, without the harness's API key. Its body follows as it arrives."""
@@ -152,12 +122,3 @@ class Capture:
         request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
         request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
         flow.metadata[CAPTURED] = True
-
-    def warnings(self) -> Sequence[str]:
-        """Return what the user should know of the engines' models."""
-        return () if self.endpoint is None else self.endpoint.warnings
-
-    def record(self, event: Event) -> None:
-        """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""
-        if self.endpoint is not None:
-            self.endpoint.refusals.record(event)

@@ -13,7 +13,7 @@ from typing import Any
 from mitmproxy import connection, http
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.proxy.capture import ends_session, refuse
 from rolltap.addons.proxy.layers import close_client
 from rolltap.addons.proxy.sessions import SESSION

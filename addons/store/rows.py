@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rolltap.addons.dialects.model_call import well_formed
+from rolltap.addons.dialects.call import well_formed
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import click
 from transformers import AutoTokenizer
 
-from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import Message, ModelCall, Tool
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import Message, ModelCall, Tool
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.continuity import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.frame import Rows, command, model_option, prose
@@ -49,7 +50,7 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     for number in range(10_000):
         body = json.dumps({"model": "bench", "messages": messages, "tools": tools}).encode()
         started = time.process_time()
-        call = openai_chat.decode(body, "/v1/chat/completions")
+        call = routes.CHAT.decode(parse_object(body), "/v1/chat/completions")
         decoded = time.process_time()
         prompt = conversations.prompt(call)
         made = time.process_time()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rolltap.addons.dialects.model_call import sign
+from rolltap.addons.dialects.call import sign
 from rolltap.addons.store.tables import run_files
 from rolltap.trainer.rollouts.runtimes.environment import SESSION_END
 from tests.deep import cases

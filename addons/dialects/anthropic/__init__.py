@@ -3,24 +3,51 @@
 Field names follow Anthropic's API reference.
 """
 
-from rolltap.addons.dialects.anthropic.reply import StreamEncoder
-from rolltap.addons.dialects.anthropic.reply import encode_error as encode_error
-from rolltap.addons.dialects.anthropic.reply import encode_models as encode_models
-from rolltap.addons.dialects.anthropic.reply import encode_reply as encode_reply
-from rolltap.addons.dialects.anthropic.reply import encode_token_count as encode_token_count
-from rolltap.addons.dialects.anthropic.request import decode as decode
-from rolltap.addons.dialects.dialect import Operation
+from collections.abc import Sequence
+from typing import Any
 
-NAME = "anthropic-messages"
-stream_encoder = StreamEncoder
+from rolltap.addons.dialects.anthropic import reply
+from rolltap.addons.dialects.anthropic.request import decode
+from rolltap.addons.dialects.call import DialectError, ModelCall, Part, Reply, ReplyContext, ServedModel, Usage
+from rolltap.addons.dialects.dialect import Dialect, Operation, StreamEncoder
 
 
-def operation(method: str, path: str) -> Operation | None:
-    """Return the operation of a request. OpenAI has the same path for its models: see `routes.find_route`."""
-    if method == "POST" and path == "/v1/messages":
-        return "generate"
-    if method == "POST" and path == "/v1/messages/count_tokens":
-        return "count_tokens"
-    if method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):
-        return "models"
-    return None
+class AnthropicMessages(Dialect):
+    """The API's functions as a `Dialect`."""
+
+    NAME = "anthropic-messages"
+    CONVERSATION = "messages"
+
+    def operation(self, method: str, path: str) -> Operation | None:
+        """Return the operation of a request. OpenAI has the same path for its models: see `routes.find_route`."""
+        if method == "POST" and path == "/v1/messages":
+            return "generate"
+        if method == "POST" and path == "/v1/messages/count_tokens":
+            return "count_tokens"
+        if method == "GET" and (path == "/v1/models" or path.startswith("/v1/models/")):
+            return "models"
+        return None
+
+    def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
+        """Decode a request."""
+        return decode(request, target)
+
+    def encode_reply(self, context: ReplyContext, sampled: Reply, usage: Usage) -> bytes:
+        """Return the body of a reply that is not streamed."""
+        return reply.encode_reply(context, sampled, usage)
+
+    def stream_encoder(self, context: ReplyContext) -> StreamEncoder:
+        """Return a new encoder."""
+        return reply.StreamEncoder(context)
+
+    def encode_error(self, error: DialectError) -> bytes:
+        """Return the body of an error reply."""
+        return reply.encode_error(error)
+
+    def encode_token_count(self, num_tokens: int) -> bytes:
+        """Return the body of a reply to a `count_tokens` request."""
+        return reply.encode_token_count(num_tokens)
+
+    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
+        """Return the body of a list of models."""
+        return reply.encode_models(target, models, created)

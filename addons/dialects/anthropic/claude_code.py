@@ -7,7 +7,7 @@ arguments, so the rule is used only for requests that are identified as Claude C
 import re
 from typing import Any
 
-from rolltap.addons.dialects.model_call import Tool, javascript_number, parse_arguments
+from rolltap.addons.dialects.call import Tool, javascript_number, parse_arguments
 
 _LONGEST_DEFAULT = 256
 _NUMBER = re.compile(r"-?\d{1,300}(\.\d{1,300})?")

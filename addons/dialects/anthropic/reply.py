@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 from urllib.parse import unquote
 
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -100,13 +101,11 @@ def usage_counts(usage: Usage) -> dict[str, Any]:
     }
 
 
-class StreamEncoder:
+class StreamEncoder(dialect.StreamEncoder):
     """Encoder of one streamed reply as server-sent events. Content blocks do not overlap."""
 
-    content_type = "text/event-stream"
-
     def __init__(self, context: ReplyContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._index = 0  # of the open block or, when none is open, of the next one
         self._open: Literal["thinking", "text"] | None = None
 

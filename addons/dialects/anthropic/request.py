@@ -14,11 +14,7 @@ import json
 from typing import Any, Literal
 
 from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
-from rolltap.addons.dialects.dialect import decoded
-from rolltap.addons.dialects.fields import Fields, Wording, parse_object
-from rolltap.addons.dialects.images import hide, placeholder
-from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
@@ -27,6 +23,10 @@ from rolltap.addons.dialects.model_call import (
     message_tool_call,
     signed_call,
 )
+from rolltap.addons.dialects.dialect import decoded, name_results
+from rolltap.addons.dialects.fields import Fields, Wording
+from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.media import hide, placeholder
 from rolltap.addons.dialects.tools import from_object, function_tool
 
 _BILLING = "x-anthropic-billing-header"
@@ -165,9 +165,9 @@ _SAMPLING_FIELDS = [
 ]
 
 
-def decode(body: bytes, target: str) -> ModelCall:
+def decode(parsed: dict[str, Any], target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
-    request = Fields(parse_object(body), _WORDING)
+    request = Fields(parsed, _WORDING)
     counting = target.partition("?")[0].endswith("/count_tokens")
     callable_tools, shown, hosted = _read_tools(request)
     offered, choice = [*callable_tools, *(tool.get("name") for tool in hosted)], request.inner("tool_choice")
@@ -199,11 +199,12 @@ def decode(body: bytes, target: str) -> ModelCall:
         client_metadata=metadata.texts_by_place("user_id") | diagnostics.texts_by_place("previous_message_id"),
         echo_rule=normal_arguments if is_claude_code(metadata.maybe("user_id", str)) else None,
     )
-    return decoded(
-        model_call,
+    model_call.messages = name_results(
+        messages,
         "messages: unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a "
         "corresponding `tool_use` block in the previous message.",
     )
+    return decoded(model_call)
 
 
 def _reasoning(thinking: Fields) -> Literal["shown", "signed", "hidden"]:

@@ -6,11 +6,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google.protobuf import camel_case_fields, message_field, repeated_field
-from rolltap.addons.dialects.images import hide, placeholder
-from rolltap.addons.dialects.json_values import is_word
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     assistant_message,
@@ -18,6 +14,10 @@ from rolltap.addons.dialects.model_call import (
     signed_call,
     tool_call_id,
 )
+from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.google.protobuf import camel_case_fields, message_field, repeated_field
+from rolltap.addons.dialects.json_values import is_word
+from rolltap.addons.dialects.media import hide, placeholder
 from rolltap.addons.dialects.tools import from_object
 
 _DATA_FIELDS = ("functionCall", "functionResponse", "text")

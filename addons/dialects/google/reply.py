@@ -7,8 +7,7 @@ import json
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from rolltap.addons.dialects.json_values import nests_deeper
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     ContextOverflow,
     DialectError,
     Reply,
@@ -18,6 +17,8 @@ from rolltap.addons.dialects.model_call import (
     dump_json,
     sign,
 )
+from rolltap.addons.dialects.dialect import StreamEncoder
+from rolltap.addons.dialects.json_values import nests_deeper
 from rolltap.addons.dialects.tools import as_object, wrapped
 
 _ARGUMENT_LEVELS = 80
@@ -129,13 +130,8 @@ def stream_encoder(context: ReplyContext) -> "EventStreamEncoder":
     return EventStreamEncoder(context) if alt == ["sse"] else ArrayStreamEncoder(context)
 
 
-class EventStreamEncoder:
+class EventStreamEncoder(StreamEncoder):
     """Encoder of one streamed reply as server-sent events, each of which contains one chunk."""
-
-    content_type = "text/event-stream"
-
-    def __init__(self, context: ReplyContext) -> None:
-        self._context = context
 
     def start(self) -> bytes:
         """Return no bytes, because clients parse each event as a chunk of the reply."""

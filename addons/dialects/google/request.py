@@ -4,8 +4,9 @@ import re
 from typing import Any
 from urllib.parse import unquote
 
-from rolltap.addons.dialects.dialect import decoded
-from rolltap.addons.dialects.fields import Fields, parse_object
+from rolltap.addons.dialects.call import DialectError, ModelCall
+from rolltap.addons.dialects.dialect import decoded, name_results
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.google.contents import conversation, hide_media, system_message
 from rolltap.addons.dialects.google.protobuf import (
     WORDING,
@@ -15,7 +16,6 @@ from rolltap.addons.dialects.google.protobuf import (
     repeated_field,
 )
 from rolltap.addons.dialects.json_values import nests_deeper
-from rolltap.addons.dialects.model_call import DialectError, ModelCall
 from rolltap.addons.dialects.tools import function_tool
 
 METHOD = re.compile(
@@ -44,7 +44,7 @@ _SAMPLING_FIELDS = [
 ]
 
 
-def decode(body: bytes, target: str) -> ModelCall:
+def decode(parsed: dict[str, Any], target: str) -> ModelCall:
     """Decode the request in `body`. The path in `target` contains the model and the method.
 
     Raises `DialectError` for an invalid or unsupported request.
@@ -52,7 +52,6 @@ def decode(body: bytes, target: str) -> ModelCall:
     match = METHOD.fullmatch(target.partition("?")[0])
     if match is None:
         raise DialectError("This path is not a method of this API.", status=404)
-    parsed = parse_object(body)
     if nests_deeper(parsed, _BODY_LEVELS):
         raise DialectError(f"The request body nests deeper than {_BODY_LEVELS} levels.")
     request = Fields(camel_case_fields(parsed), WORDING)
@@ -97,6 +96,7 @@ def decode(body: bytes, target: str) -> ModelCall:
     for number, name in enumerate(calling.texts("allowedFunctionNames")):
         if name not in offered:
             raise calling.refusal("allowedFunctionNames", "the name of a declared function", number)
+    model_call.messages = name_results(model_call.messages)
     return decoded(model_call)
 
 

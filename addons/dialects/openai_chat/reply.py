@@ -4,7 +4,8 @@ import json
 from typing import Any
 from urllib.parse import unquote
 
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ServedModel, Usage, dump_json
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ServedModel, Usage, dump_json
 from rolltap.addons.dialects.openai import encode_error
 from rolltap.addons.dialects.tools import freeform_input
 
@@ -76,13 +77,11 @@ def usage_counts(usage: Usage) -> dict[str, Any]:
     }
 
 
-class StreamEncoder:
+class StreamEncoder(dialect.StreamEncoder):
     """Encoder of one streamed reply as server-sent events."""
 
-    content_type = "text/event-stream"
-
     def __init__(self, context: ReplyContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._fields = first_fields(context, "chat.completion.chunk")
 
     def start(self) -> bytes:

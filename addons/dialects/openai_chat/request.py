@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rolltap.addons.dialects.dialect import decoded
-from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     FREEFORM_ARGUMENT,
     Message,
     ModelCall,
@@ -13,6 +11,8 @@ from rolltap.addons.dialects.model_call import (
     message_tool_call,
     parse_arguments,
 )
+from rolltap.addons.dialects.dialect import decoded, name_results
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.openai import (
     WORDING,
     content_text,
@@ -50,9 +50,9 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_KEYS = {"text": "text", "refusal": "refusal"}
 
 
-def decode(body: bytes, target: str) -> ModelCall:
+def decode(parsed: dict[str, Any], target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request."""
-    request = Fields(parse_object(body), WORDING)
+    request = Fields(parsed, WORDING)
     hidden = hide_media(request.values, ("messages", "content"))
     messages = [_message(message) for message in request.objects("messages", "a non-empty list")]
     if not messages:
@@ -84,9 +84,10 @@ def decode(body: bytes, target: str) -> ModelCall:
     if request["web_search_options"]:
         model_call.hosted_tools.append({"type": "web_search_options", **request.inner("web_search_options").values})
     require_offered(request.inner("tool_choice"), model_call.tool_names)
-    return decoded(
-        model_call, "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
+    model_call.messages = name_results(
+        messages, "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
     )
+    return decoded(model_call)
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:

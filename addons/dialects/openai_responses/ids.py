@@ -15,8 +15,8 @@ All replies can be named, also if their requests have `store: false`. Errors are
 import re
 from typing import Any
 
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, ReplyContext
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, ReplyContext
 from rolltap.addons.dialects.openai import WORDING
 from rolltap.addons.dialects.openai_responses.reply import output_items
 from rolltap.addons.dialects.stored import FindCall, StoredCall, conversation, shown_id

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     FREEFORM_ARGUMENT,
     DialectError,
     Message,
@@ -20,6 +18,8 @@ from rolltap.addons.dialects.model_call import (
     parse_arguments,
     signed_call,
 )
+from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.json_values import described
 from rolltap.addons.dialects.openai import content_text, hide_media, part_texts
 from rolltap.addons.dialects.openai_responses.reply import ask_for_summary, unseal
 from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools

@@ -15,7 +15,7 @@ import base64
 import binascii
 from typing import Any
 
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects.call import (
     ModelCall,
     Reply,
     ReplyContext,

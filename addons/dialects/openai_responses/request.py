@@ -1,8 +1,10 @@
 """Requests of the Responses API."""
 
-from rolltap.addons.dialects.dialect import decoded
-from rolltap.addons.dialects.fields import Fields, parse_object
-from rolltap.addons.dialects.model_call import DialectError, Message, ModelCall, dump_json
+from typing import Any
+
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, dump_json
+from rolltap.addons.dialects.dialect import decoded, name_results
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
 from rolltap.addons.dialects.openai_responses.ids import INSTRUCTIONS, names_stored, resolve
 from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items
@@ -31,9 +33,9 @@ _LONGEST_REPEATED = 512 * 1024
 _LOGPROBS = "message.output_text.logprobs"
 
 
-def decode(body: bytes, target: str) -> ModelCall:
+def decode(parsed: dict[str, Any], target: str) -> ModelCall:
     """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
-    request = Fields(parse_object(body), WORDING)
+    request = Fields(parsed, WORDING)
     if is_compact(target):
         request.label("model")
         given = request.maybe("input", str)
@@ -90,4 +92,6 @@ def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
     called = {call["id"] for message in before for call in message.get("tool_calls", ())}
     compacted |= any(message["role"] == "tool" and message["tool_call_id"] not in called for message in before)
     # the call of a result may be part of a compaction, also of an earlier one
-    return decoded(model_call, "" if compacted else "No tool call found for function call output with call_id {}.")
+    orphan = "" if compacted else "No tool call found for function call output with call_id {}."
+    model_call.messages = name_results(model_call.messages, orphan)
+    return decoded(model_call)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ReplyContext, Usage, dump_json
 from rolltap.addons.dialects.openai_responses.reply import (
     ending,
     is_compaction,
@@ -45,13 +46,11 @@ _TEXTS = {
 }
 
 
-class StreamEncoder:
+class StreamEncoder(dialect.StreamEncoder):
     """Encoder of one streamed reply as server-sent events. Each item is complete before the next one begins."""
 
-    content_type = "text/event-stream"
-
     def __init__(self, context: ReplyContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._num_events = 0
         self._done: list[_Item] = []
         self._open: _Item | None = None

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from rolltap.addons.dialects.call import ModelCall, WireTool
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.model_call import ModelCall, WireTool
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
-from rolltap.addons.dialects.model_call import ReplyContext, Usage, message_tool_call
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import ReplyContext, Usage, message_tool_call
+from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects.anthropic import test_request as of_messages
 from tests.addons.dialects.google import test_request as of_gemini
 from tests.addons.dialects.openai_chat import test_request as of_chat
@@ -51,7 +52,10 @@ class Api:
     stream_target: str = ""
 
     def decode(self, body, target=""):
-        return self.dialect.decode(json.dumps(body).encode(), target or self.target)
+        return self.decode_bytes(json.dumps(body).encode(), target)
+
+    def decode_bytes(self, body, target=""):
+        return self.dialect.decode(parse_object(body), target or self.target)
 
     def context(self, **changes):
         """Return the context of a reply to `request`, which asks for all that a reply may have."""
@@ -65,7 +69,7 @@ class Api:
 
     def issues(self, reply):
         """Return True when a reply has an opaque field that names its call."""
-        return self.dialect is google or (self.dialect is not openai_chat and bool(reply.reasoning))
+        return self.dialect is routes.GEMINI or (self.dialect is not routes.CHAT and bool(reply.reasoning))
 
 
 def streamed(api, context, reply, piece=3, keep_alive=False):
@@ -179,7 +183,7 @@ def _gemini(stream):
 _TOOL = {"name": LONG, "parameters": {}}
 _FUNCTION = {"type": "function", "name": LONG}
 CHAT = Api(
-    openai_chat,
+    routes.CHAT,
     "/v1/chat/completions",
     of_chat.REQUEST,
     of_chat.bodies,
@@ -206,7 +210,7 @@ CHAT = Api(
     assembled=_chat,
 )
 RESPONSES = Api(
-    openai_responses,
+    routes.RESPONSES,
     "/v1/responses",
     of_responses.REQUEST,
     of_responses.bodies,
@@ -242,7 +246,7 @@ def _turn(content, answer):
 _USES = [{"type": "tool_use", "id": i, "name": name, "input": {}} for i, name in CALLS]
 _RESULTS = [{"type": "tool_result", "tool_use_id": i, "content": "x"} for i in ANSWERED]
 MESSAGES = Api(
-    anthropic,
+    routes.MESSAGES,
     "/v1/messages",
     of_messages.REQUEST,
     of_messages.bodies,
@@ -258,7 +262,7 @@ MESSAGES = Api(
 )
 _ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]
 GEMINI = Api(
-    google,
+    routes.GEMINI,
     "/v1beta/models/gemini-x:generateContent",
     of_gemini.REQUEST,
     of_gemini.bodies,

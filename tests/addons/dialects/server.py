@@ -4,7 +4,8 @@ import json
 
 import httpx
 
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ServedModel, Usage
+from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ServedModel, Usage
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 
@@ -86,6 +87,6 @@ class Server:
     def decode(self, dialect, body, target):
         """Return the model call of a request, which may name a reply."""
         try:
-            return dialect.decode(body, target)
+            return dialect.decode(parse_object(body), target)
         except NamesStored as named:
             return named.complete(self.stored.get)

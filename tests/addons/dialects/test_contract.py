@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.model_call import DialectError, Reply, ToolCall, parse_arguments
+from rolltap.addons.dialects.call import DialectError, Reply, ToolCall, parse_arguments
 from tests.addons.dialects import apis
 from tests.addons.dialects.apis import APIS, ARRAY, CHAT, GEMINI, MESSAGES, RESPONSES, USAGE, every_api, parse, streamed
 from tests.deep import examples
@@ -22,7 +22,7 @@ from tests.deep import examples
 def test_any_body_is_a_model_call_or_a_refusal(api, data):
     target = data.draw(st.sampled_from([api.target, api.count_target or api.target]))
     try:
-        call = api.dialect.decode(data.draw(api.bodies), target)
+        call = api.decode_bytes(data.draw(api.bodies), target)
     except DialectError as refusal:
         json.loads(api.dialect.encode_error(refusal))
     else:
@@ -37,7 +37,7 @@ def test_any_depth_is_a_model_call_or_a_refusal(api, depth):
     for key in api.request:
         body = json.dumps({**api.request, key: "DEEP"}).replace('"DEEP"', deep)
         with contextlib.suppress(DialectError):
-            assert api.dialect.decode(body.encode(), api.target).messages
+            assert api.decode_bytes(body.encode()).messages
 
 
 @every_api
@@ -48,7 +48,7 @@ def test_any_depth_is_a_model_call_or_a_refusal(api, depth):
 )
 def test_a_body_that_is_no_json_object_is_refused(api, body):
     with pytest.raises(DialectError) as refused:
-        api.dialect.decode(body, api.target)
+        api.decode_bytes(body)
     assert refused.value.status == 400
 
 
@@ -69,7 +69,7 @@ def test_an_option_of_a_request_is_a_field_of_the_call(decode, changes, field, v
 @pytest.mark.parametrize("cut", ["ud83d", "udc00"])
 def test_a_lone_surrogate_becomes_a_replacement_character(api, cut):
     text = json.dumps(api.request).replace("u00e9", cut)
-    messages = api.dialect.decode(text.encode(), api.target).messages
+    messages = api.decode_bytes(text.encode()).messages
     assert messages == json.loads(json.dumps(api.decode(api.request).messages).replace("u00e9", "ufffd"))
 
 

@@ -1,7 +1,7 @@
 import pytest
 
+from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
-from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from tests.addons.dialects.apis import CHAT
 
 

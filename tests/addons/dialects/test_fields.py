@@ -1,7 +1,7 @@
 import pytest
 
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import Fields, Wording
-from rolltap.addons.dialects.model_call import DialectError
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES, USER
 
 BODY = {"a": "x", "no": "", "n": 3, "yes": True, "list": [{"b": {"c": 1}}], "texts": ["x", "", "y"], "mixed": ["x", 5]}

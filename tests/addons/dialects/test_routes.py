@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import anthropic, google, openai_chat, openai_responses
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.routes import ROUTES, Route, advice, find_route, looks_like_model_call, not_served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -123,9 +123,9 @@ def test_other_requests_are_not_served(method, path):
 
 def test_the_list_of_models_is_anthropics_only_for_its_clients():
     headers = {"anthropic-version": "2023-06-01"}
-    assert find_route("GET", "/v1/models?limit=5", headers).dialect is anthropic
-    assert find_route("GET", "/v1/models", {}).dialect is openai_chat
-    assert find_route("POST", CHAT, headers).dialect is openai_chat
+    assert find_route("GET", "/v1/models?limit=5", headers).dialect is routes.MESSAGES
+    assert find_route("GET", "/v1/models", {}).dialect is routes.CHAT
+    assert find_route("POST", CHAT, headers).dialect is routes.CHAT
 
 
 @pytest.mark.parametrize(("dialect", "path", "prefix"), rows(PROVIDERS))
@@ -139,10 +139,10 @@ def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, pat
 @pytest.mark.parametrize(
     ("method", "path", "prefixes", "route"),
     [
-        ("GET", "/openai/v1/models", (), Route(openai_chat, "models", "/openai")),
-        ("POST", "/openai/v1/responses/input_tokens", (), Route(openai_responses, "count_tokens", "/openai")),
-        ("POST", "/anthropic/v1/messages/count_tokens", (), Route(anthropic, "count_tokens", "/anthropic")),
-        ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", ["*"], Route(google, "generate")),
+        ("GET", "/openai/v1/models", (), Route(routes.CHAT, "models", "/openai")),
+        ("POST", "/openai/v1/responses/input_tokens", (), Route(routes.RESPONSES, "count_tokens", "/openai")),
+        ("POST", "/anthropic/v1/messages/count_tokens", (), Route(routes.MESSAGES, "count_tokens", "/anthropic")),
+        ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", ["*"], Route(routes.GEMINI, "generate")),
         ("POST", "/x" * 100_000 + CHAT, ["*"], None),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else None,

@@ -1,4 +1,4 @@
-from rolltap.addons.dialects.model_call import Reply, ToolCall
+from rolltap.addons.dialects.call import Reply, ToolCall
 from rolltap.addons.dialects.tools import calls_as_text
 
 

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.endpoint import body as body_module
 from rolltap.addons.endpoint.body import _DECODERS, Bodies, decompress
 from tests.addons.harness import until

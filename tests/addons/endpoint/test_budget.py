@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects import routes
 from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
 from rolltap.addons.store.records import Call
 from tests.addons.harness import RETRY, content, user
@@ -197,7 +197,7 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
     for step, number in steps:
         if step == "take":
             try:
-                grant = budget.take(openai_chat, number)
+                grant = budget.take(routes.CHAT, number)
             except BudgetUsedUp:
                 calls_out = most.max_calls and used.calls + len(running) >= most.max_calls
                 assert calls_out or (most.max_sampled_tokens and used.tokens >= most.max_sampled_tokens and not running)
@@ -232,7 +232,7 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
 )
 def test_every_call_that_an_engine_was_asked_counts_unless_it_ends_in_a_fault_of_ours(status, error, fault, calls):
     budget = SessionBudget(Budgets(max_calls=9), Used())
-    grant = budget.take(openai_chat, 5)
+    grant = budget.take(routes.CHAT, 5)
     grant.settle(replace(CALL, status=status, error=error), fault=fault)
     assert budget.used.calls == calls
     if status != "failed":

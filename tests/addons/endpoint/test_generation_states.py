@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.concurrency import Workers
-from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import ModelCall, Reply
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import ModelCall, Reply
 from rolltap.addons.endpoint.budget import Budgets, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
@@ -240,7 +240,7 @@ class Scenario:
             session,
             PreparedCall(call, prompt, model_call, sampling, b"digest"),
             SessionPolicy(mock.Mock(read=lambda: Policy("1")), keep=True),
-            budget.take(openai_chat, MAX_TOKENS),
+            budget.take(routes.CHAT, MAX_TOKENS),
         )
         self.budget = budget
         self.disk.generation = self.generation

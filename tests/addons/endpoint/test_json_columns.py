@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.store.records import json_text
 from rolltap.addons.store.tables import read_rows
 from tests.addons.dialects.apis import APIS, every_api
@@ -41,7 +41,7 @@ def test_a_number_that_json_does_not_have_is_refused_wherever_it_stands(api, num
     for key in api.request:
         body = json.dumps({**api.request, key: ["HERE"]}).replace('"HERE"', number)
         with pytest.raises(DialectError, match="JSON") as refused:
-            api.dialect.decode(body.encode(), api.target)
+            api.decode_bytes(body.encode())
         assert refused.value.status == 400
 
 

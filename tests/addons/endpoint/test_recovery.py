@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import anthropic, openai_chat
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.dialects.call import ModelCall
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
@@ -29,7 +30,7 @@ from tests.deep import examples
 from tests.factories import START
 from tests.scripted_engine import Answer, Say
 
-NAME = openai_chat.NAME
+NAME = routes.CHAT.NAME
 
 
 class Recorded(test_continuity.Session):
@@ -216,10 +217,10 @@ class TestEchoRule:
         def decode(messages, user_id='{"device_id": "d", "session_id": "s"}'):
             tool = {"name": "look", "input_schema": {"type": "object"}}
             request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
-            return anthropic.decode(json.dumps(request).encode(), "/v1/messages")
+            return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
 
         monkeypatch.setattr(session, "decode", decode)
-        session.dialect = anthropic.NAME
+        session.dialect = routes.MESSAGES.NAME
         session.tools = decode([user("Hi")]).tools
         return session
 
@@ -239,14 +240,14 @@ class TestEchoRule:
         kinds = []
         for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
             request = claude.decode([user("Hi"), *self.echo(reply, command)], user_id)
-            recovered.index(anthropic.NAME, request)
+            recovered.index(routes.MESSAGES.NAME, request)
             kinds.append(recovered.conversations.prompt(request).kind)
         assert kinds == ["rendered", "bridged", "bridged"]
 
     def test_calls_of_other_apis_have_no_rule(self, session):
         reply = session.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
         recovered = session.recovered()
-        recovered.index(anthropic.NAME, ModelCall("m", [user("Hi")], [], echo_rule=normal_arguments))
+        recovered.index(routes.MESSAGES.NAME, ModelCall("m", [user("Hi")], [], echo_rule=normal_arguments))
         request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
         recovered.index(NAME, request)
         assert recovered.conversations.prompt(request).kind == "bridged"

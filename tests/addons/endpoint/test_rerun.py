@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.endpoint.budget import FINAL_STATUS
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from rolltap.addons.dialects.model_call import ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import ModelCall, assistant_message, message_tool_call
 from rolltap.addons.endpoint.roles import Earlier, PastCall, SessionRoles, find_role
 from tests.factories import START
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from rolltap.addons import concurrency
-from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.endpoint import server
 from rolltap.addons.endpoint.request import SECRET_HEADER
@@ -164,7 +164,7 @@ class TestAccess:
         assert harness.calls() == []
 
     async def test_the_route_that_the_addon_found_decides_and_not_the_path(self, harness):
-        headers = harness.endpoint.headers("s1", "api", Route(openai_chat, "generate"))
+        headers = harness.endpoint.headers("s1", "api", Route(routes.CHAT, "generate"))
         async with harness.client.put(harness.url("/v1/models"), json=LATE, headers=headers) as reply:
             assert said(await reply.json()) == "Hi."
 

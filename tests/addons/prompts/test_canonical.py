@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import ModelCall, assistant_message, message_tool_call
 from rolltap.addons.prompts.canonical import (
     canonical,
     echoed_reasoning,

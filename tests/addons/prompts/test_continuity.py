@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import anthropic, openai_chat, openai_responses
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.continuity import TEXT_DROPPED, Conversations, Turn
 from tests.addons.dialects.openai_chat.test_request import TOOL, bodies
 from tests.deep import examples
@@ -34,7 +35,7 @@ class Session:
     def decode(self, messages):
         """Return the decoded request with these messages."""
         body = json.dumps({"messages": messages, "tools": self.tools})
-        return openai_chat.decode(body.encode(), "/")
+        return routes.CHAT.decode(parse_object(body.encode()), "/")
 
     def prompt(self, messages):
         return self.conversations.prompt(self.decode(messages))
@@ -203,7 +204,7 @@ class TestEchoRule:
         def decode(messages):
             tool = {"name": "look", "input_schema": {"type": "object"}}
             request = {"max_tokens": 9, "tools": [tool], "messages": messages, "metadata": {"user_id": user_id}}
-            return anthropic.decode(json.dumps(request).encode(), "/v1/messages")
+            return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), "/v1/messages")
 
         monkeypatch.setattr(session, "decode", decode)
         call_id = session.ask([user("Hi")], self.COMMAND)["tool_calls"][0]["id"]
@@ -328,8 +329,8 @@ class TestTextBesideCalls:
         reply = self.ask(session, TWO_CALLS)
         calls = [(call["id"], json.loads(call["function"]["arguments"])) for call in reply["tool_calls"]]
         request = body(calls, [(i, "Nothing.") for i, _ in calls])
-        dialect = openai_responses if "input" in request else anthropic
-        decoded = dialect.decode(json.dumps({"model": "m", **request}).encode(), "/v1/messages")
+        dialect = routes.RESPONSES if "input" in request else routes.MESSAGES
+        decoded = dialect.decode({"model": "m", **request}, "/v1/messages")
         decoded.tools = session.decode([user("Hi")]).tools
         prompt = session.conversations.prompt(decoded)
         assert (prompt.kind, prompt.parent.call_id, prompt.reason) == ("bridged", "0", TEXT_DROPPED)
@@ -471,7 +472,7 @@ def test_a_conversation_of_whole_turns_is_continued_to_its_end(rendering, encode
 @examples(300)
 def test_every_request_that_decodes_has_a_prompt(rendering, body):
     try:
-        call = openai_chat.decode(body, "/")
+        call = routes.CHAT.decode(parse_object(body), "/")
     except DialectError:
         return
     conversations = Conversations(rendering)

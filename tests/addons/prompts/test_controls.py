@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
+from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.prompts.controls import _any_of
 from rolltap.addons.prompts.rendering import Rendering

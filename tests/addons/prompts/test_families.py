@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.dialects.dialect import name_results
-from rolltap.addons.dialects.model_call import ModelCall
 from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns

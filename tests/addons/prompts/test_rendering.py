@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import message_tool_call
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import message_tool_call
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.model import resolve_model
 from rolltap.addons.prompts.rendering import InputError, Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
@@ -246,7 +247,7 @@ def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp
     results = [{"role": "tool", "tool_call_id": i, "content": f"{CALLS[i]}ed"} for i in ("c2", "c1")]
     asked = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": made}]
     body = {"messages": [*asked, *results], "tools": TOOLS}
-    call = openai_chat.decode(json.dumps(body).encode(), "/v1/chat/completions")
+    call = routes.CHAT.decode(parse_object(json.dumps(body).encode()), "/v1/chat/completions")
     rendering = Rendering(save_tokenizer(tmp_path, "", FAMILY_TOKENS[renderer].split()), renderer)
     prompt = rendering.render(call.messages[:1], call.tools)
     whole = rendering.render(call.messages, call.tools)

@@ -11,7 +11,7 @@ from renderers.base import RENDERER_REGISTRY, create_renderer
 from renderers.configs import config_from_name
 from transformers import AutoTokenizer
 
-from rolltap.addons.dialects.model_call import ModelCall
+from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import FieldText, ReplyParser, is_sampled

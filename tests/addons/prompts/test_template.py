@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
-from rolltap.addons.dialects.model_call import assistant_message, message_tool_call
 from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.template import PLACEHOLDER, TemplateContinuation, placeholder_turn, tokens_of_turns

@@ -11,7 +11,7 @@ from mitmproxy.connection import Server
 from mitmproxy.proxy.server_hooks import ServerConnectHook, ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
-from rolltap.addons.dialects import openai_chat
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.routes import Route
 from rolltap.addons.options import NEUTRAL_SAMPLING
 from rolltap.addons.proxy.capture import CAPTURED, Capture
@@ -191,7 +191,7 @@ class TestModelCalls:
         flow.request.headers["host"] = "spoofed.com"
         capture.requestheaders(flow)
         ours = {name: value for name, value in flow.request.headers.items(multi=True) if name.startswith("x-rolltap-")}
-        assert ours == capture.endpoint.headers("s1", "api.openai.com", Route(openai_chat, "generate"))
+        assert ours == capture.endpoint.headers("s1", "api.openai.com", Route(routes.CHAT, "generate"))
         assert ours["x-rolltap-session"] == "s1"
 
     async def test_the_endpoint_answers_what_was_captured_and_nothing_else(self, capture):

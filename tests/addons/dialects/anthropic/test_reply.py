@@ -3,15 +3,15 @@ from dataclasses import replace
 
 import pytest
 
-from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, Reply, ReplyContext, ToolCall, Usage
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, ReplyContext, ToolCall, Usage
 from tests.addons.dialects.apis import MESSAGES, events_of, streamed
 
 HEAD = ReplyContext("c9", 5, "/v1/messages", ModelCall("claude-x", [], []))
 
 
 def encoded(reply):
-    return json.loads(anthropic.encode_reply(HEAD, reply, Usage(prompt=7, completion=3, cached=4)))
+    return json.loads(routes.MESSAGES.encode_reply(HEAD, reply, Usage(prompt=7, completion=3, cached=4)))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,15 @@ def test_tool_calls_are_the_reason_even_when_a_stop_text_ended_them_and_no_conte
 )
 def test_an_error_has_the_type_of_its_status(status, kind):
     error = DialectError("No.", status=status)
-    body = anthropic.encode_error(error)
+    body = routes.MESSAGES.encode_error(error)
     assert json.loads(body) == {"type": "error", "error": {"type": kind, "message": "No."}}
-    assert anthropic.stream_encoder(HEAD).error(error) == b"event: error\ndata: " + body + b"\n\n"
+    assert routes.MESSAGES.stream_encoder(HEAD).error(error) == b"event: error\ndata: " + body + b"\n\n"
 
 
 def test_reasoning_that_is_not_sent_keeps_the_connection_open():
-    encoder = anthropic.stream_encoder(replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden")))
+    encoder = routes.MESSAGES.stream_encoder(
+        replace(HEAD, model_call=ModelCall("claude-x", [], [], reasoning="hidden"))
+    )
     assert encoder.delta("Hm.", "") == encoder.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 

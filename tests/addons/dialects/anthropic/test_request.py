@@ -3,8 +3,9 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import anthropic
-from rolltap.addons.dialects.model_call import DialectError, ModelCall, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import hostile
 
 LOOK = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {"at": {}}}}
@@ -63,7 +64,7 @@ USE = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
 
 def decode(target="/v1/messages?beta=true", **changes):
     request = {key: value for key, value in {**REQUEST, **changes}.items() if value is not None}
-    return anthropic.decode(json.dumps(request).encode(), target)
+    return routes.MESSAGES.decode(parse_object(json.dumps(request).encode()), target)
 
 
 def decode_content(role, content, **changes):
@@ -268,7 +269,7 @@ def test_any_depth_is_a_model_call_or_a_refusal():
         body = json.dumps({"max_tokens": 1, "messages": asked, "tools": [LATER]})
         body = body.replace(json.dumps(LATER["input_schema"]), schema)
         try:
-            call = anthropic.decode(body.encode(), "/v1/messages")
+            call = routes.MESSAGES.decode(parse_object(body.encode()), "/v1/messages")
         except DialectError as refusal:
             outcomes.add(str(refusal).partition(":")[0])
         else:

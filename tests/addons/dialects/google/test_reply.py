@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from rolltap.addons.dialects import google
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
 from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of, streamed
 from tests.addons.dialects.google.test_request import CALL, GENERATE, STREAM
 
@@ -13,7 +13,7 @@ SIGNED = {"thoughtSignature": sign("call-9")}
 
 def encoded(reply):
     context = ReplyContext("call-9", 1_700_000_000, GENERATE, replace(CALL, reasoning="shown"))
-    return json.loads(google.encode_reply(context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)))
+    return json.loads(routes.GEMINI.encode_reply(context, reply, Usage(prompt=7, completion=3, cached=2, reasoning=2)))
 
 
 def test_a_reply_is_one_candidate():
@@ -67,7 +67,7 @@ def test_without_a_call_the_text_carries_the_signature(reply, parts):
     ],
 )
 def test_an_error_has_the_name_of_its_status(status, name):
-    error = json.loads(google.encode_error(DialectError("No.", status=status)))
+    error = json.loads(routes.GEMINI.encode_error(DialectError("No.", status=status)))
     assert error == {"error": {"code": status, "message": "No.", "status": name}}
 
 
@@ -87,19 +87,19 @@ def test_the_last_chunk_has_calls_finish_reason_and_usage(api):
 
 
 def test_a_delta_has_reasoning_before_content():
-    (chunk,) = chunks_of(google.stream_encoder(GEMINI.context()).delta("Hm.", "Hi."))
+    (chunk,) = chunks_of(routes.GEMINI.stream_encoder(GEMINI.context()).delta("Hm.", "Hi."))
     parts = chunk["candidates"][0]["content"]["parts"]
     assert parts == [{"text": "Hm.", "thought": True}, {"text": "Hi."}]
 
 
 def test_reasoning_that_is_not_sent_keeps_the_connection_open():
-    encoder = google.stream_encoder(ReplyContext("call-9", 0, STREAM + "?alt=sse", CALL))
+    encoder = routes.GEMINI.stream_encoder(ReplyContext("call-9", 0, STREAM + "?alt=sse", CALL))
     assert encoder.delta("Hm.", "") == encoder.keep_alive()
 
 
 @either
 def test_a_failed_stream_ends_with_the_error(api):
-    encoder = google.stream_encoder(api.context())
+    encoder = routes.GEMINI.stream_encoder(api.context())
     begun = encoder.start() + encoder.delta("", "Hi.")
     *_, last = chunks_of(begun + encoder.error(DialectError("The engine is gone.", status=503)))
     assert last == {"error": {"code": 503, "message": "The engine is gone.", "status": "UNAVAILABLE"}}
@@ -109,4 +109,4 @@ def test_a_failed_stream_ends_with_the_error(api):
 def test_the_query_asks_for_events(query):
     context = ReplyContext("call-9", 0, f"{STREAM}?{query}", CALL)
     expected = "text/event-stream" if query else "application/json"
-    assert google.stream_encoder(context).content_type == expected
+    assert routes.GEMINI.stream_encoder(context).content_type == expected

@@ -5,14 +5,15 @@ import pytest
 from google import genai
 from google.genai import types
 
-from rolltap.addons.dialects import google
-from rolltap.addons.dialects.model_call import (
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import (
     ModelCall,
     assistant_message,
     message_tool_call,
     sign,
     tool_call_id,
 )
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
 from tests.addons.dialects.server import Server
@@ -90,7 +91,7 @@ CALL = ModelCall(
 
 
 def decode(target=GENERATE, **changes):
-    return google.decode(json.dumps({**REQUEST, **changes}).encode(), target)
+    return routes.GEMINI.decode(parse_object(json.dumps({**REQUEST, **changes}).encode()), target)
 
 
 def decode_contents(*contents):
@@ -113,7 +114,7 @@ class TestDecode:
         assert decode() == CALL
 
     def test_snake_case_and_lists_of_one_mean_the_same(self):
-        assert google.decode(json.dumps(SNAKE_REQUEST).encode(), GENERATE) == CALL
+        assert routes.GEMINI.decode(parse_object(json.dumps(SNAKE_REQUEST).encode()), GENERATE) == CALL
 
     def test_the_path_says_model_and_stream(self):
         assert not decode().stream
@@ -125,7 +126,7 @@ class TestDecode:
     def test_count_tokens_takes_contents_or_a_whole_request(self, wrapper):
         target = "/v1beta/models/gemini-x:countTokens"
         body = json.dumps({wrapper: {"model": "models/gemini-x", **REQUEST}}).encode()
-        assert google.decode(body, target) == decode(target) == CALL
+        assert routes.GEMINI.decode(parse_object(body), target) == decode(target) == CALL
 
     @pytest.mark.parametrize(
         ("instruction", "text"),

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import openai_chat
-from rolltap.addons.dialects.model_call import ModelCall, WireTool, assistant_message, message_tool_call
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import ModelCall, WireTool, assistant_message, message_tool_call
+from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import hostile
 
 TARGET = "/v1/chat/completions"
@@ -32,7 +33,7 @@ REQUEST = {
 
 
 def decode(**changes):
-    return openai_chat.decode(json.dumps({**REQUEST, **changes}).encode(), TARGET)
+    return routes.CHAT.decode(parse_object(json.dumps({**REQUEST, **changes}).encode()), TARGET)
 
 
 def decode_message(**message):

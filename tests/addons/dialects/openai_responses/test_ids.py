@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import DialectError, Reply, ReplyContext, ToolCall, Usage
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.stored import NamesStored
 from tests.addons.dialects import hostile
 from tests.addons.dialects.server import TALK, by_id, stored_call
@@ -30,7 +31,7 @@ STORED = by_id(
 def decode(*items, stored=STORED, **fields):
     body = json.dumps({"model": "gpt-x", "input": list(items), **fields}).encode()
     with pytest.raises(NamesStored) as named:
-        openai_responses.decode(body, "/v1/responses")
+        routes.RESPONSES.decode(parse_object(body), "/v1/responses")
     return named.value.complete(stored.get)
 
 
@@ -42,9 +43,11 @@ def reference(item_id):
 def test_references_to_all_items_of_a_reply_are_the_reply_sent_back(name):
     reply = REPLIES[name]
     request = {"model": "gpt-x", "input": [USER], "tools": TOOLS}
-    call = openai_responses.decode(json.dumps(request).encode(), "/v1/responses")
-    issued = json.loads(openai_responses.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3)))["output"]
-    echoed = openai_responses.decode(json.dumps({**request, "input": [USER, *issued]}).encode(), "/v1/responses")
+    call = routes.RESPONSES.decode(parse_object(json.dumps(request).encode()), "/v1/responses")
+    issued = json.loads(routes.RESPONSES.encode_reply(ReplyContext("c9", 5, "", call), reply, Usage(7, 3)))["output"]
+    echoed = routes.RESPONSES.decode(
+        parse_object(json.dumps({**request, "input": [USER, *issued]}).encode()), "/v1/responses"
+    )
     stored = by_id(stored_call("c9", [USER], reply))
     named = decode(USER, *(reference(item["id"]) for item in issued), stored=stored, tools=TOOLS)
     assert named.messages == echoed.messages
@@ -116,12 +119,12 @@ bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "rs_c1_0"],
 @examples(500)
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
-        openai_responses.decode(body, "/v1/responses")
+        routes.RESPONSES.decode(parse_object(body), "/v1/responses")
     except NamesStored as named:
         try:
             call = named.complete(STORED.get)
         except DialectError as refusal:
-            json.loads(openai_responses.encode_error(refusal))
+            json.loads(routes.RESPONSES.encode_error(refusal))
         else:
             json.dumps(asdict(call), ensure_ascii=False).encode()
             assert call.messages

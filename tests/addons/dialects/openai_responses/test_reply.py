@@ -3,8 +3,8 @@ import json
 import pytest
 from hypothesis import given
 
-from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import DialectError, ServedModel, sign
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError, ServedModel, sign
 from tests.addons.dialects.apis import RESPONSES, USAGE, streamed
 from tests.addons.dialects.openai_responses.test_request import REQUEST, decode, decode_items
 from tests.addons.dialects.test_contract import REPLIES
@@ -27,7 +27,7 @@ def test_a_trigger_asks_for_a_summary():
 @examples(100)
 def test_the_reply_is_one_item_that_holds_the_summary(reply):
     context = RESPONSES.context(input=[*REQUEST["input"], TRIGGER])
-    whole = json.loads(openai_responses.encode_reply(context, reply, USAGE))
+    whole = json.loads(routes.RESPONSES.encode_reply(context, reply, USAGE))
     (item,) = whole["output"]
     assert item["type"] == "compaction"
     assert RESPONSES.assembled(streamed(RESPONSES, context, reply)) == whole
@@ -37,7 +37,7 @@ def test_the_reply_is_one_item_that_holds_the_summary(reply):
 
 
 def test_a_summary_that_grows_keeps_the_connection_open():
-    encoder = openai_responses.stream_encoder(RESPONSES.context(input=[*REQUEST["input"], TRIGGER]))
+    encoder = routes.RESPONSES.stream_encoder(RESPONSES.context(input=[*REQUEST["input"], TRIGGER]))
     assert b"response.in_progress" in encoder.delta("", "So far")
 
 
@@ -61,7 +61,7 @@ experimental_supported_tools supported_reasoning_levels support_verbosity
 
 
 def entries(*models):
-    body = openai_responses.encode_models("/backend-api/codex/models?client_version=0.169.0", list(models), 5)
+    body = routes.RESPONSES.encode_models("/backend-api/codex/models?client_version=0.169.0", list(models), 5)
     return json.loads(body)["models"]
 
 

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import ModelCall, WireTool, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import ModelCall, WireTool, assistant_message, message_tool_call, sign
+from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.openai_responses.reply import REPEATED
 from rolltap.addons.dialects.tools import function_tool
 from tests.addons.dialects import hostile
@@ -66,7 +67,7 @@ REQUEST = {
 
 
 def decode(**changes):
-    return openai_responses.decode(json.dumps({**REQUEST, **changes}).encode(), "/v1/responses")
+    return routes.RESPONSES.decode(parse_object(json.dumps({**REQUEST, **changes}).encode()), "/v1/responses")
 
 
 def decode_items(*items, **changes):

@@ -1,7 +1,7 @@
 import pytest
 
-from rolltap.addons.dialects import openai_responses
-from rolltap.addons.dialects.model_call import ContextOverflow, DialectError, Reply, ToolCall
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ToolCall
 from tests.addons.dialects.apis import RESPONSES, USAGE, events_of, streamed
 
 ITEMS = """
@@ -22,7 +22,7 @@ def test_an_item_is_complete_before_the_next_begins():
 
 
 def test_reasoning_that_comes_after_content_is_not_sent_and_keeps_the_stream_alive():
-    encoder = openai_responses.stream_encoder(RESPONSES.context())
+    encoder = routes.RESPONSES.stream_encoder(RESPONSES.context())
     encoder.delta("Hm.", "Hi")
     assert [event["type"] for event in events_of(encoder.delta("\n", ""))] == ["response.in_progress"]
     *_, last = events_of(encoder.finish(Reply("Hi", "Hm.\n"), USAGE))
@@ -44,7 +44,7 @@ def test_a_truncated_reply_is_incomplete():
     ],
 )
 def test_a_failure_is_the_last_event(error, code):
-    encoder = openai_responses.stream_encoder(RESPONSES.context())
+    encoder = routes.RESPONSES.stream_encoder(RESPONSES.context())
     encoder.start()
     (event,) = events_of(encoder.error(error))
     assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")

@@ -188,6 +188,15 @@ class WireTool:
 
 
 @dataclass(slots=True)
+class Part:
+    """What an element of a conversation was decoded to, from the element alone but for the `name` of tool results."""
+
+    messages: list[Message]
+    hidden: int = 0
+    """Number of images, audio parts and files in the element, which have a text in their place."""
+
+
+@dataclass(slots=True)
 class ModelCall:
     """A decoded request."""
 
@@ -221,6 +230,8 @@ class ModelCall:
     """Fields of the request that its reply repeats, as they came. They may hold secrets, and are never recorded."""
     hidden: int = 0
     """Number of images, audio parts and files in the messages, which have a text in their place."""
+    parts: list[Part] = field(default_factory=list, compare=False, repr=False)
+    """One part for each element of the conversation: see `Dialect.decode`. Empty when a dialect does not give them."""
     echo_rule: EchoRule | None = None
     """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
     again: bool = False

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rolltap.addons.dialects.model_call import DialectError
+from rolltap.addons.dialects.call import DialectError
 
 _MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
 """A media type, alone or at the start of a `data:` URL."""

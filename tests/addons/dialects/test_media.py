@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.images import hide, placeholder
+from rolltap.addons.dialects.media import hide, placeholder
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
