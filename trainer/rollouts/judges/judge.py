@@ -10,6 +10,7 @@ changes was broken by these, and the reward is the worst of the judge's range. W
 the session is unjudged.
 """
 
+import asyncio
 import dataclasses
 import hashlib
 import logging
@@ -17,6 +18,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
@@ -77,6 +79,18 @@ class _Baseline:
 _baselines: dict[str, _Baseline] = {}
 """Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_BASELINES = 10_000
+
+
+@dataclasses.dataclass(slots=True, weakref_slot=True)
+class _Turn:
+    """The sessions that need the same baseline now: one has it judged, the others wait for the judgement."""
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    baseline: _Baseline | None = None
+
+
+_turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], _Turn] = WeakValueDictionary()
+"""Event loop, and digest as in `_baselines` -> the sessions of that loop that need the baseline now."""
 
 
 async def fault_on_start(job: JudgeJob) -> str:
@@ -278,12 +292,26 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
 
 
 async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
-    """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
+    """Return the judgement of the untouched start. A verdict is made once.
+
+    A judge that had none is asked again, for the next session that needs it; sessions that wait for the same judgement
+    share it. When the session that has it judged is cancelled, the next one has it judged.
+    """
     task = job.task
     facts = (spec, job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
     if key in _baselines:
         return _baselines[key]
+    turn = _turns.setdefault((asyncio.get_running_loop(), key), _Turn())
+    async with turn.lock:
+        if turn.baseline is None:
+            turn.baseline = await _judge_start(spec, job)
+            if turn.baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
+                _baselines[key] = turn.baseline
+        return turn.baseline
+
+
+async def _judge_start(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
     start = dataclasses.replace(job, result=None, changes=Changes(), name=f"{job.name}.start")
     baseline = _Baseline(Judged())
     try:
@@ -292,8 +320,6 @@ async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline
         why = quote_last_line(str(error), start.log)
         baseline.judged = Judged(unjudged=why, evidence=error.evidence)
         output = read_end(start.log) if start.log.exists() else ""
-        asked = task.instruction
+        asked = job.task.instruction
         baseline.lacks = error.lacks or missing_module(output, asked) or missing_program(output, asked)
-    if baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
-        _baselines[key] = baseline
     return baseline

@@ -15,7 +15,8 @@ from rolltap.addons.secret import password
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 SESSION_END = "http://session.rolltap/end"
-"""URL that ends a session, requested through the proxy with the session's credentials (`rolltap.addons.proxy.capture`)."""
+"""URL that ends a session, requested through the proxy with the session's credentials
+(`rolltap.addons.proxy.capture`)."""
 
 PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """A context without certificates, for requests to the recorder by plain HTTP. httpx makes a context for each request;

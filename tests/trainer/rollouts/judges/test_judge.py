@@ -1,3 +1,4 @@
+import asyncio
 import sys
 from contextlib import asynccontextmanager
 
@@ -101,6 +102,26 @@ async def test_a_start_is_judged_once_for_all_sessions_of_a_task_also_as_an_unto
     monkeypatch.setattr(module, "_baselines", {})
     assert (await left.judge(spec)).reward == 0.0
     assert module._baselines == {}
+
+
+@pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (7, None)])
+async def test_sessions_that_need_it_together_have_the_start_judged_once(tmp_path, status, reward):
+    left = Left(tmp_path, {})
+    job = left.job(shell(f"echo x >> {tmp_path}/count; exit {status}", result="status" if reward else "number"))
+    judge = left.task.effective_judge
+    baselines = await asyncio.gather(*(module._judge_baseline(judge, job) for _ in range(4)))
+    assert [baseline.judged.reward for baseline in baselines] == [reward] * 4
+    assert (tmp_path / "count").read_text() == "x\n"
+
+
+async def test_a_session_that_is_cancelled_while_it_has_the_start_judged_leaves_that_to_the_next(tmp_path):
+    left = Left(tmp_path, {})
+    job = left.job(shell("exit 0"))
+    baselines = [asyncio.create_task(module._judge_baseline(left.task.effective_judge, job)) for _ in range(2)]
+    await asyncio.sleep(0)  # the first one has it judged now
+    baselines[0].cancel()
+    assert (await baselines[1]).judged.reward == 1.0
+    assert baselines[0].cancelled()
 
 
 NO_PLUGINS = ["env", "-u", "PYTEST_PLUGINS", *PYTEST, "test_calc.py"]
