@@ -6,8 +6,8 @@ import traceback
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
 
-from rolltap.addons.endpoint import errors
-from rolltap.addons.endpoint.errors import is_listed
+from rolltap.addons.endpoint import refusals
+from rolltap.addons.endpoint.refusals import is_listed
 from rolltap.addons.store.rows import printable
 
 LISTED = 100
@@ -61,7 +61,7 @@ class Log:
         return is_listed(self._last_count, LISTED)
 
     def _count(self, record: logging.LogRecord) -> int:
-        if record.name == errors.__name__:
+        if record.name == refusals.__name__:
             return 1  # they are counted before they are logged
         place = record.pathname, record.lineno
         self._counts[place] = self._counts.get(place, 0) + 1

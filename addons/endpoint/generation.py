@@ -52,7 +52,7 @@ from typing import Protocol
 from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED, Grant
-from rolltap.addons.endpoint.errors import Refusals, as_dialect_error, event_kind
+from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import PreparedCall
 from rolltap.addons.engine.completion import sample
 from rolltap.addons.engine.connections import SILENCE_SECONDS

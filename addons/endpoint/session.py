@@ -20,7 +20,7 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
-from rolltap.addons.endpoint.errors import DIVERGED, UNREADABLE, Refusals
+from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters

@@ -17,7 +17,7 @@ from rolltap.addons.dialects.routes import (
     api_not_served,
     find_route,
 )
-from rolltap.addons.endpoint.errors import event_kind
+from rolltap.addons.endpoint.refusals import event_kind
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.options import OPTIONS
 from rolltap.addons.proxy.sessions import SESSION

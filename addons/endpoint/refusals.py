@@ -5,7 +5,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
@@ -19,9 +18,11 @@ from rolltap.addons.store.rows import printable
 logger = logging.getLogger(__name__)
 
 UNREADABLE = "unreadable_tool_calls"
-"""Code of the error for a call with tools when the model's tool calls cannot be read: it would wait for them."""
+"""Code of the error for a call with tools when the model's tool calls cannot be read: it would wait
+for them."""
 DIVERGED = "diverged"
-"""Code of the error for a request of a rerun that no recorded call answers. Its session takes no more calls."""
+"""Code of the error for a request of a rerun that no recorded call answers. Its session takes no more
+calls."""
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
 LISTED = 64
@@ -32,54 +33,66 @@ PER_SECOND = 20.0
 """Number of such events each second after that."""
 REMEMBERED = 10_000
 """Number of pairs of a session and a kind that are counted at the same time."""
+_KINDS: dict[str, EventKind] = {UNREADABLE: "unreadable", DIVERGED: "diverged"}
 _OUR_STATUS = 500
-"""The lowest HTTP status of a `DialectError` that is not the harness's: of the recorder or the machine."""
+"""The lowest HTTP status of a `DialectError` that is of the recorder or the machine, not the harness."""
 _TRANSIENT = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a commit that end when somebody frees space."""
 _OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
-"""Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines are `EngineError`s,
-and a disk has none."""
+"""Errors with a cause outside of the request. A `ConnectionError` is the client's: those of engines
+are `EngineError`s, and a disk has none."""
 _DECISIVE = frozenset({"fault", "budget", "unreadable", DIVERGED})
 """Kinds of events on which the outcome of a session depends."""
+_USUAL = frozenset({"refused", "joined", "replayed"})
+"""Kinds of events that are no warning."""
 
 
 def event_kind(error: Exception) -> EventKind:
-    """Return the kind of the event for a model call that ends with `error`: `fault`, `budget`, `unreadable`, `diverged`
-    or `rejected`.
+    """Return the kind of the event for a model call that ends with `error`.
 
-    An invalid request is a `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
-    an engine's refusal with a status below 500, because the recorder made the request that it refuses. An unexpected
-    error is not: decoding, rendering and parsing depend on what was asked and sampled, and an agent that could cause a
-    fault could take back a session that would fail.
+    It is `fault`, `budget`, `unreadable`, `diverged` or `rejected`. An invalid request is a
+    `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also an
+    engine's refusal with a status below 500, because the recorder made the request that it refuses.
+    An unexpected error is not: decoding, rendering and parsing depend on what was asked and sampled,
+    and an agent that could cause a fault could take back a session that would fail.
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
-    if isinstance(error, DialectError) and error.code in (UNREADABLE, DIVERGED):
-        return "unreadable" if error.code == UNREADABLE else "diverged"
     if isinstance(error, DialectError):
-        return "rejected" if error.status < _OUR_STATUS else "fault"
-    return "fault" if isinstance(error, _OURS) and not isinstance(error, ConnectionError) else "rejected"
+        ours = error.status >= _OUR_STATUS
+        return _KINDS.get(error.code, "fault" if ours else "rejected")
+    ours = isinstance(error, _OURS) and not isinstance(error, ConnectionError)
+    return "fault" if ours else "rejected"
 
 
 def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
     """Return an error as the harness receives it. Logs the traceback of an unexpected one.
 
-    `begun` is False for a request that became no call: an unexpected error says that it cannot be served. In a call
-    that runs, another sample may be, so that harnesses may try again.
+    `begun` is False for a request that became no call: an unexpected error says that it cannot be
+    served. In a call that runs, another sample may be, so that harnesses may try again.
     """
     if isinstance(error, DialectError):
         return error
     if isinstance(error, EngineError):
         return DialectError(error.for_harness, status=error.status, code="engine_error")
     if isinstance(error, RunError):
-        return DialectError(f"the recorder cannot read its run: {error}", status=500, code="not_recorded")
+        why = f"the recorder cannot read its run: {error}"
+        return DialectError(why, status=500, code="not_recorded")
     if isinstance(error, OSError):
-        status, wait = (503, RETRY_SECONDS) if error.errno in _TRANSIENT else (500, None)
-        message = f"the recorder cannot write this call: {error}"
-        return DialectError(message, status=status, code="not_recorded", retry_after=wait)
-    logger.error("a request or reply that rolltap, the renderer or the chat template cannot process", exc_info=error)
+        answer = DialectError(
+            f"the recorder cannot write this call: {error}", status=500, code="not_recorded"
+        )
+        if error.errno in _TRANSIENT:
+            answer.status = 503
+            answer.retry_after = RETRY_SECONDS
+        return answer
+    logger.error(
+        "a request or reply that rolltap, the renderer or the chat template cannot process",
+        exc_info=error,
+    )
     if begun:
-        return DialectError(f"internal error of the recorder: {error!r}", status=500, code="internal_error")
+        why = f"internal error of the recorder: {error!r}"
+        return DialectError(why, status=500, code="internal_error")
     return DialectError(f"This request cannot be turned into a prompt: {error!r}")
 
 
@@ -98,12 +111,12 @@ class _Tally:
 class Refusals:
     """Writes events of refusals with `write`, and a log line for each.
 
-    Repeated refusals are written at powers of two after the first `LISTED` of a session and a kind, with the number so
-    far in `detail`, and at the end of the session with the total: a stuck session cannot flood the run or the log.
-    Without a secret, sessions are free to choose their names: a rate bounds the events of all of them together, and
-    those over it are counted the same way. The last `fault` and the last `budget` of a session are written in any case,
-    at the latest with their total, because its outcome depends on them. The texts of an event come from the wire: they
-    are made printable and cut.
+    Repeated refusals are written at powers of two after the first `LISTED` of a session and a kind,
+    with the number so far in `detail`, and at the end of the session with the total: a stuck session
+    cannot flood the run or the log. Without a secret, sessions are free to choose their names: a rate
+    bounds the events of all of them together, and those over it are counted the same way. The last
+    event of a kind on which a session's outcome depends is written in any case, at the latest with
+    its total. The texts of an event come from the wire: they are made printable and cut.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
@@ -114,22 +127,27 @@ class Refusals:
 
     def record(self, event: Event) -> None:
         """Write or count one refusal."""
-        session_id = None if event.session_id is None else printable(event.session_id)
-        texts: dict[str, Any] = {name: printable(getattr(event, name)) for name in ("host", "method", "path", "detail")}
-        event = replace(event, session_id=session_id, **texts)
+        event = replace(
+            event,
+            session_id=None if event.session_id is None else printable(event.session_id),
+            host=printable(event.host),
+            method=printable(event.method),
+            path=printable(event.path),
+            detail=printable(event.detail),
+        )
         key = event.session_id, event.kind
         tally = self._tallies.setdefault(key, _Tally())
         self._tallies.move_to_end(key)
         tally.count += 1
-        tally.pending = None
-        if not is_listed(tally.count):
-            tally.pending = event
-        else:
-            so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
-            written = self._publish(event if tally.count <= LISTED else replace(event, detail=so_far))
-            if event.kind in _DECISIVE and not written:
-                tally.pending = event
-        while len(self._tallies) > REMEMBERED:
+        tally.pending = event
+        if is_listed(tally.count):
+            if tally.count > LISTED:
+                so_far = f"{tally.count} {event.kind} so far, the last: {event.detail}"
+                event = replace(event, detail=so_far)
+            written = self._publish(event)
+            if written or event.kind not in _DECISIVE:
+                tally.pending = None
+        if len(self._tallies) > REMEMBERED:
             self._end(next(iter(self._tallies)))
 
     def end(self, session_id: str | None) -> None:
@@ -139,14 +157,16 @@ class Refusals:
 
     def close(self) -> None:
         """Write the totals of all sessions."""
-        while self._tallies:
-            self._end(next(iter(self._tallies)))
+        for key in list(self._tallies):
+            self._end(key)
         if self._omitted:
-            self._write(Event(kind="refused", detail=f"{self._omitted} events of refusals in all were left out"))
+            omitted = f"{self._omitted} events of refusals in all were left out"
+            self._write(Event(kind="refused", detail=omitted))
 
     def _end(self, key: tuple[str | None, EventKind]) -> None:
         tally = self._tallies.pop(key)
-        if (last := tally.pending) is not None:
+        last = tally.pending
+        if last is not None:
             detail = f"{tally.count} {last.kind} in all, the last: {last.detail}"
             self._publish(replace(last, detail=detail), always=last.kind in _DECISIVE)
 
@@ -157,10 +177,11 @@ class Refusals:
             self._omitted += 1
             if not is_listed(self._omitted, 0):
                 return False
-            detail = f"{self._omitted} events of refusals in all were left out, the last: {event.detail}"
-            event = replace(event, session_id=None, detail=detail)
-        level = logging.INFO if event.kind in ("refused", "joined", "replayed") else logging.WARNING
+            omitted = f"{self._omitted} events of refusals in all were left out"
+            event = replace(event, session_id=None, detail=f"{omitted}, the last: {event.detail}")
+        level = logging.INFO if event.kind in _USUAL else logging.WARNING
         target = f"{event.method} {event.host}{event.path}".strip()
-        logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, event.detail or "not served")
+        why = event.detail or "not served"
+        logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, why)
         self._write(event)
         return allowed

@@ -1,8 +1,8 @@
 import pyarrow as pa
 import pytest
 
-from rolltap.addons.endpoint import errors
-from rolltap.addons.endpoint.errors import Refusals
+from rolltap.addons.endpoint import refusals
+from rolltap.addons.endpoint.refusals import Refusals
 from rolltap.addons.store.records import EVENT_SCHEMA, Event
 
 
@@ -48,7 +48,7 @@ def test_sessions_and_kinds_are_counted_apart(counted, written):
 
 
 def test_what_is_counted_is_bounded_and_nothing_is_lost(counted, written, monkeypatch):
-    monkeypatch.setattr(errors, "REMEMBERED", 10)
+    monkeypatch.setattr(refusals, "REMEMBERED", 10)
     for i in range(30):
         refuse(counted, 70, f"s{i}")
     assert len(counted._tallies) == 10
@@ -70,8 +70,8 @@ def test_the_texts_of_an_event_are_printable_and_cut(counted, written, caplog):
 
 @pytest.fixture
 def one_event(monkeypatch):
-    monkeypatch.setattr(errors, "PER_SECOND", 0.0)
-    monkeypatch.setattr(errors, "BURST", 1)
+    monkeypatch.setattr(refusals, "PER_SECOND", 0.0)
+    monkeypatch.setattr(refusals, "BURST", 1)
 
 
 def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(one_event, counted, written):
@@ -84,7 +84,7 @@ def test_the_last_fault_of_a_session_is_told_at_its_end_whatever_others_do(one_e
 
 
 def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(one_event, counted, written, monkeypatch):
-    monkeypatch.setattr(errors, "REMEMBERED", 1)
+    monkeypatch.setattr(refusals, "REMEMBERED", 1)
     refuse(counted, 1, "loud")
     refuse(counted, 3, "quiet", "fault")
     refuse(counted, 1, "loud")
@@ -95,7 +95,7 @@ def test_the_last_fault_of_a_session_is_told_when_others_take_its_place(one_even
 
 
 def test_new_names_do_not_bring_new_events_without_end(one_event, written, monkeypatch):
-    monkeypatch.setattr(errors, "BURST", 100)
+    monkeypatch.setattr(refusals, "BURST", 100)
     counted = Refusals(written.append)
     for i in range(500):
         refuse(counted, 1, f"s{i}")
