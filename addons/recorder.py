@@ -22,7 +22,7 @@ from rolltap.addons.engine.lookup import OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.options import PREFIX, RecorderOptions, typed, unknown
-from rolltap.addons.prompts.model import resolve_model
+from rolltap.addons.prompts.tokenizer import resolve_model
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import add_recorder, write_metadata
 from rolltap.addons.store.tables import RunWriter

@@ -21,7 +21,6 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.calls import Family
 from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families, find_family, plain, read_turns, written_turns
-from rolltap.addons.prompts.model import require_findable
 from rolltap.addons.prompts.reply import ReplyParser, SampledReply
 from rolltap.addons.prompts.template import (
     PARALLEL_PROBE,
@@ -32,7 +31,7 @@ from rolltap.addons.prompts.template import (
     TemplateContinuation,
     tokens_of_turns,
 )
-from rolltap.addons.prompts.tokenizer import CachingTokenizer, vocabulary_size
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, require_findable, vocabulary_size
 from rolltap.addons.store.metadata import tokenizer_digests
 
 _PROBES: list[tuple[list[Message], list[Tool] | None]] = [

@@ -1,4 +1,7 @@
-"""A tokenizer with a cache of encoded texts, for use by several threads; and the text of tokens as they are sampled."""
+"""A model's tokenizer: found, loaded, with a cache of encoded texts, for use by several threads.
+
+`TokenTexts` gives the text of tokens as they are sampled.
+"""
 
 import sys
 import threading
@@ -6,85 +9,132 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.controls import BREAK
 
-_SHORT = 256
-"""Texts below this number of characters have a cache of their own: templates put the same few around each message."""
-_SHORT_TEXTS = 8192
-_LONG_BYTES = 64 * 2**20
-"""Size of the cache of long texts in bytes. Those worth caching are system prompts and tools, which sessions share."""
-_LARGEST_SHARE = 16
-"""A text that takes more than this part of the cache is not kept."""
-_LONG_DECODE = 256
-"""Tokens from which a text is decoded without the GIL. Decoding them takes longer than handing over the GIL."""
+_CACHED_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""Files of a model of which the Hub's cache has one when the model was loaded before."""
+_HUB_SECONDS = 10.0
+
+
+def require_findable(model: str, *, ask_hub: bool = False) -> None:
+    """Raise `InputError` for a path that does not exist and, with `ask_hub`, for an unknown name.
+
+    Without `ask_hub`, names of the Hub and URLs are left as they are. The Hub is asked once, and
+    not for a model in its cache: transformers asks for each file several times, for minutes without
+    a network.
+    """
+    if Path(model).expanduser().exists():
+        return
+    # ORGANISATION/NAME or NAME is a name of the Hub, unless it begins like a path or with a folder
+    first, *others = model.split("/")
+    in_folder = len(others) == 1 and Path(first).is_dir()
+    if model.startswith(("/", "~", ".")) or ("://" not in model and (len(others) > 1 or in_folder)):
+        advice = "give the folder of a model, or its name on the Hugging Face Hub"
+        raise InputError(f"there is no folder {model}: {advice}")
+    if not ask_hub:
+        return
+    # the base installation does not have it
+    from huggingface_hub import model_info, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not any(isinstance(try_to_load_from_cache(model, name), str) for name in _CACHED_FILES):
+            model_info(model, timeout=_HUB_SECONDS)
+        return
+    except HFValidationError:
+        reason = "and it is no name of a model on the Hugging Face Hub"
+    except RepositoryNotFoundError:
+        reason = "and the Hugging Face Hub has no such model, or it is private (hf auth login)"
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        reason = f"and the Hugging Face Hub does not answer ({first_line})"
+    raise InputError(f"there is no folder {model}, {reason}: give the folder of the served model")
+
+
+def resolve_model(model: str) -> str:
+    """Return `model` as an absolute path when it is a local folder, else unchanged."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path.resolve())
+    return model
 
 
 class CachingTokenizer:
-    """The part of a `transformers` tokenizer that `renderers` uses to render, parse and continue.
+    """The part of a `transformers` tokenizer that `renderers` uses to render and continue.
 
-    It hides the tokenizer's `__call__`. `renderers` then skips computing character offsets, which are not used here.
-    Long texts are encoded and decoded without the GIL, so that a thread can do it while the event loop runs.
+    It hides the tokenizer's `__call__`. `renderers` then skips computing character offsets, which
+    are not used here. Texts are encoded without the GIL, so that a thread can do it while the event
+    loop runs.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = _find_backend(tokenizer)
-        """The `tokenizers.Tokenizer`, or None when the `transformers` tokenizer does more than to call it."""
+        """The `tokenizers.Tokenizer`; None when the `transformers` tokenizer does more than it."""
         self._encode_lock = threading.Lock()
-        self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
-        self._long_texts = _TextCache(_LONG_BYTES)
+        self._cache = _TextCache()
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of `text` in a new list. Special tokens are not added by default."""
-        if len(text) < _SHORT:
-            return list(self._encode_short(text, add_special_tokens))
-        kept = self._long_texts.get((text, add_special_tokens))
-        if kept is not None:
-            return kept.tolist()
-        ids = self._encode(text, add_special_tokens)
-        self._long_texts.put((text, add_special_tokens), array("I", ids))
+    def encode(self, text: str, *, add_special_tokens: Literal[False] = False) -> list[int]:
+        """Return the token ids of `text`, in a new list. Special tokens in it are found."""
+        cached = self._cache.get(text)
+        if cached is not None:
+            return cached.tolist()
+        ids = self._encode(text)
+        self._cache.put(text, array("I", ids))
         return ids
 
     def count(self, text: str) -> int:
-        """Return the number of tokens of `text`, which is not kept."""
-        return len(self._encode(text, False))
+        """Return the number of tokens of `text`, which is not cached."""
+        return len(self._encode(text))
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **options: Any) -> str:
-        """Return the text of the tokens."""
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        """Return the text of the tokens, by default with the texts of special ones."""
         if self._backend is None or options or self._tokenizer.clean_up_tokenization_spaces:
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
-        elif len(token_ids) < _LONG_DECODE:
-            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            text: str = self._tokenizer.decode(token_ids, **options)
         else:
-            (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+            text = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, **options: Any) -> Any:
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        *,
+        tokenize: bool = True,
+        **options: Any,
+    ) -> Any:
         """Return the text of the chat template, or its tokens: see `transformers`."""
         if self._backend is None or not tokenize or options.get("return_dict", True):
             return self._tokenizer.apply_chat_template(conversation, tokenize=tokenize, **options)
-        return self._encode(self._tokenizer.apply_chat_template(conversation, tokenize=False, **options), False)
+        text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        return self._encode(text)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if BREAK in text:
-            return [i for piece in text.split(BREAK) for i in self._encode(piece, add_special_tokens)]
-        if self._backend is not None:
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
-            return ids
-        with self._encode_lock:  # encoding sets the tokenizer's state
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for piece in text.split(BREAK):
+            if self._backend is not None:
+                (encoding,) = self._backend.encode_batch_fast([piece], add_special_tokens=False)
+                ids += encoding.ids
+            else:
+                with self._encode_lock:  # encoding sets the tokenizer's state
+                    ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
 
     unk_token_id = None
-    """`renderers` refuses a marker with this id. transformers fills it in with that of a marker, `<|endoftext|>`."""
+    """`renderers` refuses a marker with this id.
+
+    transformers fills it in with that of a marker, `<|endoftext|>`.
+    """
 
     def convert_tokens_to_ids(self, tokens: str) -> int | None:
         """Return the id of a token, None for one that the tokenizer does not have."""
         found: int | None = self._tokenizer.convert_tokens_to_ids(tokens)
-        return None if found is None or self._tokenizer.convert_ids_to_tokens(found) != tokens else found
+        if found is None or self._tokenizer.convert_ids_to_tokens(found) != tokens:
+            return None
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "__call__":
@@ -93,48 +143,57 @@ class CachingTokenizer:
 
 
 class _TextCache:
-    """The tokens of the texts used last, up to `limit` bytes of texts and tokens. Thread-safe."""
+    """The tokens of the texts used last. Thread-safe.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    Worth caching are the texts that templates put around each message, and system prompts and
+    tools, which sessions share.
+    """
+
+    LIMIT = 64 * 2**20
+    """Bytes of texts and tokens. A text that takes more than a sixteenth of it is not kept."""
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tokens: OrderedDict[tuple[str, bool], array[int]] = OrderedDict()
+        self._tokens: OrderedDict[str, array[int]] = OrderedDict()
         self._size = 0
 
-    def get(self, key: tuple[str, bool]) -> "array[int] | None":
+    def get(self, text: str) -> "array[int] | None":
         """Return the tokens of a text, which is then the last one used, or None."""
         with self._lock:
-            ids = self._tokens.get(key)
+            ids = self._tokens.get(text)
             if ids is not None:
-                self._tokens.move_to_end(key)
+                self._tokens.move_to_end(text)
             return ids
 
-    def put(self, key: tuple[str, bool], ids: "array[int]") -> None:
-        """Keep the tokens of a text that is not very long, and forget the texts used longest ago."""
+    def put(self, text: str, ids: "array[int]") -> None:
+        """Keep the tokens of a text, and forget the texts used longest ago."""
         with self._lock:
-            if key in self._tokens or _size(key, ids) > self._limit // _LARGEST_SHARE:
+            if text in self._tokens or _size(text, ids) > self.LIMIT // 16:
                 return
-            self._tokens[key] = ids
-            self._size += _size(key, ids)
-            while self._size > self._limit:
+            self._tokens[text] = ids
+            self._size += _size(text, ids)
+            while self._size > self.LIMIT:
                 self._size -= _size(*self._tokens.popitem(last=False))
 
 
-def _size(key: tuple[str, bool], ids: "array[int]") -> int:
-    return sys.getsizeof(key[0]) + sys.getsizeof(ids)
+_ENTRY_BYTES = 200
+"""Of the cache, for each text."""
+
+
+def _size(text: str, ids: "array[int]") -> int:
+    return sys.getsizeof(text) + sys.getsizeof(ids) + _ENTRY_BYTES
 
 
 def _find_backend(tokenizer: Any) -> Any:
-    """Return the tokenizer's `tokenizers.Tokenizer`, set to encode without truncation and padding, or None."""
+    """Return the tokenizer's `tokenizers.Tokenizer`, without truncation and padding, or None."""
     # imported after `record.py` has kept torch away
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    kind = type(tokenizer)
-    own = (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerFast._decode)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or (kind._encode_plus, kind._decode) != own:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
-    if kind.encode is not PreTrainedTokenizerBase.encode or kind.decode is not PreTrainedTokenizerBase.decode:
-        return None
+    for name in ("encode", "decode", "_encode_plus", "_decode"):
+        if getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name):
+            return None
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -143,25 +202,29 @@ def _find_backend(tokenizer: Any) -> Any:
 
 
 def vocabulary_size(tokenizer: CachingTokenizer, model: str) -> int:
-    """Return the number of token ids that a model can sample: of its embeddings, or else of its tokenizer's tokens."""
+    """Return the number of token ids that a model can sample.
+
+    It is that of its embeddings, or else of its tokenizer's tokens.
+    """
     from transformers import PreTrainedConfig
 
     size: int = 1 + max(tokenizer.get_vocab().values())
     with suppress(OSError):  # a folder may have the tokenizer alone
         config = PreTrainedConfig.get_config_dict(model)[0]
-        size = max(size, (config.get("text_config") or config).get("vocab_size") or 0)
+        config = config.get("text_config") or config
+        size = max(size, config.get("vocab_size") or 0)
     return size
 
 
 _LONGEST_CHARACTER = 32
-"""Tokens. A longer run whose text ends with U+FFFD is text: the bytes of no character are so long."""
+"""Tokens. A longer run whose text ends with U+FFFD is text: no character has so many bytes."""
 
 
 class TokenTexts:
     """Text of sampled tokens, one token after the other. `decode` returns the text of several.
 
-    As in `DecodeStream` of tokenizers, tokens are decoded behind the tokens of the last text. That class takes
-    quadratic time for a run of bytes that are no characters.
+    As in `DecodeStream` of tokenizers, tokens are decoded behind the tokens of the last text. That
+    class takes quadratic time for a run of bytes that are no characters.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -173,7 +236,7 @@ class TokenTexts:
         """The last text."""
 
     def add(self, token_id: int) -> str:
-        """Return the text of the tokens since the last text; "" while it ends within a character."""
+        """Return the text of the tokens since the last one; "" while it ends in a character."""
         self._window.append(token_id)
         text = self._decode(self._window)
         waiting = len(self._window) - self._num_known

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rolltap.addons.errors import InputError, MissingPackageError, install_command
 from rolltap.addons.options import OPTIONS, typed
-from rolltap.addons.prompts.model import resolve_model
+from rolltap.addons.prompts.tokenizer import resolve_model
 
 
 @dataclass(frozen=True)

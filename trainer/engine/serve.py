@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Self
 
 from rolltap.addons.engine.key import KEY_FILE, make_key, read_key
 from rolltap.addons.errors import EngineError, InputError
-from rolltap.addons.prompts.model import require_findable, resolve_model
+from rolltap.addons.prompts.tokenizer import require_findable, resolve_model
 from rolltap.trainer.engine import in_vllm
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.in_vllm import rolltap_key, rolltap_owner, rolltap_scores

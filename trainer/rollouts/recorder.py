@@ -14,7 +14,7 @@ from rolltap.addons.engine.key import KEY_FILE
 from rolltap.addons.engine.policy import POLICY_FILE, PolicyFile
 from rolltap.addons.errors import InputError, RecorderError, RunError
 from rolltap.addons.options import require_options
-from rolltap.addons.prompts.model import require_findable, resolve_model
+from rolltap.addons.prompts.tokenizer import require_findable, resolve_model
 from rolltap.addons.secret import hide_process
 from rolltap.addons.store.records import UNREWARDED, Session, SessionStatus, utc_now
 from rolltap.addons.store.session_options import SessionOptions

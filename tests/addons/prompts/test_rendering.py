@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import message_tool_call
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.prompts.model import resolve_model
 from rolltap.addons.prompts.rendering import InputError, Rendering
-from rolltap.addons.prompts.tokenizer import CachingTokenizer
+from rolltap.addons.prompts.tokenizer import CachingTokenizer, resolve_model
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
 from tests.deep import examples
 
@@ -50,7 +49,7 @@ class TestChoice:
             Rendering("a b/c")
 
     def test_a_hub_that_does_not_answer_is_waited_for_once(self, monkeypatch):
-        monkeypatch.setattr("rolltap.addons.prompts.model._HUB_SECONDS", 0.05)
+        monkeypatch.setattr("rolltap.addons.prompts.tokenizer._HUB_SECONDS", 0.05)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", f"http://127.0.0.1:{port}")

@@ -30,9 +30,7 @@ def test_a_text_is_tokenised_once(text):
 def test_sessions_share_the_tokens_of_their_system_prompt(tokenizer_folder, monkeypatch):
     texts = []
     encode = CachingTokenizer._encode
-    monkeypatch.setattr(
-        CachingTokenizer, "_encode", lambda self, text, special: (texts.append(text), encode(self, text, special))[1]
-    )
+    monkeypatch.setattr(CachingTokenizer, "_encode", lambda self, text: (texts.append(text), encode(self, text))[1])
     rendering = Rendering(str(tokenizer_folder), "qwen3")
     for text in ("one", "two"):
         rendering.render([{"role": "system", "content": LONG}, {"role": "user", "content": text}], [])
@@ -66,20 +64,14 @@ def test_texts_are_not_cut_at_the_length_that_a_tokenizer_is_saved_with(tokenize
     assert cut.encode(LONG) == CachingTokenizer(AutoTokenizer.from_pretrained(tokenizer_folder)).encode(LONG)
 
 
-async def test_other_work_goes_on_while_a_long_text_is_encoded_and_decoded(tokenizer):
+async def test_other_work_goes_on_while_a_long_text_is_encoded(tokenizer):
     caching = CachingTokenizer(tokenizer)
-
-    async def turns_during(work):
-        turns, task = 0, asyncio.create_task(asyncio.to_thread(work))
-        while not task.done():
-            await asyncio.sleep(0)
-            turns += 1
-        return await task, turns
-
-    ids, while_encoding = await turns_during(lambda: caching.encode(LONG * 1200))
-    _, while_decoding = await turns_during(lambda: caching.decode(ids))
-    assert while_encoding > 2_000
-    assert while_decoding > 400
+    turns = 0
+    task = asyncio.create_task(asyncio.to_thread(caching.encode, LONG * 1200))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 2_000
 
 
 @pytest.mark.parametrize(
