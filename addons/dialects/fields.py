@@ -152,9 +152,9 @@ class Fields:
             return value or []
         raise self.refusal(key, expected)
 
-    def objects(self, key: str, expected: str = "a list") -> "Iterator[Fields]":
-        """Yield the elements of a list of objects. An absent field is an empty list. Raises."""
-        for i, element in enumerate(self.elements(key, expected)):
+    def objects(self, key: str, expected: str = "a list", start: int = 0) -> "Iterator[Fields]":
+        """Yield the elements of a list of objects from `start` on. An absent field is an empty list. Raises."""
+        for i, element in enumerate(self.elements(key, expected)[start:], start):
             if not isinstance(element, dict):
                 raise self.refusal(key, "an object", i)
             yield Fields(element, self._wording, (self, key, i))
