@@ -10,8 +10,8 @@ from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import UNREWARDED, Call, Event, Session, VersionSpan
 from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.rows import to_batch
-from rolltap.addons.store.scores import SCORE_SCHEMA, Score
 from rolltap.addons.store.tables import RunWriter
+from rolltap.trainer.traces.tables import SCORE_SCHEMA, Score
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

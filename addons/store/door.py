@@ -22,12 +22,10 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError, create_model
+from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
 from rolltap.addons.store.records import Call, Event, Session
-from rolltap.addons.store.routing import Routing
-from rolltap.addons.store.scores import Score
 
 MOST_MIB = "ROLLTAP_MOST_MIB"
 """Variable with the size in MiB of the largest commit, and of the largest file that is read as a whole."""
@@ -159,8 +157,8 @@ def is_name(text: str) -> bool:
     return len(text) <= MOST_NAME and text.isprintable()
 
 
-_Number = Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
-_Count = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class _Function(BaseModel):
@@ -199,13 +197,15 @@ class _Tool(BaseModel):
 
 class _Sampling(BaseModel):
     asked: dict[str, Any] = {}
-    temperature: _Number | None = None
+    temperature: Number | None = None
     stop: list[str] | None = None
 
 
-class _Span(BaseModel):
-    start: _Count
-    end: _Count
+class Span(BaseModel):
+    """A span of tokens, of which each table has some of the fields."""
+
+    start: Count
+    end: Count
     version: str = ""
     call_id: str = ""
 
@@ -224,52 +224,58 @@ class _AnyRow(BaseModel):
     pass
 
 
-class _TrainedRow(BaseModel):
-    session_id: str = ""
-    group_id: str = ""
-    step: _Count = 0
-    sampled: _Count = 0
-    trained: _Count = 0
-    left_out: list[_Span] = []
-    spans: list[_Span] = []
-
-
-_Ids = InstanceOf[list[int]]
-_Logprobs = InstanceOf[list[float]]
+TokenIds = InstanceOf[list[int]]
+Logprobs = InstanceOf[list[float]]
 _CALL = _row_of(
     Call,
-    prompt_length=_Count,
-    prompt_tail_ids=_Ids,
-    completion_ids=_Ids,
-    logprobs=_Logprobs | None,
-    weight_versions=list[_Span] | None,
+    prompt_length=Count,
+    prompt_tail_ids=TokenIds,
+    completion_ids=TokenIds,
+    logprobs=Logprobs | None,
+    weight_versions=list[Span] | None,
     sampling=Json[_Sampling],
     messages=Json[list[_Message]],
     tools=Json[list[_Tool]] | None,
     reply=Json[_Reply] | None,
-    cached_tokens=_Count | None,
+    cached_tokens=Count | None,
 )
 _SESSION = _row_of(
     Session,
-    reward=_Number | None,
-    parts=Json[dict[str, _Number]],
+    reward=Number | None,
+    parts=Json[dict[str, Number]],
     evidence=Json[dict[str, Any]],
-    suspicions=Json[dict[str, _Count]],
-    revision=_Count,
+    suspicions=Json[dict[str, Count]],
+    revision=Count,
 )
 _EVENT = _row_of(Event)
 _OBJECT_EVENT = _row_of(Event, detail=Json[dict[str, Any]])
 """An event whose detail is a JSON object."""
-_ROUTING = _row_of(Routing, first=_Count, layers=_Count, top_k=_Count, expert_bytes=Literal[1, 2])
-_SCORE = _row_of(Score, logprobs=_Logprobs, top_k=_Count, top_ids=_Ids, top_logprobs=_Logprobs)
-_ROWS: dict[str, type[BaseModel]] = {
+
+
+class _RoutingRow(BaseModel):
+    session_id: str
+    call_id: str
+    first: Count
+    layers: Count
+    top_k: Count
+    expert_bytes: Literal[1, 2]
+    experts: bytes
+    missing: str | None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "_RoutingRow":
+        size = self.layers * self.top_k * self.expert_bytes
+        if self.missing is None and (not size or len(self.experts) % size):
+            raise ValueError(f"its {len(self.experts)} bytes of experts are not {size} for each token")
+        return self
+
+
+ROWS: dict[str, type[BaseModel]] = {
     "messages": _CALL,
     "revision": _SESSION,
     "detail": _EVENT,
     "at": _EVENT,
-    "experts": _ROUTING,
-    "scorer": _SCORE,
-    "trained": _TrainedRow,
+    "experts": _RoutingRow,
 }
 """A column that no other table has -> what the rows of its table hold."""
 _OBJECTS = ("session_started", "rerun", "stored")
@@ -279,7 +285,7 @@ _OBJECTS = ("session_started", "rerun", "stored")
 @cache
 def _model(columns: tuple[str, ...]) -> type[BaseModel]:
     """Return what rows with these columns hold. Without the column of a table it is not known, and all is right."""
-    return next((model for own, model in _ROWS.items() if own in columns), _AnyRow)
+    return next((model for own, model in ROWS.items() if own in columns), _AnyRow)
 
 
 def row_faults(row: Mapping[str, Any]) -> dict[str, str]:
@@ -291,19 +297,13 @@ def row_faults(row: Mapping[str, Any]) -> dict[str, str]:
         model.model_validate(row)
     except ValidationError as error:
         # the first fault of a column counts
-        return {str(fault["loc"][0]): _described(row, fault) for fault in reversed(error.errors())}
-    if model is _ROUTING and row["missing"] is None:
-        size = row["layers"] * row["top_k"] * row["expert_bytes"]
-        if not size or len(row["experts"]) % size:
-            return {
-                "experts": f"its experts have {len(row['experts'])} bytes, which are no numbers of {size} bytes a token"
-            }
-    if model is _SCORE and not len(row["top_ids"]) == len(row["top_logprobs"]) == row["top_k"] * len(row["logprobs"]):
-        return {"top_ids": f"its top_ids are not {row['top_k']} for each token"}
+        return {str(next(iter(fault["loc"]), "")): _described(row, fault) for fault in reversed(error.errors())}
     return {}
 
 
 def _described(row: Mapping[str, Any], fault: ErrorDetails) -> str:
+    if not fault["loc"]:
+        return fault["msg"]
     column, *within = map(str, fault["loc"])
     if not within and (isinstance(row[column], float) or fault["type"] == "literal_error"):
         return f"its {column} is {str(row[column])[:MOST_NAME]!r}"

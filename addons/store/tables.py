@@ -17,17 +17,16 @@ from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import BaseModel
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
-from rolltap.addons.store.door import row_faults
+from rolltap.addons.store.door import ROWS, row_faults
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import empty_row, to_batch
-from rolltap.addons.store.scores import SCORE_SCHEMA
 from rolltap.addons.store.segment import Segment, SegmentReader, compact, place_of
-from rolltap.addons.store.trained import TRAINED_SCHEMA
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +35,8 @@ TABLES = {
     "sessions": SESSION_SCHEMA,
     "events": EVENT_SCHEMA,
     "routing": ROUTING_SCHEMA,
-    "trained": TRAINED_SCHEMA,
-    "scores": SCORE_SCHEMA,
 }
-_TOKEN_COLUMNS = (
-    "prompt_tail_ids",
-    "completion_ids",
-    "logprobs",
-    "differences",
-    "weights",
-    "top_ids",
-    "top_logprobs",
-)
+"""Name of a table -> its columns. The recorder writes these; `add_table` makes others known."""
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """A segment of at least this size is closed and compacted when a session ends."""
@@ -56,6 +45,15 @@ ROOM_BYTES = 4 * 1024 * 1024
 
 MOST_LATE = 10_000
 """Number of faults that wait to be committed. Those over it are lost."""
+
+
+def add_table(name: str, schema: pa.Schema, row: type[BaseModel], own_column: str) -> None:
+    """Make a table known that no recorder writes.
+
+    `row` is what its rows hold. No other table has a column of the name `own_column`.
+    """
+    TABLES[name] = schema
+    ROWS[own_column] = row
 
 
 class WriteOutage:
@@ -336,7 +334,8 @@ def checked_rows(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any], dict[s
     Token columns are converted through NumPy, which is faster than `to_pylist`. Raises `RunError` for a value that
     Python does not have, such as a year beyond 9999.
     """
-    token_columns = {name: batch.column(name) for name in _TOKEN_COLUMNS if name in batch.schema.names}
+    numbers = [field.name for field in batch.schema if _is_numbers(field.type)]
+    token_columns = {name: batch.column(name) for name in numbers}
     try:
         rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
     except (ValueError, OverflowError) as error:
@@ -347,3 +346,7 @@ def checked_rows(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any], dict[s
             row[name] = values.values.to_numpy().tolist() if whole else None
     for row in rows:
         yield row, row_faults(row)
+
+
+def _is_numbers(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type))

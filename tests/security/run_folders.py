@@ -14,11 +14,11 @@ from rolltap.addons.errors import RolltapError
 from rolltap.addons.store.records import DIGEST, Event
 from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.rows import row_digest
-from rolltap.addons.store.scores import Score
 from rolltap.addons.store.tables import TABLES, RunWriter
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.reruns.record import Record
 from rolltap.trainer.runs.verify import Verification, verify_run
+from rolltap.trainer.traces.tables import Score
 from rolltap.trainer.traces.trained import trained_batch
 from rolltap.trainer.viewer.answers import answer
 from rolltap.trainer.viewer.reader import RunReader

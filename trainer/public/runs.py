@@ -15,7 +15,6 @@ from rolltap.addons.store.records import CallRole as CallRole
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.records import SessionStatus as SessionStatus
 from rolltap.addons.store.rewards import GivenReward, finite, give_reward
-from rolltap.addons.store.scores import Score
 from rolltap.addons.store.staging import new_folder
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.concurrency import run_blocking
@@ -55,6 +54,7 @@ from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.reader import RecordedCalls, SessionReader, load_sessions, recorded_ids, unknown_session
 from rolltap.trainer.traces.scores import RecordedScores
 from rolltap.trainer.traces.sessions import Totals, TracedSession, TraceOptions, iter_traces, load_batch
+from rolltap.trainer.traces.tables import Score
 from rolltap.trainer.viewer.file import WrittenFile, write_file
 
 logger = logging.getLogger(__name__)

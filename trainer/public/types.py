@@ -9,7 +9,6 @@ from rolltap.addons.store.records import CallRole as CallRole
 from rolltap.addons.store.records import CallStatus as CallStatus
 from rolltap.addons.store.records import SessionStatus as SessionStatus
 from rolltap.addons.store.records import VersionSpan as VersionSpan
-from rolltap.addons.store.scores import Score as Score
 from rolltap.runs import RunTraces as RunTraces
 from rolltap.trainer.rollouts.config import Budget as Budget
 from rolltap.trainer.rollouts.config import RolloutConfig as RolloutConfig
@@ -69,6 +68,7 @@ from rolltap.trainer.traces.reader import RecordedCalls as RecordedCalls
 from rolltap.trainer.traces.reader import RecordedSession as RecordedSession
 from rolltap.trainer.traces.sessions import Totals as Totals
 from rolltap.trainer.traces.sessions import TracedSession as TracedSession
+from rolltap.trainer.traces.tables import Score as Score
 from rolltap.trainer.traces.trained import TrainedSession as TrainedSession
 from rolltap.trainer.viewer.file import WrittenFile as WrittenFile
 

@@ -25,12 +25,13 @@ from rolltap.addons.store.records import DIGEST, CallRole, Session, SessionStatu
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.staging import new_folder
-from rolltap.addons.store.tables import TABLES, RunWriter, batch_rows, read_batches, run_files
+from rolltap.addons.store.tables import RunWriter, batch_rows, read_batches, run_files
 from rolltap.trainer.console import Advance
 from rolltap.trainer.names import file_name, some
 from rolltap.trainer.runs.verify import check_rows
 from rolltap.trainer.traces.reader import load_sessions, recorded_ids
 from rolltap.trainer.traces.sessions import suspected
+from rolltap.trainer.traces.tables import TABLES
 
 SplitBy = Literal["harness", "task_id", "group_id", "policy_version", "status"]
 """Field of the session's row to split by: one part per value, named after it."""

@@ -35,11 +35,12 @@ from rolltap.addons.store.rewards import make_session
 from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.staging import locked, new_file
-from rolltap.addons.store.tables import TABLES, checked_rows, named_fault, run_files
+from rolltap.addons.store.tables import checked_rows, named_fault, run_files
 from rolltap.trainer.console import Advance
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedSession, rebuild_calls
 from rolltap.trainer.traces.sessions import TraceOptions, trace_session
+from rolltap.trainer.traces.tables import TABLES
 from rolltap.trainer.traces.tree import parents_first
 
 logger = logging.getLogger(__name__)

@@ -40,10 +40,10 @@ from rolltap.addons.store.records import (
     VersionSpan,
     find_violation,
 )
-from rolltap.addons.store.scores import Score
 from rolltap.trainer.names import Version
 from rolltap.trainer.traces.ledger import CachedPrompts, Ledger, LeftOut, SessionAccount, TokenSpan
 from rolltap.trainer.traces.routing import Experts, expert_pieces
+from rolltap.trainer.traces.tables import Score
 from rolltap.trainer.traces.tokens import common_length, pack
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to, start_order
 

@@ -6,8 +6,8 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import Row
-from rolltap.addons.store.scores import Score
 from rolltap.addons.store.tables import read_batches
+from rolltap.trainer.traces.tables import Score
 
 
 class RecordedScores(SessionIndex):

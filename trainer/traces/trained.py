@@ -21,9 +21,9 @@ from rolltap.addons.store.index import SessionIndex, TableScan
 from rolltap.addons.store.records import DIGEST
 from rolltap.addons.store.rows import row_digest
 from rolltap.addons.store.tables import RunWriter, batch_rows
-from rolltap.addons.store.trained import TRAINED_SCHEMA
 from rolltap.trainer.traces.build import Trace, TraceBatch
 from rolltap.trainer.traces.ledger import Ledger, SessionAccount, TokenSpan
+from rolltap.trainer.traces.tables import TRAINED_SCHEMA
 
 TABLE = "trained"
 

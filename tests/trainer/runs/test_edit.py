@@ -18,13 +18,13 @@ from rolltap.addons.store.records import CALL_SCHEMA, Event
 from rolltap.addons.store.routing import Routing
 from rolltap.addons.store.segment import SegmentReader
 from rolltap.addons.store.tables import RunWriter, read_rows, run_files
-from rolltap.addons.store.trained import TRAINED_SCHEMA
 from rolltap.trainer.cli.main import rolltap
 from rolltap.trainer.rollouts.resume import started_event
 from rolltap.trainer.runs.edit import Filter, filter_run, merge_runs, split_run
 from rolltap.trainer.runs.verify import verify_run
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.reader import RecordedCalls, load_sessions
+from rolltap.trainer.traces.tables import TRAINED_SCHEMA
 from rolltap.trainer.traces.trained import read_trained, trained_batch
 from tests.deep import examples
 from tests.factories import add_rows, make_call, make_session

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from rolltap import merge_runs, open_run
-from rolltap.addons.store.scores import Score
 from rolltap.errors import InputError
+from rolltap.trainer.traces.tables import Score
 from tests.factories import add_rows, make_call, make_session, write_run
 from tests.trainer.traces.changed import change_rows
 

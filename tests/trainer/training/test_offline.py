@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rolltap
 from rolltap.addons.store.metadata import tokenizer_digests, write_metadata
 from rolltap.addons.store.records import Call, Session, VersionSpan
-from rolltap.addons.store.scores import Score
 from rolltap.addons.store.tables import RunWriter
 from rolltap.errors import InputError, RunError
 from rolltap.trainer.cli import main
@@ -25,6 +24,7 @@ from rolltap.trainer.runs.views.report import summarize
 from rolltap.trainer.traces.build import Unrewarded
 from rolltap.trainer.traces.ledger import Ledger
 from rolltap.trainer.traces.sessions import Outcomes, RewardRules
+from rolltap.trainer.traces.tables import Score
 from rolltap.trainer.traces.trained import read_trained
 from rolltap.trainer.training.offline import RecordedGroup, RecordedTraces, recorded_groups
 from rolltap.trainer.training.recipe import Recipe

@@ -21,7 +21,6 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import Call
 from rolltap.addons.store.rows import to_batch
-from rolltap.addons.store.scores import SCORE_SCHEMA, Score
 from rolltap.addons.store.tables import RunWriter
 from rolltap.trainer.console import Advance
 from rolltap.trainer.engine.admin import EngineAdmin
@@ -29,6 +28,7 @@ from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.names import counted
 from rolltap.trainer.runs.import_calls import named_model
 from rolltap.trainer.traces.reader import SessionReader
+from rolltap.trainer.traces.tables import SCORE_SCHEMA, Score
 from rolltap.trainer.traces.tree import find_ends, link_calls, path_to
 
 
