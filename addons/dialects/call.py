@@ -189,11 +189,15 @@ class WireTool:
 
 @dataclass(slots=True)
 class Part:
-    """What an element of a conversation was decoded to, from the element alone but for the `name` of tool results."""
+    """What an element of a conversation was decoded to: see `dialect.decode_parts`."""
 
-    messages: list[Message]
+    messages: list[Message] = field(default_factory=list)
     hidden: int = 0
     """Number of images, audio parts and files in the element, which have a text in their place."""
+    element: dict[str, Any] | None = None
+    """The element, if its messages depend on the rest of the request: each request decodes it again."""
+    turn: Message | None = None
+    """The turn of the model that ends with this part, if it has several: see `dialect.join_turns`."""
 
 
 @dataclass(slots=True)

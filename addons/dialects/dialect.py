@@ -7,8 +7,8 @@ give their parts in place of them, and its cost is that of the new elements.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, groupby, islice
 from typing import Any, ClassVar, Literal
 
 from rolltap.addons.dialects.call import (
@@ -20,8 +20,9 @@ from rolltap.addons.dialects.call import (
     ReplyContext,
     ServedModel,
     Usage,
+    assistant_message,
 )
-from rolltap.addons.dialects.fields import LONGEST_NAME
+from rolltap.addons.dialects.fields import LONGEST_NAME, Fields
 from rolltap.addons.dialects.json_values import is_word, recordable, recordable_tools
 
 Operation = Literal["generate", "count_tokens", "models"]
@@ -157,8 +158,60 @@ def name_results(messages: Iterable[Message], orphan: str = "") -> list[Message]
     return named
 
 
-def name_results_of(parts: Sequence[Part], orphan: str = "") -> None:
-    """Do the same in parts, which keep the named messages for later requests."""
-    named = iter(name_results(chain.from_iterable(part.messages for part in parts), orphan))
+def decode_parts(request: Fields, key: str, known: Sequence[Part], decode: Callable[[Fields], Part]) -> list[Part]:
+    """Return one part for each element of the conversation in the field `key`: the known ones, then the others'.
+
+    `decode` returns the part of an element, which it does not change. Raises what it raises.
+    """
+    parts: list[Part] = []
+    for index, part in enumerate(known):
+        if part.element is not None:
+            part = decode(request.element(key, index, part.element))
+        parts.append(part)
+    for element in request.objects(key, start=len(known)):
+        parts.append(decode(element))
+    return parts
+
+
+def name_parts(parts: Sequence[Part], orphan: str = "") -> None:
+    """Apply `name_results` to the messages of all parts. The parts keep the named messages for later requests."""
+    messages = chain.from_iterable(part.messages for part in parts)
+    named = iter(name_results(messages, orphan))
     for part in parts:
         part.messages = list(islice(named, len(part.messages)))
+
+
+def join_turns(parts: Sequence[Part], separator: str) -> list[Message]:
+    """Return the messages of all parts. Consecutive assistant messages become one, a turn of the model.
+
+    Their texts are joined with `separator`. The message of a turn names the first call that one of them names.
+    """
+    messages: list[Message] = []
+    for assistant, group in groupby(parts, key=_is_assistant):
+        run = list(group)
+        if not assistant:
+            messages += chain.from_iterable(part.messages for part in run)
+            continue
+        turn = run[-1].turn
+        if turn is None or any(part.element for part in run):
+            turn = _joined([message for part in run for message in part.messages], separator)
+            run[-1].turn = turn
+        messages.append(turn)
+    return messages
+
+
+def _is_assistant(part: Part) -> bool:
+    return bool(part.messages) and part.messages[0]["role"] == "assistant"
+
+
+def _joined(messages: list[Message], separator: str) -> Message:
+    if len(messages) == 1:
+        return messages[0]
+    tool_calls: list[dict[str, Any]] = []
+    call_id = None
+    for message in messages:
+        tool_calls += message.get("tool_calls", ())
+        call_id = call_id or message.get("call_id")
+    content = separator.join(filter(None, [message["content"] for message in messages]))
+    reasoning = [message.get("reasoning_content") for message in messages]
+    return assistant_message(content, separator.join(filter(None, reasoning)), tool_calls, call_id)

@@ -154,10 +154,14 @@ class Fields:
 
     def objects(self, key: str, expected: str = "a list", start: int = 0) -> "Iterator[Fields]":
         """Yield the elements of a list of objects from `start` on. An absent field is an empty list. Raises."""
-        for i, element in enumerate(self.elements(key, expected)[start:], start):
-            if not isinstance(element, dict):
-                raise self.refusal(key, "an object", i)
-            yield Fields(element, self._wording, (self, key, i))
+        for index, element in enumerate(self.elements(key, expected)[start:], start):
+            yield self.element(key, index, element)
+
+    def element(self, key: str, index: int, value: Any) -> "Fields":
+        """Return `value` as fields whose place is the element `index` of a list. Raises for no object."""
+        if not isinstance(value, dict):
+            raise self.refusal(key, "an object", index)
+        return Fields(value, self._wording, (self, key, index))
 
     def texts(self, key: str) -> list[str]:
         """Return the non-empty strings of a field that is absent, a string, or a list of strings. Raises."""

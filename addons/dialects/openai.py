@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, dump_json
+from rolltap.addons.dialects.call import DialectError, Part, dump_json
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
 from rolltap.addons.dialects.media import hide, placeholder
@@ -63,6 +63,41 @@ def part_texts(fields: Fields, key: str, kinds: Mapping[str, str], expected: str
         if kind not in kinds:
             raise DialectError(f"'{part.place()}' has type {described(kind)}; this model takes text only.")
         texts.append(part.text(kinds[kind]))
+    return texts
+
+
+_TEXT_KEYS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "summary_text"), "text"),
+    "refusal": "refusal",
+}
+"""Type of a part that is a text -> the field that has it, for both APIs."""
+
+
+def read_content(fields: Fields, key: str, element: Part) -> str:
+    """Return the text of a content, which is absent, a string, or a list of parts: see `read_texts`."""
+    text = fields.maybe(key, str)
+    if text is not None:
+        return text
+    return "".join(read_texts(fields, key, element, "a string or a list of parts"))
+
+
+def read_texts(fields: Fields, key: str, element: Part, expected: str = "a list of parts") -> list[str]:
+    """Return the text of each part of a list. Images, audio and files have a text in their place.
+
+    They are counted in `element.hidden`. Raises `DialectError` for other parts.
+    """
+    texts = []
+    for part in fields.objects(key, expected):
+        kind = part.text("type")
+        hidden = _text_for(part.values)
+        if hidden is not None:
+            element.hidden += 1
+            texts.append(hidden)
+        elif kind in _TEXT_KEYS:
+            texts.append(part.text(_TEXT_KEYS[kind]))
+        else:
+            why = f"'{part.place()}' has type {described(kind)}; this model takes text only."
+            raise DialectError(why)
     return texts
 
 
