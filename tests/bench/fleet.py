@@ -172,7 +172,7 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
             stopped = {each for _, node, _, each in events if node == gone}
             done += [Session(session_id=each, status="infrastructure") for each in stopped]
             for piece in placement.lost(gone):
-                if again := run_again(piece.session_ids, done, retries=2):
+                if again := run_again(piece.session_ids, done, piece.session_ids, retries=2):
                     placement.again(piece, again)
             events = [event for event in events if event[1] != gone]
             heapq.heapify(events)

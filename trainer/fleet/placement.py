@@ -135,19 +135,25 @@ def not_held(session_ids: Iterable[str], held: Iterable[str]) -> list[str]:
     return [name for name in own if place(name) not in {*map(place, others)}]
 
 
-def run_again(session_ids: Iterable[str], ended: Iterable[Session], retries: int) -> list[str]:
+def run_again(
+    session_ids: Iterable[str], ended: Iterable[Session], submitted: Iterable[str], retries: int
+) -> list[str]:
     """Return the ids of the sessions of a lost piece that are run elsewhere.
 
-    `ended` are all attempts at them, in their order. One that did not run to its end is retried as the next attempt
-    unless its `retries` are used up. One that had not begun keeps its id.
+    `ended` are all attempts at them, in their order, and `submitted` the ids with which their group was submitted. One
+    that did not run to its end is retried as the next attempt unless its `retries` since then are used up. One that had
+    not begun keeps its id.
     """
     last = {place_of(session.session_id): session for session in ended}
+    first = {place_of(name): attempt_of(name) for name in submitted}
     again = []
     for name in session_ids:
         session = last.get(place_of(name))
         if session is None:
             again.append(name)
-        elif session.status in NOT_RUN and attempt_of(session.session_id) - attempt_of(name) < retries:
+            continue
+        tried = attempt_of(session.session_id) - first.get(place_of(name), attempt_of(name))
+        if session.status in NOT_RUN and tried < retries:
             again.append(next_attempt(session.session_id))
     return again
 

@@ -108,6 +108,9 @@ class FleetSchedule:
         how = {"policy_version": policy_version, "evaluates": evaluates, "priority": priority, "apart": apart}
         result: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
         given = _Given(group, how, time.monotonic() + seconds, result)
+        if self._over:
+            result.cancel()
+            return result
         self._groups[group.group_id] = given
         self._tally.expect(group.task.id, len(group.session_ids))
         held = [name for piece in self._placement.pieces(group.group_id) for name in piece.session_ids]
@@ -208,7 +211,8 @@ class FleetSchedule:
         for piece in pieces:
             if (given := self._groups.get(piece.group_id)) is None:
                 continue
-            again = run_again(piece.session_ids, given.ended, self._fleet.setup.config.retries)
+            retries = self._fleet.setup.config.retries
+            again = run_again(piece.session_ids, given.ended, given.group.session_ids, retries)
             if again and not given.cancelled:
                 self._placement.again(piece, again)
             self._end_if_over(given)

@@ -83,7 +83,7 @@ def test_what_a_lost_node_held_goes_to_others_at_its_old_place_in_the_order():
     assert given_to(made) == [("lost", "a")]
     submit(made, "b")
     [piece] = made.lost("lost")
-    made.again(piece, run_again(piece.session_ids, [ended("a-0"), ended("a-1", "infrastructure")], retries=2))
+    made.again(piece, run_again(piece.session_ids, [ended("a-0"), ended("a-1", "infrastructure")], [], retries=2))
     made.join("other", 100, {})
     assert [(node, *piece.session_ids) for node, piece in made.advance()] == [
         ("other", "a-1~1", "a-2", "a-3"),
@@ -103,9 +103,10 @@ def test_a_node_never_holds_two_pieces_of_a_group():
 
 def test_a_lost_session_is_not_retried_for_ever():
     attempts = [ended("a-0", "infrastructure"), ended("a-0~1", "cancelled"), ended("a-0~2", "infrastructure")]
-    assert run_again(["a-0"], attempts[:2], retries=2) == ["a-0~2"]
-    assert run_again(["a-0"], attempts, retries=2) == []
-    assert run_again(["a-0~2"], attempts, retries=2) == ["a-0~3"]  # of a rerun that counts anew
+    assert run_again(["a-0"], attempts[:2], ["a-0"], retries=2) == ["a-0~2"]
+    assert run_again(["a-0~1"], attempts[:2], ["a-0"], retries=2) == ["a-0~2"]
+    assert run_again(["a-0~2"], attempts, ["a-0"], retries=2) == []  # each loss of a node is one of its retries
+    assert run_again(["a-0~2"], attempts, ["a-0~2"], retries=2) == ["a-0~3"]  # of a rerun that counts anew
 
 
 def test_sessions_that_nodes_hold_for_an_earlier_driver_are_not_run_twice():
@@ -148,7 +149,7 @@ def test_every_session_ends_once_whatever_nodes_come_and_go(groups, nodes, seed)
         if random.random() < 0.15:
             done = [ended(each) for each in over]
             for piece in made.lost(name):
-                again = run_again(piece.session_ids, done, retries=2)
+                again = run_again(piece.session_ids, done, piece.session_ids, retries=2)
                 if again:
                     made.again(piece, again)
             del holds[name]

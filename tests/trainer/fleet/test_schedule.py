@@ -95,6 +95,34 @@ async def test_a_lost_node_costs_what_ran_and_no_session_whose_row_had_come_befo
     assert sorted(rows) == sorted([told, untold, ran])
 
 
+async def test_a_session_whose_nodes_are_lost_is_retried_as_often_as_any_other(run):
+    fleet = Nodes(run)
+    fleet.add("n0")
+    group = Group(GROUP.task, "g.0", ["g.0-0"])
+    async with FleetSchedule(fleet, lambda *_: None, lambda *_: None) as schedule:
+        result = await schedule.submit(group)
+        for number, session_id in enumerate(["g.0-0", "g.0-0~1", "g.0-0~2"]):
+            assert await fleet.given_to(f"n{number}") == [session_id]
+            with RunWriter(run) as writer:
+                writer.add_event(started_event(make_session(session_id, group_id="g.0", task_id="t")))
+            schedule._join(fleet.add(f"n{number + 1}"))
+            fleet.reports[f"n{number}"].put_nowait(NodeLostError("it is gone"))
+        ended = await result
+    assert [(session.session_id, session.status) for session in ended] == [
+        ("g.0-0", "infrastructure"),
+        ("g.0-0~1", "infrastructure"),
+        ("g.0-0~2", "infrastructure"),
+    ]
+
+
+async def test_a_group_that_is_submitted_after_the_end_is_cancelled(run):
+    fleet = Nodes(run)
+    fleet.add("a")
+    async with FleetSchedule(fleet, lambda *_: None, lambda *_: None) as schedule:
+        pass
+    assert (await schedule.submit(GROUP)).cancelled()
+
+
 async def test_a_report_that_is_lost_with_its_node_is_no_fault_of_the_disk(run):
     ray = pytest.importorskip("ray")
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -141,12 +142,13 @@ class HidingRuntime:
         self.tools = [Path(os.path.abspath(tool)) for tool in tools]
         self.programs: set[str] = set()
         """Programs of the operator's, by name or path: a sandbox shows what they need."""
-        self._hidden: dict[str, Path] = {}
+        self._hidden: list[str] = []
+        """Sorted, without links, each with a separator at its end."""
         self.hide(hidden)
 
     def hide(self, paths: Iterable[Path]) -> None:
         """Hide files and folders, which may not exist yet, in boxes that are made from now on. Earlier ones stay so."""
-        self._hidden |= {os.path.join(real, ""): real for real in map(Path.resolve, paths)}
+        self._hidden = sorted({*self._hidden, *(os.path.join(path.resolve(), "") for path in paths)})
 
     def show(self, program: str, files: Iterable[Path] = ()) -> None:
         """Show what a program of the operator's needs, where a box shows no folder that nobody named, and `files`."""
@@ -156,9 +158,14 @@ class HidingRuntime:
     def hidden_in(self, tools: Iterable[Path]) -> list[Path]:
         """Return where hidden files and folders are below tool folders, as a box sees them, if they exist."""
         found: list[Path] = []
-        for tool, place in [(tool, tool.resolve()) for tool in tools]:
-            inside = [real for text, real in self._hidden.items() if text.startswith(os.path.join(place, ""))]
-            found += [tool / real.relative_to(place) for real in inside if real.exists()]
+        for tool in tools:
+            place = os.path.join(tool.resolve(), "")
+            for index in range(bisect_left(self._hidden, place), len(self._hidden)):
+                text = self._hidden[index]
+                if not text.startswith(place):
+                    break
+                if Path(text).exists():
+                    found.append(tool / text[len(place) :])
         return list(dict.fromkeys(found))
 
     def layers(self, command: Sequence[str] = ()) -> dict[Path, bool]:

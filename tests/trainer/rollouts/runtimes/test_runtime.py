@@ -196,6 +196,25 @@ def test_what_is_hidden_is_covered_where_a_tool_folder_shows_it(tmp_path, hidden
     assert runtime.hidden_in([tmp_path / tool]) == [tmp_path / path for path in found]
 
 
+class Looked(list):
+    """A list that counts the elements which are looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index):
+        self.looked += 1
+        return super().__getitem__(index)
+
+
+def test_what_is_hidden_elsewhere_is_not_looked_at(tmp_path):
+    (tmp_path / "tool/run").mkdir(parents=True)
+    elsewhere = [tmp_path / f"tool{number}" for number in range(1000)]
+    runtime = HidingRuntime(hidden=[*elsewhere, tmp_path / "tool/run"])
+    runtime._hidden = Looked(runtime._hidden)
+    assert runtime.hidden_in([tmp_path / "tool"]) == [tmp_path / "tool/run"]
+    assert runtime._hidden.looked < 20
+
+
 def test_runs_the_home_and_all_paths_of_tasks_are_private(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("beside", "other", "start", "tests", "data", "rows"):
