@@ -6,7 +6,7 @@ from aiohttp import web
 
 from rolltap.addons.dialects.call import DialectError, ReplyContext
 from rolltap.addons.dialects.dialect import Dialect, StreamEncoder
-from rolltap.addons.endpoint.retries import AnyCall
+from rolltap.addons.endpoint.generation import Generation
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -17,7 +17,7 @@ COALESCE_SECONDS = 0.1
 
 
 async def respond(
-    generation: AnyCall, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
     """Answer with one JSON body.
 
@@ -49,7 +49,7 @@ async def respond(
 
 
 async def stream(
-    generation: AnyCall, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
 ) -> web.StreamResponse:
     """Answer with a stream of events. Errors are events too: the status is 200."""
     encoder = dialect.stream_encoder(context)
@@ -61,7 +61,7 @@ async def stream(
     return response
 
 
-async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write) -> None:
+async def send_events(generation: Generation, encoder: StreamEncoder, write: Write) -> None:
     """Write the events of a growing reply. A request that joins late gets all events from the first one on."""
     await write(encoder.start())
     num_sent = 0
@@ -83,7 +83,7 @@ async def send_events(generation: AnyCall, encoder: StreamEncoder, write: Write)
             await write(encoder.keep_alive())
 
 
-def _headers(generation: AnyCall, content_type: str) -> dict[str, str]:
+def _headers(generation: Generation, content_type: str) -> dict[str, str]:
     """Return the reply's headers. The call id is the request id, under the names of OpenAI's and Anthropic's SDKs."""
     ids = {"x-request-id": generation.call_id, "request-id": generation.call_id}
     return {"content-type": content_type, "cache-control": "no-cache", **ids}

@@ -34,8 +34,8 @@ parameters) joins that call when it is abandoned, that is without a listener and
 listens, when the client marks the request as a retry and no abandoned call is equal. A running call is joined (event
 `joined`), a finished one is given again (event `replayed`), from its first event on and in the form that the retry
 asks for. Calls that failed or were aborted are not repeated, and every other equal request is a sample of its own: two
-sub-agents can send the same prompt. `retries.py` finds the call; finished ones are remembered there and, after a
-restart, in the rows of the session (`recovery.py`).
+sub-agents can send the same prompt. `retries.py` finds the call. The session remembers its newest finished ones, which
+have no tokens any more; after a restart they come from its rows (`recovery.py`).
 
 **What a listener sees.** The headers of a stream immediately; text once later tokens should not change it; keep-alives
 while there is none; the last event after `COMPLETED`, or one error after `FAILED` or `ABORTED`. All listeners of a call
@@ -49,7 +49,6 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
-from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED, Grant
 from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
@@ -69,9 +68,12 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 10.0
 """Seconds without a listener after which a call is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
 UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
-"""Seconds without a new token, for this call or any other, after which an aborted call counts as one that the engine
-did not answer. It is twice the time in which a silent engine is found out, so that a long prefill is still an answer.
-An engine that samples for others meanwhile has a queue: who leaves it hangs up by itself."""
+"""Seconds without a new token, for this call or any other, after which an aborted call counts as one
+that the engine did not answer.
+
+It is twice the time in which a silent engine is found out, so that a long prefill is still an answer.
+An engine that samples for others meanwhile has a queue: who leaves it hangs up by itself.
+"""
 
 
 class State(Enum):
@@ -92,8 +94,7 @@ NEXT = {
 }
 """Transitions. The other states are final."""
 UNRECORDED = {State.SAMPLING, State.SAMPLED}
-STATUS: dict[State, CallStatus] = {State.COMMITTED: "completed", State.FAILED: "failed", State.ABORTED: "aborted"}
-"""Recorded status of a call, by the state that follows the unrecorded ones."""
+STATUS: dict[State, CallStatus] = {State.FAILED: "failed", State.ABORTED: "aborted"}
 
 
 class Owner(Protocol):
@@ -101,7 +102,6 @@ class Owner(Protocol):
 
     engines: EnginePool
     rendering: Rendering
-    workers: Workers
     writer: RunWriter
     refusals: Refusals
 
@@ -110,40 +110,57 @@ class Owner(Protocol):
 
 
 class Generation:
-    """A running or finished call. Create it inside the event loop: its task starts immediately.
+    """A call as those see it who listen to it: a running one, or a finished one, which has no tokens.
 
-    When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as a list of (new
-    reasoning, new content).
+    When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as
+    a list of (new reasoning, new content). `usage` is complete when `reply` is set.
     """
 
-    def __init__(self, session: Owner, prepared: PreparedCall, policy: SessionPolicy, grant: Grant) -> None:
-        self.call = prepared.call
-        self.call_id = prepared.call.call_id
-        self.digest = prepared.digest
-        self.pieces: list[tuple[str, str]] = []
-        self.reply: Reply | None = None
+    def __init__(
+        self,
+        call_id: str,
+        digest: bytes,
+        usage: Usage,
+        reply: Reply | None = None,
+        *,
+        delivered: bool = False,
+    ) -> None:
+        self.call_id = call_id
+        self.digest = digest
+        """The `request_digest`."""
+        self.usage = usage
+        self.reply = reply
         self.error: DialectError | None = None
+        self.pieces: list[tuple[str, str]] = []
         self.listeners = 0
         """Number of requests that listen."""
-        self.left = False
-        """True when all who listened have gone."""
-        self.delivered = False
-        """True when the whole reply or error was written to a listener's connection."""
-        self._session = session
-        self._prepared = prepared
-        self._policy = policy
-        self._grant = grant
+        self.delivered = delivered
+        """True when the whole reply or error was written to a listener's connection.
+
+        False for a call that an earlier process committed, unless a later call shows that its reply
+        arrived.
+        """
         self._state = State.SAMPLING
-        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.model_call)
-        self._stop: str | None = None
-        self._routed_experts: str | None = None
-        self._token_at = asyncio.get_running_loop().time()
-        """Time of its newest tokens, or of the start, of the event loop's clock."""
+        self._linger: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._done = asyncio.Event()
-        self._heard = asyncio.Event()
-        self._linger = self._abort_later()
-        self._task = asyncio.create_task(self._run())
+        if reply is not None:
+            self._state = State.COMPLETED
+            self._add_piece((reply.reasoning, reply.content))
+            self._done.set()
+
+    def start(self, session: Owner, prepared: PreparedCall, policy: SessionPolicy, grant: Grant) -> None:
+        """Begin to sample, in a task of its own. Needs the event loop."""
+        self.call = prepared.call
+        self._session = session
+        self._prepared = prepared
+        self._grant = grant
+        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.model_call)
+        self._outage: str | None = None
+        """The failure of an engine after which no token was sampled."""
+        self._started_at = asyncio.get_running_loop().time()
+        self._abort_later()
+        self._task = asyncio.create_task(self._run(policy))
 
     @property
     def done(self) -> bool:
@@ -155,32 +172,23 @@ class Generation:
         """True when no request listens and the reply was never fully delivered."""
         return not self.listeners and not self.delivered
 
-    @property
-    def usage(self) -> Usage:
-        """Token counts so far. The end is known when the call is done."""
-        call, cached = self.call, self.call.cached_tokens or 0
-        reasoning = self._sampled.reasoning_tokens
-        return Usage(len(call.prompt_ids), len(call.completion_ids), cached, reasoning, call.finished_at)
-
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Listen for the duration of the block.
 
         The reply counts as delivered when the block ends without an error after the call is done.
         """
-        self._linger.cancel()
-        self.left = False
+        if self._linger is not None:
+            self._linger.cancel()
         self.listeners += 1
-        self._heard.set()
+        self._changed.set()
         try:
             yield
             self.delivered |= self.done
         finally:
             self.listeners -= 1
-            self.left = not self.listeners
-            if self.left and not self.done:
-                self._heard.clear()
-                self._linger = self._abort_later()
+            if not self.listeners and not self.done:
+                self._abort_later()
 
     async def changed(self, num_pieces: int, timeout: float) -> bool:
         """Wait for more than `num_pieces` pieces, or for the end. Return False after `timeout` seconds."""
@@ -194,116 +202,152 @@ class Generation:
         return await _happens(self._done, timeout)
 
     def abort(self, why: str) -> None:
-        """Stop sampling and record the tokens so far. Does nothing when the call is already recorded."""
-        if self._state in UNRECORDED:
-            self._task.cancel()
-            self._enter(State.ABORTED, DialectError(why, status=503, code="aborted"))
+        """Stop sampling and record the tokens so far. Does nothing when the call is already recorded.
 
-    def _abort_later(self) -> asyncio.TimerHandle:
+        A call that no engine answered has an event `fault` too.
+        """
+        if self._state not in UNRECORDED:
+            return
+        self._task.cancel()
+        recorded = why
+        unanswered = self._outage or self._silence()
+        if unanswered is not None:
+            self._session.writer.note(self.call.event("fault", unanswered))
+            recorded += f"{WAITED}{unanswered}"
+        self._end(State.ABORTED, DialectError(why, status=503, code="aborted"), recorded)
+
+    def _abort_later(self) -> None:
         loop = asyncio.get_running_loop()
-        return loop.call_later(LINGER_SECONDS, self.abort, "the harness closed the connection")
+        why = "the harness closed the connection"
+        self._linger = loop.call_later(LINGER_SECONDS, self.abort, why)
 
-    async def _run(self) -> None:
-        call, session = self.call, self._session
+    def _silence(self) -> str | None:
+        """Say that the engine answers nobody, although it may be healthy, or return None."""
+        engine = self.call.engine
+        answered_at = max(self._started_at, self._session.engines.token_at.get(engine, 0.0))
+        seconds = asyncio.get_running_loop().time() - answered_at
+        if self._state is not State.SAMPLING or seconds <= UNANSWERED_SECONDS:
+            return None
+        return f"the engine at {engine} sent nobody a token for {seconds:.0f} s"
+
+    async def _run(self, policy: SessionPolicy) -> None:
+        session = self._session
+        prepared = self._prepared
+        routed_experts = None
+        stop = None
         try:
-            sampling, vocabulary = self._prepared.sampling, session.rendering.vocabulary
-            async for chunk in sample(call, sampling, session.engines, self._policy, session.writer, vocabulary):
-                self._stop = chunk.stop or self._stop
-                self._routed_experts = chunk.routed_experts or self._routed_experts
-                self._token_at = asyncio.get_running_loop().time()
+            async for chunk in sample(
+                self.call,
+                prepared.sampling,
+                session.engines,
+                policy,
+                session.writer,
+                session.rendering.vocabulary,
+            ):
+                stop = chunk.stop or stop
+                routed_experts = chunk.routed_experts or routed_experts
+                if chunk.token_ids or chunk.outage:
+                    self._outage = chunk.outage
                 self._add_piece(self._sampled.feed(chunk.token_ids))
             self._enter(State.SAMPLED)
             while self.abandoned:
-                await self._heard.wait()
+                self._changed.clear()
+                await self._changed.wait()
             reply, piece = self._sampled.finish()
             if reply.unread is not None:
                 logger.info("a part of call %s is text: %s", self.call_id, reply.unread)
-            self._complete(reply)
+            reply.issue(self.call_id)
+            reply.stop = reply.stop or stop
+            if self.call.finish_reason == "length":
+                reply.finish_reason = "length"
+            elif reply.tool_calls:
+                reply.finish_reason = "tool_calls"
             self._add_piece(piece)
-            self._enter(State.COMMITTED, reply)
-            adding = asyncio.create_task(session.add(self._prepared, reply))  # in the order of commits
+            self.call.reply = json_text(reply.to_message())
+            self._record("completed")
+            if session.engines.routing:
+                session.writer.note_routing(make_routing(self.call, routed_experts))
+            self._settle()
+            self._enter(State.COMMITTED)
+            adding = asyncio.create_task(session.add(prepared, reply))  # in the order of commits
             if session.writer.sync_policy == "call":
                 await asyncio.to_thread(session.writer.sync)
-            self._enter(State.COMPLETED, reply)
+            self.usage = Usage(
+                prompt=len(self.call.prompt_ids),
+                completion=len(self.call.completion_ids),
+                cached=self.call.cached_tokens or 0,
+                reasoning=self._sampled.reasoning_tokens,
+                ended=self.call.finished_at,
+            )
+            self.reply = reply
+            self._enter(State.COMPLETED)
             await adding
         except Exception as error:  # any error is recorded with the call and sent to the harness
             if not self.done:
-                self._enter(State.FAILED, error)
+                self._fail(error)
 
-    def _enter(self, state: State, outcome: Reply | Exception | None = None) -> None:
-        """Change the state, with the reply or the error. The call is recorded here, when it leaves `UNRECORDED`.
+    def _fail(self, error: Exception) -> None:
+        answer = as_dialect_error(error)
+        fault = event_kind(error) == "fault"
+        if fault:
+            known = error if isinstance(error, EngineError) else answer
+            self._session.writer.note(self.call.event("fault", str(known)))
+        self._end(State.FAILED, answer, str(error) or repr(error), fault=fault)
 
-        Raises `RuntimeError` for a transition that `NEXT` does not list, and the error of a failed commit of a
-        completed call: the state stays then.
-        """
-        if state not in NEXT.get(self._state, ()):
-            raise RuntimeError(f"call {self.call_id} is {self._state.name} and cannot become {state.name}")
-        if isinstance(outcome, Exception):
-            self.error = as_dialect_error(outcome)
-            answered_at = max(self._token_at, self._session.engines.token_at.get(self.call.engine, 0.0))
-            silence = asyncio.get_running_loop().time() - answered_at
-            hung = self._state is State.SAMPLING and silence > UNANSWERED_SECONDS  # it may answer `/health`
-            if state is State.ABORTED and self.call.error is None and hung:
-                self.call.error = f"the engine at {self.call.engine} sent nobody a token for {silence:.0f} s"
-            self._note_fault(state, outcome)
-        if self._state in UNRECORDED and state not in UNRECORDED:
+    def _end(self, state: State, answer: DialectError, recorded: str, *, fault: bool = False) -> None:
+        """End the call with an error: its harness gets `answer`, and its row has the text `recorded`."""
+        if self._state in UNRECORDED:
+            self.call.reply = None
+            self.call.error = recorded
             try:
-                self._record(STATUS[state], outcome)
+                self._record(STATUS[state])
             except Exception as failure:
-                if state is State.COMMITTED:
-                    raise
-                logger.error("cannot write call %s to %s: %s", self.call_id, self._session.writer.run, failure)
-            fault = state is State.FAILED and isinstance(outcome, Exception) and event_kind(outcome) == "fault"
-            if (cut := self._grant.settle(self.call, fault=fault)) is not None:
-                self._session.refusals.record(cut)
+                run = self._session.writer.run
+                logger.error("cannot write call %s to %s: %s", self.call_id, run, failure)
+            self._settle(fault=fault)
+        self.error = answer
+        self._enter(state)
+
+    def _record(self, status: CallStatus) -> None:
+        """Commit the call to the run. Raises `OSError`."""
+        call = self.call
+        call.status = status
+        call.finished_at = utc_now()
+        model_call = self._prepared.model_call
+        sampling = self._prepared.sampling
+        asked = model_call.unapplied()
+        if model_call.grammar is not None and "structured_outputs" not in sampling:
+            asked["structured_outputs"] = model_call.grammar
+        call.sampling = json_text({**sampling, "asked": asked})
+        call.violation = find_violation(
+            call.completion_ids,
+            call.logprobs,
+            call.weight_versions,
+            self._session.rendering.vocabulary,
+            sampling["max_tokens"],
+        )
+        if call.violation and call.reply is not None:
+            why = call.violation
+            logger.warning("call %s is excluded from training: %s", call.call_id, why)
+        self._session.writer.add_call(call)
+
+    def _settle(self, *, fault: bool = False) -> None:
+        cut = self._grant.settle(self.call, fault=fault)
+        if cut is not None:
+            self._session.refusals.record(cut)
+
+    def _enter(self, state: State) -> None:
+        """Change the state. Raises `RuntimeError` for a transition that `NEXT` does not list."""
+        if state not in NEXT.get(self._state, ()):
+            now = self._state.name
+            raise RuntimeError(f"call {self.call_id} is {now} and cannot become {state.name}")
         self._state = state
         if self.done:
-            if not isinstance(outcome, Exception):
-                self.reply = outcome
-            self._linger.cancel()
+            del self.call, self._prepared, self._sampled
+            if self._linger is not None:
+                self._linger.cancel()
             self._done.set()
             self._changed.set()
-
-    def _note_fault(self, state: State, error: Exception) -> None:
-        """Record an event `fault` for an error of ours, or an abort of a call that the engine did not answer."""
-        known = error if isinstance(error, EngineError) else self.error
-        detail = self.call.error if state is State.ABORTED else str(known)
-        if detail is not None and event_kind(error) == "fault":
-            self._session.writer.note(self.call.event("fault", detail))
-
-    def _record(self, status: CallStatus, outcome: Reply | Exception | None) -> None:
-        """Commit the call to the run. Raises `OSError`."""
-        call, prepared = self.call, self._prepared
-        outage, call.error = call.error, None
-        call.status, call.finished_at = status, utc_now()
-        asked = prepared.model_call.unapplied()
-        if prepared.model_call.grammar is not None and "structured_outputs" not in prepared.sampling:
-            asked["structured_outputs"] = prepared.model_call.grammar
-        call.sampling = json_text({**prepared.sampling, "asked": asked})
-        bounds = self._session.rendering.vocabulary, prepared.sampling["max_tokens"]
-        call.violation = find_violation(call.completion_ids, call.logprobs, call.weight_versions, *bounds)
-        call.reply = None
-        if isinstance(outcome, Reply):
-            call.reply = json_text(outcome.to_message())
-        else:
-            call.error = str(outcome) or repr(outcome)
-            if outage is not None and status == "aborted":
-                call.error += f"{WAITED}{outage}"
-        if call.violation and call.reply is not None:
-            logger.warning("call %s is excluded from training: %s", call.call_id, call.violation)
-        self._session.writer.add_call(call)
-        if status == "completed" and self._session.engines.routing:
-            self._session.writer.note_routing(make_routing(call, self._routed_experts))
-        self._routed_experts = None
-
-    def _complete(self, reply: Reply) -> None:
-        """Set why the reply ends, and the ids of its tool calls."""
-        reply.issue(self.call_id)
-        reply.stop = reply.stop or self._stop
-        if self.call.finish_reason == "length":
-            reply.finish_reason = "length"
-        elif reply.tool_calls:
-            reply.finish_reason = "tool_calls"
 
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):

@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Tool, Usage
 from rolltap.addons.endpoint.budget import Used
+from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.request import request_digest
-from rolltap.addons.endpoint.retries import FinishedCall, newest
+from rolltap.addons.endpoint.retries import REMEMBERED
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
@@ -173,7 +174,7 @@ class RecoveredSession:
         self.given = given
         """Options of this session alone."""
         self.conversations = Conversations(recovery.rendering)
-        self.finished: list[FinishedCall] = []
+        self.finished: list[Generation] = []
         """The newest completed calls, oldest first."""
         self.roles = SessionRoles()
         """Known after `index`."""
@@ -239,7 +240,7 @@ class RecoveredSession:
     def _remember(self, restored: list[tuple[RecordedCall, Turn]], rows: list[Row]) -> None:
         """Let retries get the newest completed calls."""
         last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
-        for recorded, turn in newest(restored):
+        for recorded, turn in restored[-REMEMBERED:]:
             finished_at = recorded.row["finished_at"] or self._recovery.started
             lost = last_start <= finished_at < self._recovery.started
             if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
@@ -271,7 +272,7 @@ class RecoveredSession:
             row["call_id"], parent, row["prompt_tail_ids"], row["completion_ids"], request, reply, row["kind"]
         )
 
-    def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> FinishedCall | None:
+    def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> Generation | None:
         """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
         row, message = recorded.row, recorded.reply or {}
         prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
@@ -284,7 +285,7 @@ class RecoveredSession:
         if stop_texts and reply.stop is None and row["finish_reason"] == "stop" and not own_end:
             return None
         cached = row["cached_tokens"] or 0
-        return FinishedCall(
+        return Generation(
             call_id=row["call_id"],
             digest=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
             reply=reply,

@@ -79,9 +79,7 @@ def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
         why = f"the recorder cannot read its run: {error}"
         return DialectError(why, status=500, code="not_recorded")
     if isinstance(error, OSError):
-        answer = DialectError(
-            f"the recorder cannot write this call: {error}", status=500, code="not_recorded"
-        )
+        answer = DialectError(f"the recorder cannot write this call: {error}", status=500, code="not_recorded")
         if error.errno in _TRANSIENT:
             answer.status = 503
             answer.retry_after = RETRY_SECONDS

@@ -31,6 +31,7 @@ from typing import Any
 from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, ServedModel
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.endpoint.budget import Used
+from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import (
     RecordedCall,
     RecoveredSession,
@@ -39,7 +40,7 @@ from rolltap.addons.endpoint.recovery import (
     parents_first,
     undamaged_calls,
 )
-from rolltap.addons.endpoint.retries import FinishedCall, find_retried
+from rolltap.addons.endpoint.retries import find_retried
 from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
@@ -82,7 +83,7 @@ class RerunSession(RecoveredSession):
         """Completed calls in the order of their starts, with all their messages."""
         self._asked: dict[bytes, list[str]] = {}
         """Digest of a conversation -> the calls that have it."""
-        self._given: dict[str, FinishedCall] = {}
+        self._given: dict[str, Generation] = {}
         """The calls that have answered."""
         self._foreign: str | None = None
         """Why a call does not answer: its reply was written by somebody else than its model."""
@@ -130,7 +131,7 @@ class RerunSession(RecoveredSession):
 
     def answer(
         self, dialect: Dialect, model_call: ModelCall, headers: Mapping[str, str]
-    ) -> tuple[FinishedCall, EventKind] | None:
+    ) -> tuple[Generation, EventKind] | None:
         """Return the recorded call that answers a request, and whether it is `rerun` or `replayed`; None without any.
 
         Raises `OSError` and `RunError`.
@@ -141,7 +142,6 @@ class RerunSession(RecoveredSession):
         known = self._asked.get(digest, [])
         given = [self._given[call_id] for call_id in known if call_id in self._given]
         if (retried := find_retried(given, digest, headers)) is not None:
-            assert isinstance(retried, FinishedCall)
             return retried, "replayed"
         for call_id in known:
             if call_id in self._given:

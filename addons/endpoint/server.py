@@ -20,10 +20,10 @@ from rolltap.addons.dialects.call import DialectError, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import ROUTES, Route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.budget import Budgets
-from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
+from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import (
     END,
     HOST_HEADER,

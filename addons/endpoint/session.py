@@ -14,18 +14,18 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
-from rolltap.addons.dialects.call import DialectError, ModelCall, Reply
+from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
-from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
+from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
 from rolltap.addons.endpoint.rerun import RerunSession, archive_of
-from rolltap.addons.endpoint.retries import AnyCall, FinishedCall, find_retried, newest
+from rolltap.addons.endpoint.retries import REMEMBERED, find_retried
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
@@ -121,7 +121,7 @@ class Session:
         num_bytes: int,
         request: ClientRequest,
         context_window: int,
-    ) -> AnyCall:
+    ) -> Generation:
         """Return the call that a decoded request of `num_bytes` bytes repeats, or start a generation.
 
         `context_window` is the engine's, in tokens. Raises `DialectError` when the session has
@@ -144,7 +144,7 @@ class Session:
                 prepare = partial(self._prepare, recovered, dialect, model_call, request, context_window)
                 prepared = await self._work(recovered, num_bytes, prepare)
                 self.settle()
-                earlier: list[AnyCall] = [*recovered.finished, *self.generations]
+                earlier = [*recovered.finished, *self.generations]
                 retried = find_retried(earlier, prepared.digest, request.headers)
                 if retried is not None:
                     kind: EventKind = "replayed" if retried.done else "joined"
@@ -171,7 +171,7 @@ class Session:
 
         Of those that run and whose listeners have gone, only the newest `LEFT` wait for a retry: each holds an engine.
         """
-        for generation in [each for each in self.generations if each.left and not each.done][:-LEFT]:
+        for generation in [each for each in self.generations if not each.listeners and not each.done][:-LEFT]:
             generation.abort("the harness closed the connection, and those of later calls")
         over = [generation for generation in self.generations if generation.done and not generation.listeners]
         if not over:
@@ -179,8 +179,9 @@ class Session:
         self._touch()
         self.generations = [generation for generation in self.generations if generation not in over]
         if self._recovered is not None:
-            completed = [FinishedCall.of(generation) for generation in over if generation.reply is not None]
-            self._recovered.finished = newest([*self._recovered.finished, *completed])
+            completed = [generation for generation in over if generation.reply is not None]
+            finished = [*self._recovered.finished, *completed]
+            self._recovered.finished = finished[-REMEMBERED:]
 
     def abort(self, why: str) -> None:
         """Abort the running generations and record them."""
@@ -216,7 +217,7 @@ class Session:
                 conversations.history.incomplete = True
                 logger.exception("call %s cannot be continued", call.call_id)
 
-    def _give(self, recorded: FinishedCall, kind: EventKind, source: RecordedFrom, request: ClientRequest) -> None:
+    def _give(self, recorded: Generation, kind: EventKind, source: RecordedFrom, request: ClientRequest) -> None:
         """Record that a recorded call answers a request."""
         where = json_text({"run": str(source.run), "session": source.session})
         self.writer.add_event(request.event(kind, where, recorded.call_id))
@@ -248,8 +249,10 @@ class Session:
         if self._policy is None:
             keep, last_version = self.options.keep_adapter, recovered.last_version
             self._policy = SessionPolicy(self.published, keep=keep, last_version=last_version)
-        self.generations.append(Generation(self, prepared, self._policy, grant))
-        return self.generations[-1]
+        generation = Generation(call.call_id, prepared.digest, Usage(len(call.prompt_ids), 0))
+        generation.start(self, prepared, self._policy, grant)
+        self.generations.append(generation)
+        return generation
 
     def _prepare(
         self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall, request: ClientRequest, window: int

@@ -59,6 +59,8 @@ class Chunk:
     """Number of prompt tokens that came from the engine's prefix cache."""
     routed_experts: str | None = None
     """vLLM's, of the request's prompt and completion."""
+    outage: str | None = None
+    """A failure, after which the call waits for an engine."""
 
 
 class Engine:

@@ -27,7 +27,7 @@ async def sample(
 
     After a retryable failure the rest is sampled at once by another engine of the pool or, if all have failed, after a
     pause, within the pool's patience since the last sampled token. `writer` records each retry as an event `continued`.
-    `call.error` is the last failure while no token has been sampled after it, and None otherwise.
+    Before a retry it yields a chunk with the failure.
 
     An engine that is paused is waited for, however long that takes: this is no failure, and its calls stay with it.
 
@@ -71,7 +71,7 @@ async def sample(
             if len(call.completion_ids) > num_sampled:
                 pauses.reset()
                 num_sampled = len(call.completion_ids)
-            call.error = str(error)
+            yield Chunk([], [], outage=str(error))
             if not other_engine:
                 if nobody_has_it := bool(without) and not engines.any_up(without):
                     without.clear()
@@ -96,8 +96,6 @@ async def _sample_rest(
     async for chunk in engine.generate([*call.prompt_ids, *call.completion_ids], request_sampling, policy.model):
         if chunk.token_ids and call.first_token_at is None:
             call.first_token_at = utc_now()
-        if chunk.token_ids:
-            call.error = None
         room = sampling["max_tokens"] - len(call.completion_ids)
         sound = sum(1 for _ in takewhile(lambda i: i < vocabulary, chunk.token_ids[:room]))
         call.completion_ids += chunk.token_ids[: sound + 1]

@@ -141,7 +141,7 @@ class TestFault:
         await until(lambda: len(scripted_engine.requests) == 1)
         async with harness.post({"messages": [user("More.")], "stream": True}):
             waiting = harness.endpoint.sessions["s1"].generations[-1]
-            waiting._token_at -= 64  # since then the engine has said "one"
+            waiting._started_at -= 64  # since then the engine has said "one"
             await until(lambda: len(harness.endpoint.sessions[other].generations[0].call.completion_ids) == 1)
             waiting.abort("the harness closed the connection")
         scripted_engine.release()
@@ -156,7 +156,7 @@ async def test_of_the_calls_that_a_harness_leaves_behind_few_wait_for_a_retry(ha
         async with harness.post({"messages": [user(f"Question {i}")], "stream": True}) as response:
             await read_until(response, lambda seen: b"one" in seen)
         left = harness.endpoint.sessions["s1"].generations[-1]
-        await until(lambda left=left: left.left)
+        await until(lambda left=left: not left.listeners)
     harness.endpoint.sessions["s1"].settle()
     assert [call["status"] for call in harness.calls()] == ["aborted"] * 2
     assert harness.events("fault") == []

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import ModelCall, Reply
+from rolltap.addons.dialects.call import ModelCall, Reply, Usage
 from rolltap.addons.endpoint.budget import Budgets, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
@@ -228,15 +227,14 @@ class Scenario:
         self.engines = [ScriptedClient(f"http://engine-{n}", self.script, self.sent, rude) for n in range(engines)]
         self.pool._engines = self.engines
         self.pool.patience = patience
-        session = SimpleNamespace(
-            engines=self.pool, rendering=self.renderer, workers=Workers(), writer=self.disk, add=self.memory.add
-        )
+        session = SimpleNamespace(engines=self.pool, rendering=self.renderer, writer=self.disk, add=self.memory.add)
         model_call = ModelCall("m", [], [])
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
         budget = SessionBudget(Budgets(), Used())
-        self.generation = Generation(
+        self.generation = Generation("c1", b"digest", Usage(len(PROMPT_IDS), 0))
+        self.generation.start(
             session,
             PreparedCall(call, prompt, model_call, sampling, b"digest"),
             SessionPolicy(mock.Mock(read=lambda: Policy("1")), keep=True),
