@@ -1,4 +1,4 @@
-r"""Segment: one append-only file of a run, an Arrow IPC stream that Arrow readers can read while it grows.
+r"""Segment: one append-only file of a run, an Arrow IPC stream that can be read while it grows.
 
              +-------------------------+
     0        | schema message          |
@@ -7,22 +7,24 @@ r"""Segment: one append-only file of a run, an Arrow IPC stream that Arrow reade
              | ...                     |
              | record batch message    |  commit N
              +-------------------------+
-    size     | 00 00 00 00 00 00 00 00 |  prefix of commit N + 1, until step 3 writes it   \
-    size + 8 | metadata, body          |  step 2                                            > uncommitted tail
-    end - 1  | last byte               |  step 1                                           /
+    size     | 00 00 00 00 00 00 00 00 |  prefix of commit N + 1, until step 3      \
+    size + 8 | metadata, body          |  step 2                                  > uncommitted tail
+    end - 1  | last byte               |  step 1                                 /
              +-------------------------+
 
-A commit is one record batch message. Its prefix (8 bytes) is the marker ff ff ff ff and the length of the metadata. It
-is written in three steps:
+A commit is one record batch message. Its prefix (8 bytes) is the marker ff ff ff ff and the length
+of the metadata. It is written in three steps:
 
-1. Write the last byte. The file then has its final length, so that a reader maps all bytes of the commit or none.
+1. Write the last byte. The file then has its final length, so that a reader maps all bytes of the
+   commit or none.
 2. Write all other bytes after the prefix.
 3. Write the prefix. This publishes the commit.
 
-Before step 3 the prefix is zero, which Arrow readers take for the end of the stream (a length of 0 in the IPC format
-before 0.15). A process that is killed before step 3 leaves an uncommitted tail from `size` on, which readers ignore. A
-machine that stops before `fdatasync` may lose any page of a commit. The rows' digests show that, unless the prefix of
-the last commit is lost: then the commit is taken for an uncommitted tail.
+Before step 3 the prefix is zero, which Arrow readers take for the end of the stream (a length of 0
+in the IPC format before 0.15). A process that is killed before step 3 leaves an uncommitted tail
+from `size` on, which readers ignore. A machine that stops before `fdatasync` may lose any page of a
+commit. The rows' digests show that, unless the prefix of the last commit is lost: then the commit
+is taken for an uncommitted tail.
 """
 
 import errno
@@ -45,36 +47,45 @@ from rolltap.addons.store.staging import hidden_name, new_file, sync_folder
 logger = logging.getLogger(__name__)
 
 _PREFIX = 8
-"""Size of a message's prefix in bytes: continuation marker and metadata length (Arrow columnar format, IPC)."""
+"""Bytes of a message's prefix: marker and length of the metadata (Arrow columnar format, IPC)."""
 _MARKER = b"\xff\xff\xff\xff"
 _SEARCHED = 1 << 20
 """Most places at which a marker is looked for at a time."""
 _UNREADABLE = pa.ArrowException, OSError, EOFError, struct.error
 MOST_FAILED = 10_000
-"""Places of a file at which a message seems to begin and none can be read. The rest of a file that has more is lost."""
+"""Places of a file at which a message seems to begin and none can be read.
+
+The rest of a file that has more is lost.
+"""
 _PLACE = b"rolltap.place"
 _END = _MARKER + bytes(4)
 """End-of-stream marker. Compacted files have one, files that grow do not."""
 _ROWS = b"rolltap.rows"
-"""Key of the schema's metadata with the number of rows of a compacted file: a lost end is seen wherever it begins. A
-file that grows cannot say that."""
+"""Key of the schema's metadata with the number of rows of a compacted file.
+
+So a lost end is seen wherever it begins. A file that grows cannot say that.
+"""
 BATCH_ROWS = 8
 BATCH_BYTES = 256 * 1024
-"""Limits of a compacted batch, unless one commit is larger. They bound the rows that one damaged byte can cost. Smaller
-batches would take more space: the metadata of the 31 call columns is 2.4 KB a batch."""
+"""Limits of a compacted batch, unless one commit is larger.
+
+They bound the rows that one damaged byte can cost. Smaller batches would take more space: the
+metadata of the 31 call columns is 2.4 KB a batch.
+"""
 
 
 class Segment:
-    """A file with one writer. It gets its name with the first commit and is locked (`flock`) until `close`.
+    """A file with one writer. It gets its name with the first commit and is locked until `close`.
 
-    Appends are not thread-safe. A commit that fails raises `OSError` and cannot be read. If the file has earlier
-    commits, do not append to it again: a reader may have mapped it at the length of the failed commit.
+    Appends are not thread-safe. A commit that fails raises `OSError` and cannot be read. If the
+    file has earlier commits, do not append to it again: a reader may have mapped it at the length
+    of the failed commit.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path = path
         self.size = 0
-        """Size in bytes of the schema and all commits, 0 before the first commit."""
+        """Bytes of the schema and all commits, 0 before the first commit."""
         self._schema = schema
         self._descriptor: int | None = None
         self._unsynced = False
@@ -112,13 +123,13 @@ class Segment:
             self._named = True
 
     def close(self) -> None:
-        """Close and unlock the file. No end marker is written: readers take the end of the file for one."""
+        """Close and unlock the file, without an end marker: readers take its end for one."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _create(self, message: memoryview) -> None:
-        """Create the file under a hidden name and rename it after the first commit: readers fail without a schema."""
+        """Create the file with its first commit: readers fail without a schema."""
         hidden = hidden_name(self.path)
         descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
@@ -131,20 +142,21 @@ class Segment:
             os.close(descriptor)
             hidden.unlink(missing_ok=True)
             raise
-        self._descriptor, self.size = descriptor, len(schema) + len(message)
+        self._descriptor = descriptor
+        self.size = len(schema) + len(message)
         self._unsynced = True
 
 
 class SegmentReader:
     """The commits of a segment, in file order; a context manager.
 
-    Iterating yields (byte offset, batch) and skips damaged commits. A file whose schema differs from `expected` is
-    damaged and yields no batch. After iterating, `damage` maps the byte offset of each unreadable range to its reason,
-    `uncommitted` is the size in bytes of the uncommitted tail, and `end` is the offset at which the next commit would
-    begin.
+    Iterating yields (byte offset, batch) and skips damaged commits. A file whose schema differs
+    from `expected` is damaged and yields no batch. After iterating, `damage` maps the byte offset
+    of each unreadable range to its reason, `uncommitted` is the size in bytes of the uncommitted
+    tail, and `end` is the offset at which the next commit would begin.
 
-    A compacted file was written at once and is never appended to: it has no uncommitted tail. The end of one that has
-    fewer rows than it says, and no other damage, is damage.
+    A compacted file was written at once and is never appended to: it has no uncommitted tail. The
+    end of one that has fewer rows than it says, and no other damage, is damage.
     """
 
     def __init__(self, path: Path, expected: pa.Schema | None = None) -> None:
@@ -172,15 +184,16 @@ class SegmentReader:
             schema = pa.ipc.read_schema(self._next("schema"))
         except (pa.ArrowException, OSError, EOFError) as error:
             self.damage[0] = f"it has no schema ({error})"
-        else:
-            if expected is None or schema.equals(expected):
-                self.schema, self._begin = schema, self._source.tell()
-                said = (schema.metadata or {}).get(_ROWS, b"")
-                self._rows = int(said) if said.isdigit() else None
-            else:
-                self.damage[0] = (
-                    "it does not have the columns of its table: another version of rolltap wrote it, or it is damaged"
-                )
+            return
+        if expected is not None and not schema.equals(expected):
+            why = "another version of rolltap wrote it, or it is damaged"
+            self.damage[0] = f"it does not have the columns of its table: {why}"
+            return
+        self.schema = schema
+        self._begin = self._source.tell()
+        rows = (schema.metadata or {}).get(_ROWS, b"")
+        if rows.isdigit():
+            self._rows = int(rows)
 
     def close(self) -> None:
         """Close the file."""
@@ -196,10 +209,12 @@ class SegmentReader:
         return self.batches_from(self._begin)
 
     def batches_from(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yield (byte offset, batch) as iterating does, from a commit's offset or an earlier reader's `end` on."""
+        """Yield (byte offset, batch), from a commit's offset or an earlier reader's `end` on."""
         offset = None if self.schema is None else start
-        in_damage, num_rows, num_failed = False, 0, 0
-        # the end is checked before the read: a commit published in between is then not taken for damage
+        in_damage = False
+        num_rows = 0
+        num_failed = 0
+        # the end is checked before the read: a commit published in between is not damage then
         while offset is not None and not self._is_end(offset):
             try:
                 batch = self.read(offset)
@@ -220,7 +235,8 @@ class SegmentReader:
                 offset = next_offset
         whole = start == self._begin and not self.damage
         if whole and offset is not None and self._rows is not None and num_rows < self._rows:
-            self.damage[offset] = f"it lost its end: {num_rows} of its {self._rows} rows are left"
+            left = f"{num_rows} of its {self._rows} rows are left"
+            self.damage[offset] = f"it lost its end: {left}"
         self.end = self._source.size() - self.uncommitted
 
     def warn_of_damage(self) -> None:
@@ -229,7 +245,7 @@ class SegmentReader:
             logger.warning("%s, byte %d: %s; see `rolltap verify`", self.path, offset, reason)
 
     def _next(self, kind: str) -> pa.Message:
-        """Read the next message. Raises `pa.ArrowInvalid` for another type: pyarrow does not check it and crashes."""
+        """Read the next message. Raises `pa.ArrowInvalid` for another type: pyarrow would crash."""
         message = pa.ipc.read_message(self._source)
         if message.type != kind:
             raise pa.ArrowInvalid(f"expected a message of type {kind}, found {message.type}")
@@ -249,8 +265,9 @@ class SegmentReader:
     def _is_end(self, offset: int) -> bool:
         """Return True at an end marker or an uncommitted tail, and set `uncommitted` for a tail."""
         rest = self._bytes(offset)
-        # only the last commit can be incomplete: a zero prefix with a message behind it is damage. Data of a tail may
-        # look like the start of a message: damage is then reported, but no rows of the tail are returned
+        # only the last commit can be incomplete: a zero prefix with a message behind it is damage.
+        # Data of a tail may look like the start of a message: damage is then reported, but no rows
+        # of the tail are returned
         if not any(rest[:_PREFIX]) and self._find_marker(offset) is None:
             self.uncommitted = len(rest) if self._rows is None else 0
             return True
@@ -259,12 +276,14 @@ class SegmentReader:
     def _find_marker(self, offset: int) -> int | None:
         """Return the offset of the next marker after `offset`, or None. O(file size).
 
-        Messages are aligned to 8 bytes, and a positive length follows the marker. Data may look like that too.
+        Messages are aligned to 8 bytes, and a positive length follows the marker. Data may look
+        like that too.
         """
         start = offset // 8 * 8 + 8
         rest = self._bytes(offset)[start - offset :]
         messages = np.frombuffer(rest, "<i4", count=len(rest) // 8 * 2).reshape(-1, 2)
-        first, size = 0, 64
+        first = 0
+        size = 64
         while first < len(messages):
             markers, lengths = messages[first : first + size].T
             found = np.flatnonzero((markers == -1) & (lengths > 0))
@@ -282,58 +301,63 @@ class SegmentReader:
 def compact(path: Path) -> None:
     """Rewrite a closed segment with the rows of a session together, in batches of bounded size.
 
-    The new file replaces the old one atomically. Within a session, rows stay in commit order. An uncommitted tail is
-    dropped. Does nothing for fewer than two batches, or when the file is damaged. Raises `OSError` and
-    `pa.ArrowException`.
+    The new file replaces the old one atomically. Within a session, rows stay in commit order. An
+    uncommitted tail is dropped. Does nothing for fewer than two batches, or when the file is
+    damaged. Raises `OSError` and `pa.ArrowException`.
     """
     with SegmentReader(path) as reader:
         sessions: defaultdict[str | None, list[int]] = defaultdict(list)
-        num_batches, num_rows = 0, 0
+        num_batches = 0
+        num_rows = 0
         for offset, batch in reader:
-            num_batches, num_rows = num_batches + 1, num_rows + batch.num_rows
+            num_batches += 1
+            num_rows += batch.num_rows
             for session_id in batch.column("session_id").unique().to_pylist():
                 sessions[session_id].append(offset)
         if num_batches < 2 or reader.damage or reader.schema is None:
             return
         num_written = 0
+        schema = reader.schema.with_metadata({_ROWS: str(num_rows)})
         with new_file(path, "xb") as file:
-            with pa.ipc.new_stream(file, reader.schema.with_metadata({_ROWS: str(num_rows)})) as writer:
+            with pa.ipc.new_stream(file, schema) as writer:
                 for batch in _regrouped(reader, sessions):
                     writer.write_batch(batch)
                     num_written += batch.num_rows
             if num_written != num_rows:
-                raise OSError(errno.EIO, f"{num_written} of {num_rows} rows were copied", str(path))
+                why = f"{num_written} of {num_rows} rows were copied"
+                raise OSError(errno.EIO, why, str(path))
 
 
-def _regrouped(reader: SegmentReader, sessions: dict[str | None, list[int]]) -> Iterator[pa.RecordBatch]:
+def _regrouped(
+    reader: SegmentReader,
+    sessions: dict[str | None, list[int]],
+) -> Iterator[pa.RecordBatch]:
     pending: list[pa.RecordBatch] = []
-    num_rows = num_bytes = 0
+    num_rows = 0
+    num_bytes = 0
     for session_id, offsets in sessions.items():
         for offset in offsets:
             batch = rows_of_session(reader.read(offset), session_id)
-            batch_bytes = batch.get_total_buffer_size()
-            if pending and (num_rows + batch.num_rows > BATCH_ROWS or num_bytes + batch_bytes > BATCH_BYTES):
-                yield _joined(pending)
-                pending, num_rows, num_bytes = [], 0, 0
+            num_rows += batch.num_rows
+            num_bytes += batch.get_total_buffer_size()
+            if pending and (num_rows > BATCH_ROWS or num_bytes > BATCH_BYTES):
+                yield pa.concat_batches(pending)
+                pending = []
+                num_rows = batch.num_rows
+                num_bytes = batch.get_total_buffer_size()
             pending.append(batch)
-            num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch_bytes
     if pending:
-        yield _joined(pending)
-
-
-def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return batch
+        yield pa.concat_batches(pending)
 
 
 def place_of(batch: pa.RecordBatch) -> str:
-    """Return the file and the byte offset of the commit that a batch or a part of it was read from."""
+    """Return the file and the offset of the commit that a batch or a part of it was read from."""
     metadata: dict[bytes, bytes] = batch.schema.metadata or {}
     return metadata.get(_PLACE, b"").decode()
 
 
 def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordBatch:
-    """Return the rows of one session. The batch must have at least one: a batch of one row is returned unchecked."""
+    """Return the rows of one session, of which the batch has at least one."""
     if batch.num_rows == 1:
         return batch
     ids = batch.column("session_id")
@@ -343,4 +367,5 @@ def rows_of_session(batch: pa.RecordBatch, session_id: str | None) -> pa.RecordB
 def _write(descriptor: int, data: Any, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset += written
