@@ -31,7 +31,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
     remove_folder,
 )
 from rolltap.trainer.rollouts.runtimes.supervised import Output, Supervised, start, written_to
-from rolltap.trainer.rollouts.runtimes.watch import exceeded, out_of_memory_kills, processes_in, written_folders
+from rolltap.trainer.rollouts.runtimes.watch import ProcessTable, exceeded, out_of_memory_kills, written_folders
 from rolltap.trainer.tasks.box_paths import HOME
 
 KEEPER = ("/bin/sh", "-c", "while :; do sleep 86400; done")
@@ -252,7 +252,7 @@ class EngineBox:
         )
         killed_before = out_of_memory_kills(self._pid)
         folders = [*self._spec.written(), log, *written_folders(self._pid)]
-        over = exceeded(self._spec.limits, partial(processes_in, self._pid), folders)
+        over = exceeded(self._spec.limits, partial(ProcessTable.in_namespace_of, pid=self._pid), folders)
         ending, limit = asyncio.create_task(client.wait()), asyncio.create_task(over)
         try:
             await asyncio.wait([ending, limit], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -32,7 +32,7 @@ from rolltap.trainer.rollouts.runtimes.runtime import (
     tool_folders,
 )
 from rolltap.trainer.rollouts.runtimes.supervised import Supervised, end, start, written_to
-from rolltap.trainer.rollouts.runtimes.watch import choose_cores, descendants, exceeded, rlimits
+from rolltap.trainer.rollouts.runtimes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.tasks.box_paths import HOME
 
 _USER = 1000
@@ -186,7 +186,7 @@ class SandboxBox:
         spec = self._spec
         async with Relay(pid, spec.proxy) if spec.proxy else nullcontext():
             pipes.begin()
-            find = partial(descendants, program.process.pid)
+            find = partial(ProcessTable.descendants, pid=program.process.pid)
             return await end(program, timeout, exceeded(spec.limits, find, [*spec.written(), log]))
 
     async def settle(self) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.rollouts.runtimes.runtime import Ended, StopReason
-from rolltap.trainer.rollouts.runtimes.watch import choose_cores, descendants, exceeded, rlimits
+from rolltap.trainer.rollouts.runtimes.watch import ProcessTable, choose_cores, exceeded, rlimits
 from rolltap.trainer.tasks.task import Limits
 
 LOG_BYTES = 64 << 20
@@ -260,7 +260,8 @@ async def run_supervised(
     limits = limits or Limits()
     how = {"rlimits": rlimits(limits), "cpus": choose_cores(limits), **how}
     async with written_to(log) as output, start(command, cwd=cwd, env=env, output=output.descriptor, **how) as program:
-        return await end(program, timeout, exceeded(limits, partial(descendants, program.process.pid), [*folders, log]))
+        find = partial(ProcessTable.descendants, pid=program.process.pid)
+        return await end(program, timeout, exceeded(limits, find, [*folders, log]))
 
 
 async def end(program: Supervised, timeout: float, limit: Coroutine[Any, Any, StopReason]) -> Ended:

@@ -14,6 +14,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -42,8 +43,10 @@ _DESCRIPTORS = 4096
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
-Find = Callable[[], list[psutil.Process]]
+Find = Callable[["ProcessTable"], list[psutil.Process]]
 """Returns the processes of a box."""
+FindNow = Callable[[], list[psutil.Process]]
+"""Returns them as they are now."""
 
 
 async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopReason:
@@ -56,14 +59,16 @@ async def exceeded(limits: Limits, find: Find, folders: Sequence[Path]) -> StopR
     through a socket are not seen.
     """
     nameless = Nameless()
+    own = partial(_find_now, find)
     looks: list[Coroutine[Any, Any, StopReason]] = []
     if limits.memory_gib is not None or limits.processes is not None:
-        looks.append(_poll(partial(_processes_over, limits, find, nameless), _LONGEST_SECONDS))
+        look_over = partial(_processes_over, limits, own, nameless)
+        looks.append(_poll(look_over, _LONGEST_SECONDS, _threads("processes", 1)))
     if limits.memory_gib is not None or limits.disk_gib is not None:
-        looks.append(_poll(partial(nameless.look, find), _LONGEST_SECONDS))
+        looks.append(_poll(partial(nameless.look, own), _LONGEST_SECONDS, _threads("open-files", 1)))
     if limits.disk_gib is not None:
         look = partial(_disk_over, limits.disk_gib * _GIB, folders, nameless)
-        looks.append(_poll(look, _LONGEST_DISK_SECONDS, _disk_threads()))
+        looks.append(_poll(look, _LONGEST_DISK_SECONDS, _threads("disk", _DISK_THREADS)))
     if not looks:
         await asyncio.Event().wait()
     tasks = [asyncio.create_task(look) for look in looks]
@@ -112,24 +117,59 @@ def end_program(pid: int, grace: float = 5.0) -> None:
             psutil.wait_procs(running, timeout=grace)
 
 
-def processes_in(pid: int) -> list[psutil.Process]:
-    """Return the processes in the PID namespace of process `pid`, with those in namespaces that they have made.
+class ProcessTable:
+    """The processes of this machine at one moment, which the looks at all boxes share."""
 
-    Programs that an engine runs in a container are no children of its first process.
-    """
-    namespace = _pid_namespace(pid)
-    found: dict[int, psutil.Process] = {}
-    others = {process.pid: process for process in psutil.process_iter(["ppid"])}
-    while True:
-        inside = [
-            process
-            for process in others.values()
-            if process.info["ppid"] in found or (not found and _pid_namespace(process.pid) == namespace)
-        ]
-        if not inside:
-            return list(found.values())
-        for process in inside:
-            found[process.pid] = others.pop(process.pid)
+    def __init__(self) -> None:
+        self._processes = list(psutil.process_iter(["ppid"]))
+        self._children: dict[int, list[psutil.Process]] = {}
+        self._namespaces: dict[int, str | None] = {}
+        for process in self._processes:
+            self._children.setdefault(process.info["ppid"], []).append(process)
+
+    def descendants(self, pid: int) -> list[psutil.Process]:
+        """Return the descendants of process `pid`."""
+        found: dict[int, psutil.Process] = {}
+        parents = [pid]
+        while parents:
+            for child in self._children.get(parents.pop(), ()):
+                if child.pid not in found:
+                    found[child.pid] = child
+                    parents.append(child.pid)
+        return list(found.values())
+
+    def in_namespace_of(self, pid: int) -> list[psutil.Process]:
+        """Return the processes in the PID namespace of process `pid`, with those in namespaces that they have made.
+
+        Programs that an engine runs in a container are no children of its first process.
+        """
+        if not self._namespaces:
+            self._namespaces = {process.pid: _pid_namespace(process.pid) for process in self._processes}
+        namespace = _pid_namespace(pid)
+        if namespace is None:
+            return []
+        found: dict[int, psutil.Process] = {}
+        for process in self._processes:
+            if self._namespaces[process.pid] == namespace:
+                found[process.pid] = process
+                found |= {below.pid: below for below in self.descendants(process.pid)}
+        return list(found.values())
+
+
+_table_lock = threading.Lock()
+_table: tuple[float, ProcessTable] | None = None
+"""The newest table, and when it was read."""
+
+
+def _find_now(find: Find) -> list[psutil.Process]:
+    """Return what `find` finds in a table that is no older than a pause between two looks."""
+    global _table
+    with _table_lock:
+        now = time.monotonic()
+        if _table is None or now - _table[0] > _PAUSE_SECONDS:
+            _table = now, ProcessTable()
+        table = _table[1]
+    return find(table)
 
 
 def _pid_namespace(pid: int) -> str | None:
@@ -166,8 +206,8 @@ def out_of_memory_kills(pid: int) -> int:
     return kills
 
 
-async def _poll(look: Callable[[], StopReason | None], longest: float, threads: Executor | None = None) -> StopReason:
-    """Call `look` in a thread again and again until it returns a reason, with pauses of up to `longest` seconds."""
+async def _poll(look: Callable[[], StopReason | None], longest: float, threads: Executor) -> StopReason:
+    """Call `look` in `threads` again and again until it returns a reason, with pauses of up to `longest` seconds."""
     while True:
         begin = time.monotonic()
         reason = await asyncio.get_running_loop().run_in_executor(threads, look)
@@ -182,12 +222,15 @@ def pause_after(seconds: float, longest: float) -> float:
 
 
 @cache
-def _disk_threads() -> Executor:
-    """Return threads of their own: counting the files of one box keeps no other look waiting."""
-    return ThreadPoolExecutor(_DISK_THREADS, "rolltap-disk")
+def _threads(what: str, number: int) -> Executor:
+    """Return threads of their own for the looks at `what` of all boxes.
+
+    They keep nothing waiting: neither other looks nor other work in threads.
+    """
+    return ThreadPoolExecutor(number, f"rolltap-{what}")
 
 
-def _processes_over(limits: Limits, find: Find, nameless: "Nameless") -> StopReason | None:
+def _processes_over(limits: Limits, find: FindNow, nameless: "Nameless") -> StopReason | None:
     processes = find()
     if limits.processes is not None and _sum(processes, psutil.Process.num_threads) > limits.processes:
         return "processes"
@@ -225,7 +268,7 @@ class Nameless:
         self._rest: list[psutil.Process] = []
         self._found: dict[bool, dict[tuple[int, int], int]] = {}
 
-    def look(self, find: Find) -> None:
+    def look(self, find: FindNow) -> None:
         """Look at further processes, for a moment. A round over all begins with what `find` returns."""
         end = time.monotonic() + _SLICE_SECONDS
         if not self._rest:

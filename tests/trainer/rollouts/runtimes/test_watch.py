@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -91,6 +92,48 @@ def test_many_open_files_are_counted_a_part_at_a_time(tmp_path, monkeypatch):
         for each in (first, second):
             each.communicate(b"\n")
     assert looks == [1, 2]
+
+
+async def test_the_looks_at_many_boxes_keep_no_other_work_waiting():
+    go_on = threading.Event()
+    boxes = 64
+
+    def find(*_):
+        go_on.wait()
+        return []
+
+    limits = Limits(memory_gib=1, processes=1)
+    watches = [asyncio.create_task(exceeded(limits, find, [])) for _ in range(boxes)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # each has asked for its looks
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(int), 60) == 0
+    finally:
+        go_on.set()
+        for each in watches:
+            each.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+
+
+def test_the_looks_at_many_boxes_share_a_table_of_the_machines_processes(monkeypatch):
+    monkeypatch.setattr(watch, "_table", None)
+    monkeypatch.setattr(watch, "_PAUSE_SECONDS", 3600.0)
+    tables = {id(watch._find_now(lambda table: table)) for _ in range(64)}
+    assert tables == {id(watch._table[1])}
+
+
+def test_a_table_has_the_children_of_children_and_the_processes_of_a_namespace():
+    script = "sleep 1000 & sleep 1000 & wait"
+    with subprocess.Popen(["sh", "-c", f"sh -c '{script}' & echo; wait"], stdout=subprocess.PIPE) as shell:
+        try:
+            while len(found := watch.ProcessTable().descendants(shell.pid)) < 3:
+                pass
+            assert len(found) == 3
+            assert {*found} <= {*watch.ProcessTable().in_namespace_of(os.getpid())}
+            assert watch.ProcessTable().in_namespace_of(2**30) == []
+        finally:
+            for process in [*found, shell]:
+                process.kill()
 
 
 @pytest.mark.parametrize(("seconds", "pause"), [(0.0, 0.25), (0.05, 1.0), (1.0, 2.0), (1000.0, 2.0)])
