@@ -1,10 +1,10 @@
 import pytest
 
+from rolltap.addons.dialects import protobuf
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.google import protobuf
-from rolltap.addons.dialects.google.protobuf import camel_case_fields, json_schema, message_field, repeated_field
 from rolltap.addons.dialects.json_values import nests_deeper
+from rolltap.addons.dialects.protobuf import camel_case_fields, json_schema, message_field, repeated_field
 
 
 @pytest.mark.parametrize(

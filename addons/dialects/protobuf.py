@@ -9,7 +9,7 @@ from rolltap.addons.dialects.fields import Fields, Wording
 _SNAKE = re.compile(r"(?<=[a-z0-9])_([a-z0-9])")
 _CAMEL = re.compile(r"(?<=[a-z0-9])([A-Z])")
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
-_COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+_COUNT = re.compile(r"\d{1,19}")
 
 
 def camel_case_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -21,62 +21,87 @@ def camel_case_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def message_field(fields: Fields, key: str) -> Fields:
-    """Return the fields of a protobuf message. An absent message has no fields. Raises `DialectError`."""
+    """Return the fields of a protobuf message. An absent message has no fields.
+
+    Raises `DialectError`.
+    """
     return fields.at(key, camel_case_fields(fields.optional(key, Fields.object) or {}))
 
 
-def repeated_field(fields: Fields, key: str) -> Iterable[Fields]:
-    """Return the messages of a repeated field, which may be a single message without a list. Raises `DialectError`."""
+def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]:
+    """Yield the messages of a repeated field from `start` on.
+
+    It may be a single message without a list. Raises `DialectError`.
+    """
     if fields.maybe(key, dict) is not None:
-        return [message_field(fields, key)]
-    return (element.replaced(camel_case_fields(element.values)) for element in fields.objects(key))
+        yield message_field(fields, key)
+        return
+    for element in fields.objects(key, start=start):
+        yield element.replaced(camel_case_fields(element.values))
+
+
+def schema_field(fields: Fields, as_json: str, as_openapi: str) -> dict[str, Any] | None:
+    """Return the JSON schema in the first field, else that of the `Schema` in the second."""
+    if fields[as_json] is not None:
+        return fields.maybe(as_json, dict)
+    schema: dict[str, Any] | None = json_schema(fields.maybe(as_openapi, dict))
+    return schema
 
 
 def json_schema(schema: Any) -> Any:
     """Convert a `Schema` of the Gemini API to a JSON schema.
 
-    A `Schema` has upper-case type names, `nullable` and `propertyOrdering`. Its counts may be strings, because
-    protobuf's JSON encoding writes 64-bit integers so. Other keywords, and values that are not objects, are kept.
+    A `Schema` has upper-case type names, `nullable` and `propertyOrdering`. Its counts may be
+    strings, because protobuf's JSON encoding writes 64-bit integers so. Other keywords, and values
+    that are not objects, are kept.
     """
     if not isinstance(schema, dict):
         return schema
-    converted: dict[str, Any] = {}
     source = {_camel(keyword): value for keyword, value in schema.items()}
     nullable = source.pop("nullable", None) is True
     ordering = source.pop("propertyOrdering", None)
+    converted: dict[str, Any] = {}
     for keyword, value in source.items():
         match keyword, value:
             case "type", list():
                 converted["type"] = [kind.lower() for kind in value if isinstance(kind, str)]
             case "type", _:
-                if (kind := str(value).lower()) in _TYPES:  # leaves out TYPE_UNSPECIFIED
+                kind = str(value).lower()
+                if kind in _TYPES:  # leaves out TYPE_UNSPECIFIED
                     converted["type"] = kind
             case "properties", dict():
-                first = [name for name in ordering if isinstance(name, str)] if isinstance(ordering, list) else []
-                names = dict.fromkeys(name for name in (*first, *value) if name in value)
-                converted[keyword] = {name: json_schema(value[name]) for name in names}
+                converted["properties"] = _properties(value, ordering)
             case (("items" | "additionalProperties"), _):
                 converted[keyword] = json_schema(value)
             case "anyOf", list():
                 converted["anyOf"] = [json_schema(inner) for inner in value]
             case "format", "enum":
                 pass  # redundant: `enum` is present
-            case _, str() if keyword in _COUNTS and value.isdecimal():
+            case _, str() if keyword.startswith(("min", "max")) and _COUNT.fullmatch(value):
                 converted[keyword] = int(value)
             case _:
                 converted[keyword] = value
-    return _nullable(converted) if nullable else converted
+    if nullable:
+        _allow_null(converted)
+    return converted
 
 
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    match schema.get("type"):
-        case str(kind):
-            schema["type"] = [kind, "null"]
-    for keyword, null in (("enum", None), ("anyOf", {"type": "null"})):
-        match schema.get(keyword):
-            case list(kinds):
-                schema[keyword] = [*kinds, null]
-    return schema
+def _properties(properties: dict[str, Any], ordering: Any) -> dict[str, Any]:
+    """Convert the schemas of properties, and put those that `ordering` names first."""
+    converted: dict[str, Any] = {}
+    for name in [*ordering, *properties] if isinstance(ordering, list) else properties:
+        if isinstance(name, str) and name in properties and name not in converted:
+            converted[name] = json_schema(properties[name])
+    return converted
+
+
+def _allow_null(schema: dict[str, Any]) -> None:
+    if isinstance(schema.get("type"), str):
+        schema["type"] = [schema["type"], "null"]
+    if isinstance(schema.get("enum"), list):
+        schema["enum"] = [*schema["enum"], None]
+    if isinstance(schema.get("anyOf"), list):
+        schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
 
 
 def _camel(name: str) -> str:

@@ -1,0 +1,479 @@
+"""The Gemini API, which the Google Gen AI SDKs, Gemini CLI and clients of Vertex AI use.
+
+It serves generateContent, streamGenerateContent, countTokens and the list of models. Field names
+follow the Gemini API reference. Its peculiarities:
+
+| on the wire | here |
+| --- | --- |
+| names in camelCase or snake_case, one message in place of a list | `protobuf` reads both |
+| consecutive contents of the model are one turn | one message |
+| calls and responses without ids | `_link` gives them the ids of the calls |
+| LiteLLM drops the ids of calls and keeps the signature | the ids follow from the signature |
+| a `functionResponse` is an object | its lone text, or JSON with sorted keys |
+| parsers of protobuf accept 100 levels | arguments of more than 80 levels are sent as text |
+| a stream is a JSON array, or events with `alt=sse` | two encoders |
+| the SDK splits lines at U+0085, U+2028 and U+2029 | events are ASCII |
+"""
+
+import json
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import (
+    ContextOverflow,
+    DialectError,
+    Message,
+    ModelCall,
+    Part,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    Usage,
+    assistant_message,
+    dump_json,
+    message_tool_call,
+    sign,
+    signed_call,
+    tool_call_id,
+)
+from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.json_values import is_word, nests_deeper
+from rolltap.addons.dialects.media import placeholder
+from rolltap.addons.dialects.protobuf import (
+    WORDING,
+    camel_case_fields,
+    message_field,
+    repeated_field,
+    schema_field,
+)
+from rolltap.addons.dialects.tools import as_object, from_object, function_tool, wrapped
+
+_MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is routed to OpenAI, which has it too
+_METHOD = re.compile(
+    r"/(?:v1|v1beta|v1beta1)/(?:(?:projects/[^/]+/locations/[^/]+/)?publishers/google/)?"
+    r"models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)"
+)
+_SAMPLING_FIELDS = (
+    "temperature",
+    "topP",
+    "topK",
+    "seed",
+    "presencePenalty",
+    "frequencyPenalty",
+    "responseMimeType",
+    "responseModalities",
+    "thinkingConfig",
+    "mediaResolution",
+    "routingConfig",
+    "modelSelectionConfig",
+)
+_ENUM = "text/x.enum"
+"""The type of a reply that is one of the texts of an enumeration."""
+_ROLES = ("user", "model", "function")
+_MEDIA = ("inlineData", "fileData")
+_OTHER_FIELDS = (
+    "thought",
+    "thoughtSignature",
+    "partMetadata",
+    "mediaResolution",
+    "videoMetadata",
+)
+"""Fields that a part may have beside its data."""
+_MOST_LEVELS = 80
+"""Levels of arguments in a reply, which are about 10 levels below the top of its body."""
+_STATUS = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    499: "CANCELLED",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+class GoogleGenerateContent(dialect.Dialect):
+    """The Gemini API."""
+
+    NAME = "google-generate-content"
+    CONVERSATION = "contents"
+
+    def operation(self, method: str, path: str) -> dialect.Operation | None:
+        """Return the operation that the end of the path names. The host is not checked."""
+        if method == "GET" and _MODELS.fullmatch(path):
+            return "models"
+        match = _METHOD.fullmatch(path)
+        if method != "POST" or match is None:
+            return None
+        return "count_tokens" if match["method"] == "countTokens" else "generate"
+
+    def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
+        """Decode a request whose path has the model and the method. Raises `DialectError`."""
+        match = _METHOD.fullmatch(target.partition("?")[0])
+        assert match is not None
+        model = Fields({"model": unquote(match["model"])}, WORDING).label("model")
+        fields = Fields(camel_case_fields(request), WORDING)
+        if fields["generateContentRequest"] is not None:  # countTokens has the whole request here
+            fields = message_field(fields, "generateContentRequest")
+        config = message_field(fields, "generationConfig")
+        _refuse_unsupported(fields, config, model)
+        system = _system_part(fields)
+        parts = list(known)
+        for content in repeated_field(fields, "contents", len(known)):
+            parts.append(_part(content))
+        if not parts:
+            raise DialectError("* GenerateContentRequest.contents: contents is not specified")
+        _link(parts)
+        calling = message_field(message_field(fields, "toolConfig"), "functionCallingConfig")
+        thinking = message_field(config, "thinkingConfig")
+        call = ModelCall(
+            model=model,
+            messages=system.messages + dialect.join_turns(parts, ""),
+            tools=[],
+            stream=match["method"] == "streamGenerateContent",
+            max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
+            stop=config.stop_texts("stopSequences"),
+            bare=config["responseMimeType"] == _ENUM,
+            schema=_reply_schema(config),
+            may_call=calling["mode"] != "NONE",
+            reasoning="shown" if thinking["includeThoughts"] is True else "signed",
+            requested_sampling=config.chosen(_SAMPLING_FIELDS),
+            hidden=sum(part.hidden for part in [system, *parts]),
+            parts=parts,
+        )
+        call.requested_sampling |= fields.chosen(("toolConfig", "safetySettings"))
+        for tool in repeated_field(fields, "tools"):
+            _read_tool(tool, call)
+        offered = call.tool_names
+        for index, name in enumerate(calling.texts("allowedFunctionNames")):
+            if name not in offered:
+                expected = "the name of a declared function"
+                raise calling.refusal("allowedFunctionNames", expected, index)
+        return dialect.decoded(call)
+
+    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+        """Return one candidate. A text without calls carries the signature itself."""
+        parts = _text_parts(context, reply.reasoning, reply.content)
+        if reply.content and not reply.tool_calls:
+            parts[-1]["thoughtSignature"] = sign(context.call_id)
+        else:
+            parts += _last_parts(context, reply)
+        return dump_json(_response(context, parts, reply, usage))
+
+    def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
+        """Return an encoder of events if the query has `alt=sse`, else of a JSON array."""
+        query = parse_qs(context.target.partition("?")[2])
+        if query.get("alt", query.get("$alt")) == ["sse"]:
+            return _EventStreamEncoder(context)
+        return _ArrayStreamEncoder(context)
+
+    def encode_error(self, error: DialectError) -> bytes:
+        """Return the body of an error reply. It is also the last chunk of a stream that failed."""
+        return dump_json(_error(error))
+
+    def encode_token_count(self, num_tokens: int) -> bytes:
+        """Return the body of a reply to countTokens."""
+        return dump_json({"totalTokens": num_tokens})
+
+    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
+        """Return the list of `/v1beta/models`, or the model with any name of a path below it."""
+        name = unquote(target.partition("?")[0].partition("/models/")[2])
+        if name:
+            return dump_json(_model(name, models[0].context_window))
+        return dump_json({"models": [_model(each.name, each.context_window) for each in models]})
+
+
+def _refuse_unsupported(fields: Fields, config: Fields, model: str) -> None:
+    if fields["cachedContent"]:
+        instead = "send its contents, instructions and tools in the request"
+        raise DialectError(f"'cached_content' is not served here: {instead}.")
+    if config["candidateCount"] not in (None, 1):
+        raise config.refusal("candidateCount", "1")
+    if config["responseLogprobs"] or config["logprobs"]:
+        raise DialectError(f"Logprobs is not enabled for models/{model}")
+    if any(modality != "TEXT" for modality in config.elements("responseModalities")):
+        raise config.refusal("responseModalities", "['TEXT']")
+    if config["responseMimeType"] not in (None, "", "text/plain", "application/json", _ENUM):
+        expected = f"'text/plain', 'application/json' or '{_ENUM}'"
+        raise config.refusal("responseMimeType", expected)
+
+
+def _reply_schema(config: Fields) -> dict[str, Any] | None:
+    kind = config["responseMimeType"]
+    if kind not in ("application/json", _ENUM):
+        return None
+    schema = schema_field(config, "responseJsonSchema", "responseSchema") or {}
+    if kind != _ENUM:
+        return schema
+    texts = config.at("responseSchema", schema).texts("enum")
+    if not texts:
+        raise config.refusal("responseSchema", "a schema with an enum")
+    return {"type": "string", "enum": texts}
+
+
+def _read_tool(tool: Fields, call: ModelCall) -> None:
+    for function in repeated_field(tool, "functionDeclarations"):
+        name = function.tool_name("name")
+        parameters = schema_field(function, "parametersJsonSchema", "parameters")
+        call.tools.append(function_tool(name, function.maybe("description", str), parameters))
+    for kind, value in tool.values.items():
+        if kind != "functionDeclarations":
+            call.hosted_tools.append({kind: value})
+
+
+def _system_part(fields: Fields) -> Part:
+    """Decode the `systemInstruction`. One without text is no message.
+
+    Each of its parts is a separate text ("You are a cat.", "Your name is Neko.").
+    """
+    part = Part()
+    text = fields.maybe("systemInstruction", str)
+    if text is None:
+        instruction = message_field(fields, "systemInstruction")
+        texts = [_text(piece, part) for piece in repeated_field(instruction, "parts")]
+        text = "\n\n".join(filter(None, texts))
+    if text:
+        part.messages.append({"role": "system", "content": text})
+    return part
+
+
+def _part(content: Fields) -> Part:
+    """Decode a content: tool messages and a text of the user, or a message of the model.
+
+    A function call has the id of the wire, or that with which it was issued if the content is
+    signed. Otherwise its id is empty, as that of a response may be: see `_link`.
+    """
+    is_model = bool(content["role"]) and content.choice("role", _ROLES) == "model"
+    part = Part()
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    call_id: str | None = None
+    for piece in repeated_field(content, "parts"):
+        call_id = call_id or signed_call(piece.maybe("thoughtSignature", str))
+        if is_model and piece["functionCall"] is not None:
+            calls.append(_tool_call(message_field(piece, "functionCall")))
+        elif not is_model and piece["functionResponse"] is not None:
+            part.messages.append(_result(message_field(piece, "functionResponse"), part))
+        elif is_model and piece["thought"] is True:
+            thoughts.append(_text(piece, part))
+        else:
+            texts.append(_text(piece, part))
+    text = "".join(texts)
+    if is_model:
+        for index, call in enumerate(calls):
+            if call_id and not call["id"]:
+                call["id"] = tool_call_id(call_id, index)
+        part.messages.append(assistant_message(text, "".join(thoughts), calls, call_id))
+    elif text or not part.messages:
+        part.messages.append({"role": "user", "content": text})
+    return part
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    arguments = call.optional("args", Fields.object) or {}
+    call_id = call.optional("id", Fields.identifier) or ""
+    return message_tool_call(call_id, call.name("name"), from_object(arguments))
+
+
+def _result(response: Fields, part: Part) -> Message:
+    """Return a function's response as a tool message.
+
+    An object becomes its only field when that is the string `output`, as in the API reference, or
+    `result`, as in Google's SDKs. Another object, such as an `error`, becomes JSON with sorted
+    keys: the fields of a protobuf struct have no order, and clients may send them in another order
+    each time.
+    """
+    name = response.name("name")
+    match response.optional("response", Fields.object) or {}:
+        case {"output": str(text), **others} | {"result": str(text), **others} if not others:
+            texts = [text]
+        case fields:
+            texts = [json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))]
+    for piece in repeated_field(response, "parts"):
+        texts.append(_text(piece, part))
+    call_id = response.optional("id", Fields.identifier) or ""
+    return {"role": "tool", "content": "\n".join(texts), "tool_call_id": call_id, "name": name}
+
+
+def _text(piece: Fields, part: Part) -> str:
+    """Return the text of a piece of a content, or the text in the place of its media.
+
+    A piece without data, for instance with a signature only, is an empty text.
+    """
+    for kind in _MEDIA:
+        media = piece.maybe(kind, dict)
+        if media is not None:
+            part.hidden += 1
+            return placeholder(camel_case_fields(media).get("mimeType"), "file")
+    if piece["text"] is not None:
+        return piece.text("text")
+    for field in piece.values:
+        if field not in _OTHER_FIELDS:
+            # an error is recorded, and this name is the harness's
+            place = piece.place(field if is_word(field) else None)
+            raise DialectError(f"'{place}' is not supported here: this model takes text only.")
+    return ""
+
+
+def _link(parts: Iterable[Part]) -> None:
+    """Give calls and responses their ids. Those of parts that are known stay as they are.
+
+    A call without an id gets a numbered one. A response answers an open call of the last model
+    turn: the call with its id, else the first call with its name.
+    """
+    number = 0
+    in_turn = False
+    open_calls: defaultdict[str, OrderedDict[str, None]] = defaultdict(OrderedDict)
+    for part in parts:
+        for message in part.messages:
+            if message["role"] == "assistant" and not in_turn:
+                open_calls.clear()
+            in_turn = message["role"] == "assistant"
+            for call in message.get("tool_calls", ()):
+                number += 1
+                call["id"] = call["id"] or f"call_{number}"
+                open_calls[call["function"]["name"]][call["id"]] = None
+            if message["role"] == "tool":
+                ids = open_calls[message["name"]]
+                if message["tool_call_id"] in ids:
+                    del ids[message["tool_call_id"]]
+                elif ids:
+                    message["tool_call_id"], _ = ids.popitem(last=False)
+
+
+def _response(
+    context: ReplyContext,
+    parts: list[dict[str, Any]],
+    reply: Reply | None = None,
+    usage: Usage | None = None,
+) -> dict[str, Any]:
+    """Return a `GenerateContentResponse`: a whole reply, or a chunk of a stream.
+
+    A whole reply and the last chunk have `reply` and `usage`.
+    """
+    candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
+    response: dict[str, Any] = {
+        "candidates": [candidate],
+        "modelVersion": context.model_call.model,
+        "responseId": context.call_id,
+    }
+    if reply is not None:
+        is_cut = reply.finish_reason == "length"
+        candidate["finishReason"] = "MAX_TOKENS" if is_cut else "STOP"
+    if usage is not None:
+        response["usageMetadata"] = {
+            "promptTokenCount": usage.prompt,
+            "candidatesTokenCount": usage.completion - usage.reasoning,
+            "thoughtsTokenCount": usage.reasoning,
+            "totalTokenCount": usage.prompt + usage.completion,
+            "cachedContentTokenCount": usage.cached,
+        }
+    return response
+
+
+def _text_parts(context: ReplyContext, reasoning: str, content: str) -> list[dict[str, Any]]:
+    """Return a part for reasoning, if the request asks for it, and one for content if any."""
+    parts: list[dict[str, Any]] = []
+    if reasoning and context.model_call.reasoning == "shown":
+        parts.append({"text": reasoning, "thought": True})
+    if content:
+        parts.append({"text": content})
+    return parts
+
+
+def _last_parts(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+    """Return the calls, or else an empty text. The first of these parts has the signature."""
+    parts: list[dict[str, Any]] = []
+    for call in reply.tool_calls:
+        arguments = as_object(call.arguments)
+        if nests_deeper(arguments, _MOST_LEVELS):
+            arguments = wrapped(call.arguments)
+        parts.append({"functionCall": {"id": call.id, "name": call.name, "args": arguments}})
+    if not parts:
+        parts.append({"text": ""})
+    parts[0]["thoughtSignature"] = sign(context.call_id)
+    return parts
+
+
+def _error(error: DialectError) -> dict[str, Any]:
+    message = str(error)
+    if isinstance(error, ContextOverflow):
+        message = (
+            f"The input token count ({error.prompt_tokens}) "
+            f"exceeds the maximum number of tokens allowed ({error.limit})."
+        )
+    others = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
+    status = _STATUS.get(error.status, others)
+    return {"error": {"code": error.status, "message": message, "status": status}}
+
+
+def _model(name: str, context_window: int) -> dict[str, Any]:
+    return {
+        "name": f"models/{name}",
+        "version": "001",
+        "displayName": name,
+        "inputTokenLimit": context_window,
+        "outputTokenLimit": context_window,
+        "supportedGenerationMethods": ["generateContent", "countTokens"],
+    }
+
+
+class _EventStreamEncoder(dialect.StreamEncoder):
+    """Encoder of one streamed reply as server-sent events, each of which contains one chunk."""
+
+    def start(self) -> bytes:
+        """Return no bytes, because clients parse each event as a chunk of the reply."""
+        return b""
+
+    def delta(self, reasoning: str, content: str) -> bytes:
+        """Return a chunk of new text. Reasoning that is not sent becomes a keep-alive."""
+        parts = _text_parts(self._context, reasoning, content)
+        return self._chunk(_response(self._context, parts)) if parts else self.keep_alive()
+
+    def keep_alive(self) -> bytes:
+        """Return a blank line, because Gemini CLI's parser does not accept SSE comments."""
+        return b"\n"
+
+    def finish(self, reply: Reply, usage: Usage) -> bytes:
+        """Return the last chunk, with the function calls and the usage."""
+        parts = _last_parts(self._context, reply)
+        return self._chunk(_response(self._context, parts, reply, usage))
+
+    def error(self, error: DialectError) -> bytes:
+        """Return the chunk of a failure after `start`."""
+        return self._chunk(_error(error))
+
+    def _chunk(self, value: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
+
+
+class _ArrayStreamEncoder(_EventStreamEncoder):
+    """Encoder of one streamed reply as a JSON array of chunks."""
+
+    content_type = "application/json"
+    _separator = b""
+
+    def start(self) -> bytes:
+        """Return the beginning of the array."""
+        return b"["
+
+    def finish(self, reply: Reply, usage: Usage) -> bytes:
+        """Return the last chunk and the end of the array."""
+        return super().finish(reply, usage) + b"]"
+
+    def error(self, error: DialectError) -> bytes:
+        """Return the chunk of a failure and the end of the array."""
+        return super().error(error) + b"]"
+
+    def _chunk(self, value: dict[str, Any]) -> bytes:
+        chunk = self._separator + dump_json(value)
+        self._separator = b",\r\n"
+        return chunk
