@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, groupby, islice
 from typing import Any, ClassVar, Literal
+from urllib.parse import unquote
 
 from rolltap.addons.dialects.call import (
     DialectError,
@@ -21,6 +22,7 @@ from rolltap.addons.dialects.call import (
     ServedModel,
     Usage,
     assistant_message,
+    dump_json,
 )
 from rolltap.addons.dialects.fields import LONGEST_NAME, Fields
 from rolltap.addons.dialects.json_values import is_word, recordable, recordable_tools
@@ -63,6 +65,14 @@ class StreamEncoder(ABC):
         """Return the last event of a stream that failed after `start`."""
 
 
+def server_event(data: dict[str, Any], kind: str = "") -> bytes:
+    """Return a server-sent event."""
+    event = b"data: " + dump_json(data) + b"\n\n"
+    if kind:
+        event = f"event: {kind}\n".encode() + event
+    return event
+
+
 class Dialect(ABC):
     """A model API: bytes and JSON on the wire <-> `ModelCall` and `Reply`.
 
@@ -72,13 +82,24 @@ class Dialect(ABC):
     NAME: ClassVar[str]
     CONVERSATION: ClassVar[str]
     """The request's field with the list of the conversation's elements."""
+    GENERATE: ClassVar[tuple[str, ...]] = ()
+    """Paths to which requests for a reply are posted."""
+    COUNT_TOKENS: ClassVar[tuple[str, ...]] = ()
+    MODELS: ClassVar[str]
+    """Path of the list of models. One model is below it."""
 
-    @abstractmethod
     def operation(self, method: str, path: str) -> Operation | None:
         """Return the operation of a request, or None when it is not served.
 
         `path` has neither a query nor what the base URL of a provider has before the API's own paths.
         """
+        if method == "POST" and path in self.GENERATE:
+            return "generate"
+        if method == "POST" and path in self.COUNT_TOKENS:
+            return "count_tokens"
+        if method == "GET" and (path == self.MODELS or path.startswith(f"{self.MODELS}/")):
+            return "models"
+        return None
 
     @abstractmethod
     def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
@@ -113,6 +134,14 @@ class Dialect(ABC):
 
         `created` is in seconds since the epoch.
         """
+
+
+def asked_model(target: str, models: list[ServedModel]) -> ServedModel | None:
+    """Return the model that a request to `.../models/NAME` describes, under any name. None for the list of all."""
+    name = unquote(target.partition("?")[0].partition("/models/")[2])
+    if not name:
+        return None
+    return ServedModel(name, models[0].context_window)
 
 
 _LONGEST_SCHEMA = 256 * 1024
@@ -193,7 +222,7 @@ def join_turns(parts: Sequence[Part], separator: str) -> list[Message]:
             messages += chain.from_iterable(part.messages for part in run)
             continue
         turn = run[-1].turn
-        if turn is None or any(part.element for part in run):
+        if turn is None or any(part.element is not None for part in run):
             turn = _joined([message for part in run for message in part.messages], separator)
             run[-1].turn = turn
         messages.append(turn)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rolltap.addons.dialects.call import DialectError, Part, dump_json
+from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
 from rolltap.addons.dialects.media import hide, placeholder
@@ -19,12 +20,21 @@ _KINDS = {
 """Type of a part that is no text -> a word for it. The last one is an extension of vLLM and others."""
 
 
-def encode_error(error: DialectError) -> bytes:
+class OpenAIDialect(Dialect):
+    """An API of OpenAI's."""
+
+    def encode_error(self, error: DialectError) -> bytes:
+        return dump_json(error_body(error, error.code))
+
+
+def error_body(error: DialectError, code: str | int) -> dict[str, Any]:
     """Return the body of an error reply."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "invalid_request_error"
     if error.code == "insufficient_quota":
-        kind = error.code  # LiteLLM takes an error of the type invalid_request_error for one that may be retried
-    return dump_json({"error": {"message": str(error), "type": kind, "param": None, "code": error.code}})
+        kind = error.code  # LiteLLM retries an error of the type invalid_request_error
+    elif error.status >= 500:
+        kind = "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
 
 def hide_media(request: dict[str, Any], *places: Sequence[str]) -> int:

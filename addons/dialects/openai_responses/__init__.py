@@ -6,9 +6,9 @@ Field names follow the OpenAI API reference. A request may name earlier replies 
 from collections.abc import Sequence
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, ModelCall, Part, Reply, ReplyContext, ServedModel, Usage
-from rolltap.addons.dialects.dialect import Dialect, Operation, StreamEncoder
-from rolltap.addons.dialects.openai import encode_error
+from rolltap.addons.dialects.call import ModelCall, Part, Reply, ReplyContext, ServedModel, Usage
+from rolltap.addons.dialects.dialect import Operation, StreamEncoder
+from rolltap.addons.dialects.openai import OpenAIDialect
 from rolltap.addons.dialects.openai_responses import reply, stream
 from rolltap.addons.dialects.openai_responses.request import decode
 
@@ -18,7 +18,7 @@ _COUNT_PATHS = frozenset(f"{path}/input_tokens" for path in _PATHS)
 _CATALOGUE = "/backend-api/codex/models"
 
 
-class OpenAIResponses(Dialect):
+class OpenAIResponses(OpenAIDialect):
     """The API's functions as a `Dialect`."""
 
     NAME = "openai-responses"
@@ -45,10 +45,6 @@ class OpenAIResponses(Dialect):
     def stream_encoder(self, context: ReplyContext) -> StreamEncoder:
         """Return a new encoder."""
         return stream.StreamEncoder(context)
-
-    def encode_error(self, error: DialectError) -> bytes:
-        """Return the body of an error reply."""
-        return encode_error(error)
 
     def encode_token_count(self, num_tokens: int) -> bytes:
         """Return the body of a reply to a `count_tokens` request."""

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rolltap.addons.endpoint import generation, session
-from tests.addons.dialects.openai_chat.test_request import TOOL
+from tests.addons.dialects.test_openai_chat import TOOL
 from tests.addons.harness import content, read_until, said, spans, until, user
 from tests.scripted_engine import Answer, Say
 

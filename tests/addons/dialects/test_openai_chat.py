@@ -1,9 +1,20 @@
 import json
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import ModelCall, WireTool, assistant_message, message_tool_call
+from rolltap.addons.dialects.call import (
+    DialectError,
+    ModelCall,
+    Reply,
+    ReplyContext,
+    ToolCall,
+    Usage,
+    WireTool,
+    assistant_message,
+    message_tool_call,
+)
 from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import hostile
 
@@ -86,6 +97,44 @@ class TestDecode:
         assert tool["function"]["parameters"]["required"] == ["input"]
         assert "start: PATCH" in tool["function"]["description"]
         assert call.wire_tools == {"patch": WireTool("patch", freeform=True)}
+
+
+def reply_context(**fields):
+    return ReplyContext("r1", 5, TARGET, ModelCall("gpt-x", [], [], **fields))
+
+
+def test_an_error_has_the_apis_shape():
+    error = DialectError("Too long.", code="context_length_exceeded")
+    assert json.loads(routes.CHAT.encode_error(error))["error"] == {
+        "message": "Too long.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
+    down = json.loads(routes.CHAT.encode_error(DialectError("Down.", status=503)))["error"]
+    assert down["type"] == "server_error"
+
+
+def test_a_freeform_tool_is_called_with_its_text():
+    freeform = reply_context(wire_tools={"patch": WireTool("patch", freeform=True)})
+    reply = Reply("", "", [ToolCall("call_1", "patch", '{"input": "*** Begin"}')], "tool_calls")
+    body = routes.CHAT.encode_reply(freeform, reply, Usage(7, 3))
+    message = ChatCompletion.model_validate_json(body).choices[0].message
+    assert (message.tool_calls[0].custom.name, message.tool_calls[0].custom.input) == ("patch", "*** Begin")
+    echoed = decode_message(**message.model_dump(exclude_none=True))["tool_calls"][0]["function"]
+    assert echoed == {"name": "patch", "arguments": {"input": "*** Begin"}}
+
+
+def test_usage_is_sent_only_when_asked_for():
+    for asked in (True, False):
+        encoder = routes.CHAT.stream_encoder(reply_context(include_usage=asked))
+        assert (b'"usage":' in encoder.finish(Reply("Hi"), Usage(7, 3))) == asked
+
+
+def test_an_error_is_an_event_that_says_the_status():
+    event = routes.CHAT.stream_encoder(reply_context()).error(DialectError("Down.", status=503))
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert (error["message"], error["code"]) == ("Down.", 503)
 
 
 RESULT = {"role": "tool", "content": "x", "tool_call_id": ""}

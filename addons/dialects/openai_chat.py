@@ -1,0 +1,289 @@
+"""OpenAI Chat Completions, which the OpenAI SDKs, LiteLLM and most harnesses use.
+
+Field names follow the OpenAI API reference. Its peculiarities:
+
+| on the wire | here |
+| --- | --- |
+| `reasoning_content`, or `reasoning`: extensions of servers of reasoning models | the reasoning |
+| a message of the role `developer` | a system message |
+| a `custom` tool takes free text | a function with one text: see `tools.freeform_tool` |
+| the arguments of an echoed call are a text, an object or absent | parsed; a text if no JSON |
+| Qwen Code's idle timer ignores SSE comments | an empty delta keeps a stream open |
+| Qwen Code retries a broken stream only if its `code` is 5xx | the `code` is the HTTP status |
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import (
+    FREEFORM_ARGUMENT,
+    DialectError,
+    Message,
+    ModelCall,
+    Part,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    Usage,
+    WireTool,
+    assistant_message,
+    dump_json,
+    message_tool_call,
+    parse_arguments,
+)
+from rolltap.addons.dialects.fields import Fields
+from rolltap.addons.dialects.openai import (
+    WORDING,
+    OpenAIDialect,
+    error_body,
+    read_content,
+    refuse_unsupported,
+    require_offered,
+    wanted_schema,
+)
+from rolltap.addons.dialects.tools import freeform_input, freeform_tool
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SAMPLING_FIELDS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "tool_choice",
+    "parallel_tool_calls",
+    "response_format",
+    "reasoning_effort",
+    "verbosity",
+    "service_tier",
+    "store",
+    "modalities",
+]
+_UNSUPPORTED = ["logprobs", "top_logprobs", "audio"]
+_UNSUPPORTED_OF_VLLM = ["echo", "continue_final_message", "prompt_logprobs"]
+"""Fields that change the kind of the reply. Other fields that are not read here are hints."""
+_ORPHAN = "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
+
+
+class OpenAIChat(OpenAIDialect):
+    """Chat Completions."""
+
+    NAME = "openai-chat"
+    CONVERSATION = "messages"
+    GENERATE = ("/v1/chat/completions", "/chat/completions")
+    MODELS = "/v1/models"
+
+    def decode(
+        self,
+        request: dict[str, Any],
+        target: str,
+        known: Sequence[Part] = (),
+    ) -> ModelCall:
+        fields = Fields(request, WORDING)
+        parts = dialect.decode_parts(fields, self.CONVERSATION, known, _part)
+        if not parts:
+            raise fields.refusal(self.CONVERSATION, "a non-empty list")
+        dialect.name_parts(parts, _ORPHAN)
+        _refuse_options(fields)
+        limit = "max_completion_tokens"
+        if fields[limit] is None:
+            limit = "max_tokens"  # the older name
+        form = fields.inner("response_format")
+        metadata = fields.inner("metadata")
+        model_call = ModelCall(
+            model=fields.optional("model", Fields.label) or "",
+            messages=[message for part in parts for message in part.messages],
+            parts=parts,
+            tools=[],
+            stream=fields["stream"] is True,
+            include_usage=fields.inner("stream_options")["include_usage"] is True,
+            max_tokens=fields.optional(limit, Fields.positive_integer),
+            stop=fields.stop_texts("stop"),
+            may_call=fields["tool_choice"] != "none",
+            schema=wanted_schema(form, form.inner("json_schema")),
+            requested_sampling=fields.chosen(_SAMPLING_FIELDS),
+            client_metadata=metadata.texts_by_place(*metadata.values),
+            hidden=sum(part.hidden for part in parts),
+        )
+        for tool in fields.objects("tools"):
+            _read_tool(tool, model_call)
+        search = fields.inner("web_search_options")
+        if search.values:
+            model_call.hosted_tools.append({"type": "web_search_options", **search.values})
+        require_offered(fields.inner("tool_choice"), model_call.tool_names)
+        return dialect.decoded(model_call)
+
+    def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
+        message = reply.to_message()
+        if reply.tool_calls:
+            message["tool_calls"] = _wire_calls(context, reply)
+            message["content"] = message["content"] or None
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": reply.finish_reason,
+        }
+        whole = _completion(context, "chat.completion", [choice])
+        return dump_json({**whole, "usage": _usage(usage)})
+
+    def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
+        return _StreamEncoder(context)
+
+    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
+        one = dialect.asked_model(target, models)
+        if one is not None:
+            return dump_json(_model(one, created))
+        listed = [_model(model, created) for model in models]
+        return dump_json({"object": "list", "data": listed})
+
+
+def _refuse_options(fields: Fields) -> None:
+    if fields["n"] not in (None, 1):
+        raise fields.refusal("n", "1")
+    refuse_unsupported(fields, [*_UNSUPPORTED, *_UNSUPPORTED_OF_VLLM])
+    older = ["functions", "function_call"]
+    refuse_unsupported(fields, older, "Use 'tools' and 'tool_choice' instead.")
+    if any(modality != "text" for modality in fields.elements("modalities")):
+        raise fields.refusal("modalities", "['text']")
+
+
+def _part(element: Fields) -> Part:
+    """Return the part of a message."""
+    part = Part()
+    role = element.choice("role", _ROLES)
+    content = read_content(element, "content", part)
+    message: Message = {"role": role, "content": content}
+    if role == "developer":
+        message["role"] = "system"
+    elif role == "assistant":
+        refuse_unsupported(element, ["function_call"], "Use 'tool_calls' instead.")
+        reasoning = element.maybe("reasoning_content", str) or element.maybe("reasoning", str)
+        calls = [_tool_call(call) for call in element.objects("tool_calls")]
+        message = assistant_message(content, reasoning or "", calls)
+    elif role == "tool":
+        message["tool_call_id"] = element.optional("tool_call_id", Fields.identifier) or ""
+        if name := element.maybe("name", str):
+            message["name"] = name
+    part.messages.append(message)
+    return part
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    call_id = call.optional("id", Fields.identifier) or ""
+    function = call.inner("function")
+    if call["custom"] and not function.values:
+        custom = call.inner("custom")
+        text = custom.optional("input", Fields.text) or ""
+        return message_tool_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: text})
+    arguments = function["arguments"]
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):
+        arguments = parse_arguments(arguments)
+    return message_tool_call(call_id, function.name("name"), arguments)
+
+
+def _wire_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+    """Return the calls of a reply: a function call, or a custom call of a custom tool."""
+    calls: list[dict[str, Any]] = []
+    for call in reply.tool_calls:
+        kind = "function"
+        called = {"name": call.name, "arguments": call.arguments}
+        if call.name in context.model_call.wire_tools:
+            kind = "custom"
+            called = {"name": call.name, "input": freeform_input(call.arguments)}
+        calls.append({"id": call.id, "type": kind, kind: called})
+    return calls
+
+
+def _read_tool(tool: Fields, model_call: ModelCall) -> None:
+    kind = tool.optional("type", Fields.text) or "function"
+    described = tool.inner(kind)
+    if kind == "function":
+        described.tool_name("name")
+        model_call.tools.append({"type": kind, "function": described.values})
+    elif kind == "custom":
+        name = described.tool_name("name")
+        grammar = described.inner("format").inner("grammar").maybe("definition", str)
+        function = freeform_tool(name, described.maybe("description", str), grammar)
+        model_call.tools.append(function)
+        model_call.wire_tools[name] = WireTool(name, freeform=True)
+    else:
+        model_call.hosted_tools.append(tool.values)
+
+
+class _StreamEncoder(dialect.StreamEncoder):
+    def start(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def delta(self, reasoning: str, content: str) -> bytes:
+        events = b""
+        if reasoning:
+            events += self._chunk({"reasoning_content": reasoning})
+        if content:
+            events += self._chunk({"content": content})
+        return events
+
+    def keep_alive(self) -> bytes:
+        return self._chunk({})
+
+    def finish(self, reply: Reply, usage: Usage) -> bytes:
+        events = b""
+        for index, call in enumerate(_wire_calls(self._context, reply)):
+            events += self._chunk({"tool_calls": [{"index": index, **call}]})
+        events += self._chunk({}, reply.finish_reason)
+        if self._context.model_call.include_usage:
+            last = {**self._completion([]), "usage": _usage(usage)}
+            events += dialect.server_event(last)
+        return events + b"data: [DONE]\n\n"
+
+    def error(self, error: DialectError) -> bytes:
+        return dialect.server_event(error_body(error, error.status))
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return dialect.server_event(self._completion([choice]))
+
+    def _completion(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return _completion(self._context, "chat.completion.chunk", choices)
+
+
+def _completion(
+    context: ReplyContext,
+    kind: str,
+    choices: list[dict[str, Any]],
+) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{context.call_id}",
+        "object": kind,
+        "created": context.created,
+        "model": context.model_call.model,
+        "choices": choices,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def _model(model: ServedModel, created: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "rolltap",
+        "max_model_len": model.context_window,  # vLLM's extension
+    }
