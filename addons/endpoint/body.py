@@ -6,7 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 import brotli  # type: ignore[import-untyped]
@@ -17,159 +17,127 @@ from rolltap.addons.concurrency import finished_in
 from rolltap.addons.dialects.call import DialectError
 
 BODY_LIMIT = 32 * 1024 * 1024
-"""Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's Messages API."""
+"""Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's
+Messages API."""
 SESSION_QUOTA, TOTAL_QUOTA = 2 * BODY_LIMIT, 16 * BODY_LIMIT
 """Bytes of the bodies that are read or worked on at the same time: of one session, and of all."""
 BODY_SECONDS = 120.0
 """Maximum time in which a body arrives."""
-_PATIENCE = 30.0
-"""Seconds that a request waits for its quota."""
 _RETRY_SECONDS = 5
 _PIECE = 64 * 1024
 _BROTLI_INPUT = 8
-"""Bytes that the Brotli decompressor gets at a time. Brotli 1.1 has no bound of what it returns. A meta-block of 16 MiB
-has at least 77 bits before its first command, so 8 bytes do not become more than one of them."""
+"""Bytes that the Brotli decompressor gets at a time. Brotli 1.1 has no bound of what it returns.
+A meta-block of 16 MiB has at least 77 bits before its first command, so 8 bytes do not become
+more than one of them."""
 _MOST_MEMBERS = 16
 """Maximum number of members of a gzip file. Each costs a copy of what follows."""
 
 
 class Bodies:
-    """The bodies of all sessions, of which each decompresses one at a time. Create it inside the event loop."""
+    """The bodies of all sessions, of which each decompresses one at a time.
 
-    def __init__(self, limit: int = BODY_LIMIT, of_session: int = SESSION_QUOTA, of_all: int = TOTAL_QUOTA) -> None:
-        self.quota = MemoryQuota(of_session, of_all, _PATIENCE)
+    They take at most `of_session` bytes of each session, and `of_all` bytes together, for as
+    long as they are read or worked on. A request over the quota waits `patience` seconds. Create
+    it inside the event loop that uses it.
+    """
+
+    def __init__(
+        self,
+        limit: int = BODY_LIMIT,
+        of_session: int = SESSION_QUOTA,
+        of_all: int = TOTAL_QUOTA,
+    ) -> None:
+        self.patience = 30.0
+        self.held: Counter[str] = Counter()
+        """Session id -> bytes, of the sessions that hold any."""
         self._limit = limit
+        self._of_session = of_session
+        self._of_all = of_all
         self._seconds = BODY_SECONDS
+        self._freed = asyncio.Event()
         self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as somebody uses it."""
 
     @asynccontextmanager
     async def read(self, request: web.Request, session_id: str) -> AsyncIterator[bytes]:
-        """Yield the body of `request`, decompressed as its Content-Encoding says: zstd, gzip, deflate or br.
+        """Yield the body of a request, decompressed as its Content-Encoding says.
 
-        The body counts against the quota until the end of the context. Raises `DialectError` with status 413 when the
-        body is longer than the limit, before or after decompression, 400 when it cannot be decompressed, 408 when it
-        takes too long to arrive, and as `Reservation.take` over the quota.
+        That is zstd, gzip, deflate or br. The body counts against the quota until the end of the
+        context. Raises `DialectError` with status 413 when the body is longer than the limit,
+        before or after decompression, 400 when it cannot be decompressed, 408 when it takes too
+        long to arrive, and over the quota 429 when the session itself holds too much, which is
+        no fault of ours, and else 503.
         """
-        with self.quota.reserve(session_id) as held:
-            body = await self._received(request, held)
+        if (request.content_length or 0) > self._limit:
+            raise too_large(self._limit)
+        held = 0
+        received = io.BytesIO()  # its value is not a copy
+        try:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    async for piece in request.content.iter_any():
+                        if held + len(piece) > self._limit:
+                            raise too_large(self._limit)
+                        await self._take(session_id, len(piece))
+                        held += len(piece)
+                        received.write(piece)
+            except TimeoutError:
+                why = f"The request body did not arrive within {self._seconds:g} seconds."
+                raise DialectError(why, status=408, code="request_timeout") from None
+            body = received.getvalue()
             encoding = request.headers.get("content-encoding", "").strip().lower()
             if body and encoding not in ("", "identity"):
                 async with self._turns.setdefault(session_id, asyncio.Lock()):
-                    await held.take(self._limit)  # the decompressed size is not known yet
+                    await self._take(session_id, self._limit)  # the size is not known yet
+                    held += self._limit
                     body = await finished_in(self._threads, decompress, body, encoding, self._limit)
-                    held.free(held.num_bytes - len(body))
+                self._free(session_id, held - len(body))
+                held = len(body)
             yield body
+        finally:
+            self._free(session_id, held)
 
     def close(self) -> None:
         """Forget the bodies that wait for decompression."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _received(self, request: web.Request, held: "Reservation") -> bytes:
-        if (request.content_length or 0) > self._limit:
-            raise too_large(self._limit)
-        body = io.BytesIO()  # its value is not a copy
+    async def _take(self, session_id: str, num_bytes: int) -> None:
+        """Hold so many more bytes, as soon as the quota has them. Raises as `read`."""
         try:
-            async with asyncio.timeout(self._seconds):
-                async for piece in request.content.iter_any():
-                    if body.tell() + len(piece) > self._limit:
-                        raise too_large(self._limit)
-                    await held.take(len(piece))
-                    body.write(piece)
+            async with asyncio.timeout(self.patience):
+                while not self._fits(session_id, num_bytes):
+                    self._freed.clear()
+                    await self._freed.wait()
         except TimeoutError:
-            why = f"The request body did not arrive within {self._seconds:g} seconds."
-            raise DialectError(why, status=408, code="request_timeout") from None
-        return body.getvalue()
-
-
-class MemoryQuota:
-    """Counts the bytes that sessions hold, at most `of_session` each and `of_all` together.
-
-    A request over the quota waits `patience` seconds. Not thread-safe: use it in the event loop.
-    """
-
-    def __init__(self, of_session: int, of_all: int, patience: float) -> None:
-        self.of_session = of_session
-        self.of_all = of_all
-        self.patience = patience
-        self.held: Counter[str] = Counter()
-        """Session id -> bytes, of the sessions that hold any."""
-        self._waiting: list[asyncio.Future[None]] = []
-
-    @contextmanager
-    def reserve(self, session_id: str) -> "Iterator[Reservation]":
-        """Yield a reservation for one request, empty at first. It is freed at the end."""
-        reservation = Reservation(self, session_id)
-        try:
-            yield reservation
-        finally:
-            reservation.free(reservation.num_bytes)
-
-    def is_full(self, session_id: str, num_bytes: int) -> bool:
-        """Return True when a session itself holds too much for so many more bytes."""
-        return self.held[session_id] + num_bytes > self.of_session
-
-    def fits(self, session_id: str, num_bytes: int) -> bool:
-        """Return True when a session may hold so many more bytes."""
-        return not self.is_full(session_id, num_bytes) and self.held.total() + num_bytes <= self.of_all
-
-    def add(self, session_id: str, num_bytes: int) -> None:
-        """Count so many more bytes of a session, or fewer if negative."""
-        self.held[session_id] += num_bytes
-        if not self.held[session_id]:
-            del self.held[session_id]
-        if num_bytes < 0:
-            waiting, self._waiting = self._waiting, []
-            for freed in waiting:
-                if not freed.done():
-                    freed.set_result(None)
-
-    async def freed(self) -> None:
-        """Return when something was freed."""
-        freed = asyncio.get_running_loop().create_future()
-        self._waiting.append(freed)
-        await freed
-
-
-class Reservation:
-    """The bytes of a `MemoryQuota` that one request holds."""
-
-    def __init__(self, quota: MemoryQuota, session_id: str) -> None:
-        self._quota = quota
-        self._session_id = session_id
-        self.num_bytes = 0
-
-    async def take(self, num_bytes: int) -> None:
-        """Hold so many more bytes, as soon as the quota has them.
-
-        Raises `DialectError` when it does not for a while: with status 429 when the session itself holds too much,
-        which is no fault of ours, and 503 otherwise.
-        """
-        try:
-            async with asyncio.timeout(self._quota.patience):
-                while not self._quota.fits(self._session_id, num_bytes):
-                    await self._quota.freed()
-                self.free(-num_bytes)
-        except TimeoutError:
+            ours = self.held[session_id] + num_bytes <= self._of_session
             raise DialectError(
                 "Too many long requests are in progress. Try again later.",
-                status=429 if self._quota.is_full(self._session_id, num_bytes) else 503,
+                status=503 if ours else 429,
                 code="overloaded",
                 retry_after=_RETRY_SECONDS,
             ) from None
+        self.held[session_id] += num_bytes
 
-    def free(self, num_bytes: int) -> None:
-        """Hold so many bytes less."""
-        self.num_bytes -= num_bytes
-        self._quota.add(self._session_id, -num_bytes)
+    def _fits(self, session_id: str, num_bytes: int) -> bool:
+        if self.held[session_id] + num_bytes > self._of_session:
+            return False
+        return self.held.total() + num_bytes <= self._of_all
+
+    def _free(self, session_id: str, num_bytes: int) -> None:
+        self.held[session_id] -= num_bytes
+        if not self.held[session_id]:
+            del self.held[session_id]
+        self._freed.set()
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return `body` decompressed. Raises `DialectError`: 413 for more than `limit` bytes, 400 for what cannot be."""
+    """Return `body` decompressed. Raises `DialectError`: 413 for more than `limit` bytes, 400
+    for what cannot be."""
     if encoding not in _DECODERS:
         known = ", ".join(_DECODERS)
-        raise DialectError(f"The request body has the content encoding {encoding[:50]!r}: use one of {known}.")
+        unknown = f"The request body has the content encoding {encoding[:50]!r}"
+        raise DialectError(f"{unknown}: use one of {known}.")
     plain = io.BytesIO()  # its value is not a copy
     try:
         for piece in _DECODERS[encoding](body):
@@ -183,7 +151,8 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
 
 def too_large(limit: int) -> DialectError:
     """Return the error of a body that is longer than `limit` bytes."""
-    return DialectError(f"The request body is larger than {limit:,} bytes.", status=413, code="request_too_large")
+    why = f"The request body is larger than {limit:,} bytes."
+    return DialectError(why, status=413, code="request_too_large")
 
 
 def _zstd(body: bytes) -> Iterator[bytes]:

@@ -11,7 +11,8 @@ from rolltap.addons.endpoint.generation import Generation
 Write = Callable[[bytes], Awaitable[None]]
 
 KEEP_ALIVE_SECONDS = 15.0
-"""Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s (Gemini CLI)."""
+"""Seconds of silence after which a keep-alive is sent. The shortest idle timeout known is 60 s
+(Gemini CLI)."""
 COALESCE_SECONDS = 0.1
 """Minimum seconds between two chunks of deltas. A chunk costs the proxy 30 to 90 microseconds."""
 
@@ -21,8 +22,9 @@ async def respond(
 ) -> web.StreamResponse:
     """Answer with one JSON body.
 
-    After `KEEP_ALIVE_SECONDS` the headers are sent with status 200, followed by spaces as keep-alives. A later error
-    then breaks the connection: SDKs retry after that, and would take an error with status 200 for an answer.
+    After `KEEP_ALIVE_SECONDS` the headers are sent with status 200, followed by spaces as
+    keep-alives. A later error then breaks the connection: SDKs retry after that, and would take
+    an error with status 200 for an answer.
     """
     response: web.StreamResponse | None = None
     with generation.listening():
@@ -62,7 +64,8 @@ async def stream(
 
 
 async def send_events(generation: Generation, encoder: StreamEncoder, write: Write) -> None:
-    """Write the events of a growing reply. A request that joins late gets all events from the first one on."""
+    """Write the events of a growing reply. A request that joins late gets all events from the
+    first one on."""
     await write(encoder.start())
     num_sent = 0
     while True:
@@ -78,19 +81,22 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
             return await write(encoder.error(generation.error))
         if pieces:
             await generation.finished(COALESCE_SECONDS)
-        # text of a tool call is no piece: without a keep-alive the client would hear nothing of a long one
+        # text of a tool call is no piece: without a keep-alive the client would hear nothing of a
+        # long one
         if not await generation.changed(num_sent, KEEP_ALIVE_SECONDS):
             await write(encoder.keep_alive())
 
 
 def _headers(generation: Generation, content_type: str) -> dict[str, str]:
-    """Return the reply's headers. The call id is the request id, under the names of OpenAI's and Anthropic's SDKs."""
+    """Return the reply's headers. The call id is the request id, under the names of OpenAI's and
+    Anthropic's SDKs."""
     ids = {"x-request-id": generation.call_id, "request-id": generation.call_id}
     return {"content-type": content_type, "cache-control": "no-cache", **ids}
 
 
 def error_response(dialect: Dialect, error: DialectError, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return the HTTP response for an error, in the format of its API. `headers` are further headers."""
+    """Return the HTTP response for an error, in the format of its API. `headers` are further
+    headers."""
     fields = {"content-type": "application/json", **(headers or {})}
     if error.retry_after is not None:
         fields["retry-after"] = str(error.retry_after)

@@ -1,45 +1,55 @@
-"""Generation: one model call from its prompt to its record. This page is the life of a call, in full.
+"""Generation: one model call from its prompt to its record. This page is the life of a call, in
+full.
 
-A call begins when its event `call_started` is on disk. A task of its own samples it, independent of the requests that
-listen to it, so that a lost connection costs no tokens.
+A call begins when its event `call_started` is on disk. A task of its own samples it, independent of
+the requests that listen to it, so that a lost connection costs no tokens.
 
     SAMPLING ----> SAMPLED ----> COMMITTED ----> COMPLETED
         |             |              |
         +-- FAILED, ABORTED          +-- FAILED
 
-`SAMPLING`: the engine is asked, and tokens are appended to the call. A retryable failure of an engine does not end the
-call: another engine, or the same one after a pause, samples the rest (`engine/completion.py`).
+`SAMPLING`: the engine is asked, and tokens are appended to the call. A retryable failure of an
+engine does not end the call: another engine, or the same one after a pause, samples the rest
+(`engine/completion.py`).
 
-`SAMPLED`: the completion has a finish reason. The call waits until a request listens, so that a reply which nobody
-takes is not continued.
+`SAMPLED`: the completion has a finish reason. The call waits until a request listens, so that a
+reply which nobody takes is not continued.
 
-`COMMITTED`: the call is in the run as `completed`. With `rolltap_fsync=call` the fsync is outstanding.
+`COMMITTED`: the call is in the run as `completed`. With `rolltap_fsync=call` the fsync is
+outstanding.
 
-`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk, and the next call of its session
-can continue it. It waits for no other call: the conversations learn of it when they are free, before all later calls.
+`COMPLETED`: the reply may be delivered. What a harness has seen complete is on disk, and the next
+call of its session can continue it. It waits for no other call: the conversations learn of it when
+they are free, before all later calls.
 
-`FAILED`, `ABORTED`: after `SAMPLING` or `SAMPLED` the call is in the run with that status, with the tokens sampled so
-far and the error. After `COMMITTED` its row stays `completed`; only the harness gets the error.
+`FAILED`, `ABORTED`: after `SAMPLING` or `SAMPLED` the call is in the run with that status, with the
+tokens sampled so far and the error. After `COMMITTED` its row stays `completed`; only the harness
+gets the error.
 
-**Who ends it.** The engine, with a finish reason. An error, which fails it: of an engine when no retry is left, of the
-disk, of a renderer. An abort, before it is recorded and never after: because no request listened for `LINGER_SECONDS`,
-because the session ended, or because the recorder stops. Nothing else ends it, and it ends once.
+**Who ends it.** The engine, with a finish reason. An error, which fails it: of an engine when no
+retry is left, of the disk, of a renderer. An abort, before it is recorded and never after: because
+no request listened for `LINGER_SECONDS`, because the session ended, or because the recorder stops.
+Nothing else ends it, and it ends once.
 
-**When it is committed.** Exactly once, when it leaves `SAMPLING` or `SAMPLED` for one of the other states. If that
-write fails, a reply is not delivered: the call fails, and the failure is recorded if it can be. If the record of a
-failed or aborted call cannot be written, the error is logged and its listeners end all the same.
+**When it is committed.** Exactly once, when it leaves `SAMPLING` or `SAMPLED` for one of the other
+states. If that write fails, a reply is not delivered: the call fails, and the failure is recorded
+if it can be. If the record of a failed or aborted call cannot be written, the error is logged and
+its listeners end all the same.
 
-**What a retry joins.** A request that repeats a call of its session (`request_digest`: same API, model, prompt and
-parameters) joins that call when it is abandoned, that is without a listener and never fully delivered; or, whoever
-listens, when the client marks the request as a retry and no abandoned call is equal. A running call is joined (event
-`joined`), a finished one is given again (event `replayed`), from its first event on and in the form that the retry
-asks for. Calls that failed or were aborted are not repeated, and every other equal request is a sample of its own: two
-sub-agents can send the same prompt. `retries.py` finds the call. The session remembers its newest finished ones, which
-have no tokens any more; after a restart they come from its rows (`recovery.py`).
+**What a retry joins.** A request that repeats a call of its session (`request_digest`: same API,
+model, prompt and parameters) joins that call when it is abandoned, that is without a listener and
+never fully delivered; or, whoever listens, when the client marks the request as a retry and no
+abandoned call is equal. A running call is joined (event `joined`), a finished one is given again
+(event `replayed`), from its first event on and in the form that the retry asks for. Calls that
+failed or were aborted are not repeated, and every other equal request is a sample of its own: two
+sub-agents can send the same prompt. `retries.py` finds the call. The session remembers its newest
+finished ones, which have no tokens any more; after a restart they come from its rows
+(`recovery.py`).
 
-**What a listener sees.** The headers of a stream immediately; text once later tokens should not change it; keep-alives
-while there is none; the last event after `COMPLETED`, or one error after `FAILED` or `ABORTED`. All listeners of a call
-see the same text and the same end (`exchange.py` writes it in the API's form).
+**What a listener sees.** The headers of a stream immediately; text once later tokens should not
+change it; keep-alives while there is none; the last event after `COMPLETED`, or one error after
+`FAILED` or `ABORTED`. All listeners of a call see the same text and the same end (`exchange.py`
+writes it in the API's form).
 """
 
 import asyncio
@@ -66,18 +76,21 @@ from rolltap.addons.store.tables import RunWriter
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0
-"""Seconds without a listener after which a call is aborted. Harnesses retry a lost call after 0.2 to 5 s."""
+"""Seconds without a listener after which a call is aborted. Harnesses retry a lost call after
+0.2 to 5 s."""
 UNANSWERED_SECONDS = 6 * SILENCE_SECONDS
-"""Seconds without a new token, for this call or any other, after which an aborted call counts as one
-that the engine did not answer.
+"""Seconds without a new token, for this call or any other, after which an aborted call counts as
+one that the engine did not answer.
 
-It is twice the time in which a silent engine is found out, so that a long prefill is still an answer.
-An engine that samples for others meanwhile has a queue: who leaves it hangs up by itself.
+It is twice the time in which a silent engine is found out, so that a long prefill is still an
+answer. An engine that samples for others meanwhile has a queue: who leaves it hangs up by
+itself.
 """
 
 
 class State(Enum):
-    """State of a call. The docstring of this file says what each means, `NEXT` lists the transitions."""
+    """State of a call. The docstring of this file says what each means, `NEXT` lists the
+    transitions."""
 
     SAMPLING = auto()
     SAMPLED = auto()
@@ -110,10 +123,11 @@ class Owner(Protocol):
 
 
 class Generation:
-    """A call as those see it who listen to it: a running one, or a finished one, which has no tokens.
+    """A call as those see it who listen to it: a running one, or a finished one, which has no
+    tokens.
 
-    When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so far, as
-    a list of (new reasoning, new content). `usage` is complete when `reply` is set.
+    When it is `done`, either `reply` or `error` is set. `pieces` is the text of the reply so
+    far, as a list of (new reasoning, new content). `usage` is complete when `reply` is set.
     """
 
     def __init__(
@@ -149,7 +163,13 @@ class Generation:
             self._add_piece((reply.reasoning, reply.content))
             self._done.set()
 
-    def start(self, session: Owner, prepared: PreparedCall, policy: SessionPolicy, grant: Grant) -> None:
+    def start(
+        self,
+        session: Owner,
+        prepared: PreparedCall,
+        policy: SessionPolicy,
+        grant: Grant,
+    ) -> None:
         """Begin to sample, in a task of its own. Needs the event loop."""
         self.call = prepared.call
         self._session = session
@@ -164,7 +184,8 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """True when the call is in a final state. It is recorded by then, unless its commit failed."""
+        """True when the call is in a final state. It is recorded by then, unless its commit
+        failed."""
         return self._state not in NEXT
 
     @property
@@ -191,7 +212,8 @@ class Generation:
                 self._abort_later()
 
     async def changed(self, num_pieces: int, timeout: float) -> bool:
-        """Wait for more than `num_pieces` pieces, or for the end. Return False after `timeout` seconds."""
+        """Wait for more than `num_pieces` pieces, or for the end. Return False after `timeout`
+        seconds."""
         if len(self.pieces) > num_pieces or self.done:
             return True
         self._changed.clear()
@@ -202,7 +224,8 @@ class Generation:
         return await _happens(self._done, timeout)
 
     def abort(self, why: str) -> None:
-        """Stop sampling and record the tokens so far. Does nothing when the call is already recorded.
+        """Stop sampling and record the tokens so far. Does nothing when the call is already
+        recorded.
 
         A call that no engine answered has an event `fault` too.
         """
@@ -294,8 +317,16 @@ class Generation:
             self._session.writer.note(self.call.event("fault", str(known)))
         self._end(State.FAILED, answer, str(error) or repr(error), fault=fault)
 
-    def _end(self, state: State, answer: DialectError, recorded: str, *, fault: bool = False) -> None:
-        """End the call with an error: its harness gets `answer`, and its row has the text `recorded`."""
+    def _end(
+        self,
+        state: State,
+        answer: DialectError,
+        recorded: str,
+        *,
+        fault: bool = False,
+    ) -> None:
+        """End the call with an error: its harness gets `answer`, and its row has the text
+        `recorded`."""
         if self._state in UNRECORDED:
             self.call.reply = None
             self.call.error = recorded

@@ -1,4 +1,5 @@
-"""Errors of a call as the harness receives them, and the events of refusals, whose number is bounded."""
+"""Errors of a call as the harness receives them, and the events of refusals, whose number is
+bounded."""
 
 import errno
 import logging
@@ -21,8 +22,8 @@ UNREADABLE = "unreadable_tool_calls"
 """Code of the error for a call with tools when the model's tool calls cannot be read: it would wait
 for them."""
 DIVERGED = "diverged"
-"""Code of the error for a request of a rerun that no recorded call answers. Its session takes no more
-calls."""
+"""Code of the error for a request of a rerun that no recorded call answers. Its session takes no
+more calls."""
 RETRY_SECONDS = 10
 """Value of `retry-after` while the disk is full."""
 LISTED = 64
@@ -35,7 +36,8 @@ REMEMBERED = 10_000
 """Number of pairs of a session and a kind that are counted at the same time."""
 _KINDS: dict[str, EventKind] = {UNREADABLE: "unreadable", DIVERGED: "diverged"}
 _OUR_STATUS = 500
-"""The lowest HTTP status of a `DialectError` that is of the recorder or the machine, not the harness."""
+"""The lowest HTTP status of a `DialectError` that is of the recorder or the machine, not the
+harness."""
 _TRANSIENT = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a commit that end when somebody frees space."""
 _OURS = (RolltapError, OSError, MemoryError, pa.ArrowException)
@@ -51,10 +53,10 @@ def event_kind(error: Exception) -> EventKind:
     """Return the kind of the event for a model call that ends with `error`.
 
     It is `fault`, `budget`, `unreadable`, `diverged` or `rejected`. An invalid request is a
-    `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also an
-    engine's refusal with a status below 500, because the recorder made the request that it refuses.
-    An unexpected error is not: decoding, rendering and parsing depend on what was asked and sampled,
-    and an agent that could cause a fault could take back a session that would fail.
+    `DialectError`, found before the engine is asked. Errors of engines and disks are ours: also
+    an engine's refusal with a status below 500, because the recorder made the request that it
+    refuses. An unexpected error is not: decoding, rendering and parsing depend on what was asked
+    and sampled, and an agent that could cause a fault could take back a session that would fail.
     """
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
@@ -79,7 +81,8 @@ def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
         why = f"the recorder cannot read its run: {error}"
         return DialectError(why, status=500, code="not_recorded")
     if isinstance(error, OSError):
-        answer = DialectError(f"the recorder cannot write this call: {error}", status=500, code="not_recorded")
+        why = f"the recorder cannot write this call: {error}"
+        answer = DialectError(why, status=500, code="not_recorded")
         if error.errno in _TRANSIENT:
             answer.status = 503
             answer.retry_after = RETRY_SECONDS
@@ -95,7 +98,8 @@ def as_dialect_error(error: Exception, *, begun: bool = True) -> DialectError:
 
 
 def is_listed(count: int, listed: int = LISTED) -> bool:
-    """Return True for each of the first `listed` repetitions, and then for those at powers of two."""
+    """Return True for each of the first `listed` repetitions, and then for those at powers of
+    two."""
     return count <= listed or count & (count - 1) == 0
 
 
@@ -109,12 +113,13 @@ class _Tally:
 class Refusals:
     """Writes events of refusals with `write`, and a log line for each.
 
-    Repeated refusals are written at powers of two after the first `LISTED` of a session and a kind,
-    with the number so far in `detail`, and at the end of the session with the total: a stuck session
-    cannot flood the run or the log. Without a secret, sessions are free to choose their names: a rate
-    bounds the events of all of them together, and those over it are counted the same way. The last
-    event of a kind on which a session's outcome depends is written in any case, at the latest with
-    its total. The texts of an event come from the wire: they are made printable and cut.
+    Repeated refusals are written at powers of two after the first `LISTED` of a session and a
+    kind, with the number so far in `detail`, and at the end of the session with the total: a
+    stuck session cannot flood the run or the log. Without a secret, sessions are free to choose
+    their names: a rate bounds the events of all of them together, and those over it are counted
+    the same way. The last event of a kind on which a session's outcome depends is written in any
+    case, at the latest with its total. The texts of an event come from the wire: they are made
+    printable and cut.
     """
 
     def __init__(self, write: Callable[[Event], None]) -> None:
@@ -169,7 +174,8 @@ class Refusals:
             self._publish(replace(last, detail=detail), always=last.kind in _DECISIVE)
 
     def _publish(self, event: Event, *, always: bool = False) -> bool:
-        """Write an event if the rate allows it. Return False when it is counted without its session."""
+        """Write an event if the rate allows it. Return False when it is counted without its
+        session."""
         allowed = self._rate.take() or always
         if not allowed:
             self._omitted += 1

@@ -8,12 +8,17 @@ from collections.abc import Mapping, Sequence
 from rolltap.addons.endpoint.generation import Generation
 
 _RETRY_COUNT = "x-stainless-retry-count"
-"""Header of the OpenAI and Anthropic SDKs: the number of times that the client has sent this request already."""
+"""Header of the OpenAI and Anthropic SDKs: the number of times that the client has sent this
+request already."""
 REMEMBERED = 8
 """Number of finished calls of a session that a retry can still get: the newest."""
 
 
-def find_retried(calls: Sequence[Generation], digest: bytes, headers: Mapping[str, str]) -> Generation | None:
+def find_retried(
+    calls: Sequence[Generation],
+    digest: bytes,
+    headers: Mapping[str, str],
+) -> Generation | None:
     """Return the newest of `calls` with this digest that a request repeats, or None.
 
     `headers` ignore case.

@@ -1,8 +1,9 @@
 """Role of a call, from the harness's headers and the structure of the request.
 
-A call under a grammar comes first: it is not trained. The rules that name a harness were observed in its traffic, and
-come next. Then a conversation keeps the role of its earlier calls, and one that begins while a tool call of another
-waits is a sub-agent's (`SessionRoles`). A call that matches no rule has the role `agent`.
+A call under a grammar comes first: it is not trained. The rules that name a harness were
+observed in its traffic, and come next. Then a conversation keeps the role of its earlier calls,
+and one that begins while a tool call of another waits is a sub-agent's (`SessionRoles`). A call
+that matches no rule has the role `agent`.
 """
 
 import json
@@ -47,7 +48,8 @@ _GEMINI_CLI_ENDS_WITH = "complete_task"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role, and the evidence for it: a header, field or structure of the request. Empty for the default."""
+    """A role, and the evidence for it: a header, field or structure of the request. Empty for
+    the default."""
 
     role: CallRole
     evidence: str = ""
@@ -62,7 +64,8 @@ class Earlier:
     role: CallRole | None = None
     """The role of the call that it continues, or whose reply is among its messages."""
     waiting: str | None = None
-    """The call whose tool calls have no results yet, when a conversation other than its own begins."""
+    """The call whose tool calls have no results yet, when a conversation other than its own
+    begins."""
 
 
 def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlier) -> Role:
@@ -114,7 +117,8 @@ def _codex_metadata(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class PastCall:
-    """A call as its row has it. Raises `KeyError` and the like for messages that no recorder wrote."""
+    """A call as its row has it. Raises `KeyError` and the like for messages that no recorder
+    wrote."""
 
     call_id: str
     parent_id: str | None
@@ -150,11 +154,13 @@ class SessionRoles:
 
     An `opening` is a digest of a conversation's tools and leading system messages. Not thread-safe.
 
-    A conversation that begins while a tool call waits is a sub-agent's: the tool call has started it. One with the
-    opening of the call that waits longest is not: the program asks again, has shortened its history, or runs once more
-    in the same session after a last tool call that it never answers (`submit`, `finish`). A later run with another
-    opening, for instance with the time in its system prompt, is taken for a sub-agent then. A sub-agent in the
-    background, whose tool call is answered at once ("started"), is taken for an agent. Both roles are trained.
+    A conversation that begins while a tool call waits is a sub-agent's: the tool call has
+    started it. One with the opening of the call that waits longest is not: the program asks
+    again, has shortened its history, or runs once more in the same session after a last tool
+    call that it never answers (`submit`, `finish`). A later run with another opening, for
+    instance with the time in its system prompt, is taken for a sub-agent then. A sub-agent in
+    the background, whose tool call is answered at once ("started"), is taken for an agent. Both
+    roles are trained.
     """
 
     def __init__(self) -> None:
@@ -165,7 +171,8 @@ class SessionRoles:
         """Id of a tool call -> the call that sampled it, in the order in which these completed."""
 
     def ask(self, messages: Sequence[Message], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
-        """Note a request that continues, or has the reply of, `sampled_by`. Return what earlier calls say of it."""
+        """Note a request that continues, or has the reply of, `sampled_by`. Return what earlier
+        calls say of it."""
         return self._begin(_answered(messages), tools, opening, sampled_by)
 
     def _begin(self, answered: set[str], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
@@ -186,10 +193,12 @@ class SessionRoles:
         self._waiting |= {tool_call: _Waiting(call_id, opening) for tool_call in _tool_calls(reply)}
 
     def restore(self, calls: Iterable[PastCall]) -> None:
-        """Note the calls of earlier rows as they were noted live: a request when it began, a reply when it completed.
+        """Note the calls of earlier rows as they were noted live: a request when it began, a reply
+        when it completed.
 
-        Each call's parent comes before it. A call that was running when the recorder was killed has no row: the
-        results that its request gave are taken for missing until another request gives them.
+        Each call's parent comes before it. A call that was running when the recorder was killed
+        has no row: the results that its request gave are taken for missing until another request
+        gives them.
         """
         openings: dict[str | None, bytes] = {}
         steps: list[tuple[datetime, Callable[[], object]]] = []
@@ -204,7 +213,8 @@ class SessionRoles:
             step()
 
     def _end_waiting(self, answered: set[str], sampled_by: str | None) -> None:
-        """Forget the tool calls that a request answers or goes on without, and those that began meanwhile."""
+        """Forget the tool calls that a request answers or goes on without, and those that began
+        meanwhile."""
         ids = list(self._waiting)
         first = next(
             (i for i, w in enumerate(ids) if w in answered or self._waiting[w].call_id == sampled_by), len(ids)

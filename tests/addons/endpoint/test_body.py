@@ -124,7 +124,7 @@ async def reading():
 
 async def held(bodies, num_bytes):
     """Return when the bodies of all sessions take so many bytes."""
-    await until(lambda: bodies.quota.held.total() == num_bytes)
+    await until(lambda: bodies.held.total() == num_bytes)
 
 
 async def test_bodies_of_a_session_wait_for_room_and_others_do_not(reading):
@@ -144,7 +144,7 @@ async def test_a_body_that_finds_no_room_is_refused_for_a_while(reading):
     bodies, leave, post = reading
     first = [post("s1", bytes(LIMIT)) for _ in range(2)]
     await held(bodies, 2 * LIMIT)
-    bodies.quota.patience = 0
+    bodies.patience = 0
     refused = await post("s1", b"x")
     assert (refused.status, refused.headers["retry-after"]) == (429, "5")  # no fault: the session itself fills its room
     leave.set()
