@@ -101,24 +101,38 @@ async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 class Once(Generic[K, V]):
-    """Values by key, each made on first use. Others who ask meanwhile wait; those who ask for other keys do not.
+    """Values by key, each made on first use. Others who ask meanwhile wait for it; those who ask for other keys do not.
 
-    A failure is not kept: the next who asks makes it again. It may be used in one event loop after another.
+    A failure is not kept, nor a value that `keep` refuses: the next who asks makes it again. When the one who makes it
+    is cancelled, another one who waits makes it. It may be used in several event loops; each makes its own then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[V], bool] = lambda _: True) -> None:
+        self._keep = keep
         self._made: dict[K, V] = {}
-        self._making: dict[K, asyncio.Event] = {}
+        self._making: dict[tuple[asyncio.AbstractEventLoop, K], asyncio.Future[V]] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
 
     async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
         """Return the value of a key. Raises what `make` raises."""
+        loop = asyncio.get_running_loop()
         while key not in self._made:
-            if key in self._making:
-                await self._making[key].wait()
+            making = self._making.get((loop, key))
+            if making is not None:
+                await asyncio.wait([making])
+                if not making.cancelled():
+                    return making.result()
                 continue
-            self._making[key] = asyncio.Event()
+            making = self._making[loop, key] = loop.create_future()
             try:
-                self._made[key] = await make()
+                value = await make()
+                making.set_result(value)
+                if self._keep(value):
+                    self._made[key] = value
+                return value
             finally:
-                self._making.pop(key).set()
+                del self._making[loop, key]
+                making.cancel()  # of a failure; a result stays
         return self._made[key]

@@ -105,6 +105,20 @@ def test_a_failure_is_not_kept_and_the_next_who_asks_may_be_in_another_event_loo
     assert asyncio.run(ask_three_times()) == [7, 7, 7]
 
 
+async def test_a_value_that_is_not_kept_is_that_of_all_who_wait_for_it():
+    values = iter(range(10))
+    once = Once(lambda value: value > 0)
+
+    async def make():
+        await asyncio.sleep(0)
+        return next(values)
+
+    assert await asyncio.gather(*(once.get("a", make) for _ in range(3))) == [0, 0, 0]
+    assert len(once) == 0
+    assert await asyncio.gather(*(once.get("a", make) for _ in range(3))) == [1, 1, 1]
+    assert await once.get("a", make) == 1
+
+
 async def test_those_who_wait_for_one_that_is_cancelled_make_the_value_themselves():
     once, started = Once(), asyncio.Event()
 

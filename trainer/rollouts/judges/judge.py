@@ -10,17 +10,16 @@ changes was broken by these, and the reward is the worst of the judge's range. W
 the session is unjudged.
 """
 
-import asyncio
 import dataclasses
 import hashlib
 import logging
 import math
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
-from rolltap.trainer.concurrency import in_folder_thread
+from rolltap.trainer.concurrency import Once, in_folder_thread
 from rolltap.trainer.rollouts.judges.archive import SUFFIX, keep_changes
 from rolltap.trainer.rollouts.judges.changes import Changes, find_changes, printable
 from rolltap.trainer.rollouts.judges.checkout import Ahead, JudgeJob, after_run, open_checkout
@@ -76,21 +75,15 @@ class _Baseline:
     lacks: str = ""
 
 
-_baselines: dict[str, _Baseline] = {}
-"""Judgements of untouched starts, by a digest of all that they depend on."""
 _MAX_BASELINES = 10_000
 
 
-@dataclasses.dataclass(slots=True, weakref_slot=True)
-class _Turn:
-    """The sessions that need the same baseline now: one has it judged, the others wait for the judgement."""
-
-    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-    baseline: _Baseline | None = None
+def _is_kept(baseline: _Baseline) -> bool:
+    return baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES
 
 
-_turns: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], _Turn] = WeakValueDictionary()
-"""Event loop, and digest as in `_baselines` -> the sessions of that loop that need the baseline now."""
+_baselines: Once[str, _Baseline] = Once(_is_kept)
+"""Judgements of untouched starts, by a digest of all that they depend on."""
 
 
 async def fault_on_start(job: JudgeJob) -> str:
@@ -137,7 +130,8 @@ async def judge(job: JudgeJob) -> Judged:
 async def judge_changes(job: JudgeJob) -> Judged:
     """Judge the changes of a job. Raises as `judge`, and writes the judge's output alone."""
     judged = await _judge(job.task.effective_judge, job)
-    return dataclasses.replace(judged, evidence={**job.changes.evidence(), **judged.evidence})
+    evidence = await in_folder_thread(job.changes.evidence)
+    return dataclasses.replace(judged, evidence={**evidence, **judged.evidence})
 
 
 async def _judge(spec: Judge, job: JudgeJob) -> Judged:
@@ -219,7 +213,7 @@ async def _ask_judge(spec: OneJudge | LLMJudge, job: JudgeJob, keep: _Baseline |
         reward, more = await judge_by_model(spec, job)
         return _judged(reward, {**evidence, **more})
     async with after_run(job, spec) as left, open_checkout(left, spec) as checkout:
-        applied = checkout.changes.evidence()
+        applied = await in_folder_thread(checkout.changes.evidence)
         evidence |= {key: applied[key] for key in ("refused", "refused_files", "planted_files")} | {"log": job.log.name}
         try:
             if isinstance(spec, PytestJudge) and spec.log_parser is not None:
@@ -292,23 +286,11 @@ async def _check_tests(judged: Judged, spec: OneJudge, job: JudgeJob) -> Judged:
 
 
 async def _judge_baseline(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:
-    """Return the judgement of the untouched start. A verdict is made once.
-
-    A judge that had none is asked again, for the next session that needs it; sessions that wait for the same judgement
-    share it. When the session that has it judged is cancelled, the next one has it judged.
-    """
+    """Return the judgement of the untouched start. A verdict is made once; a judge that had none is asked again."""
     task = job.task
     facts = (spec, job.start.digest, job.runtime.name, task.image, task.workdir, task.instruction)
     key = hashlib.sha256(repr((*facts, sorted(task.env.items()), task.limits)).encode()).hexdigest()
-    if key in _baselines:
-        return _baselines[key]
-    turn = _turns.setdefault((asyncio.get_running_loop(), key), _Turn())
-    async with turn.lock:
-        if turn.baseline is None:
-            turn.baseline = await _judge_start(spec, job)
-            if turn.baseline.judged.reward is not None and len(_baselines) < _MAX_BASELINES:
-                _baselines[key] = turn.baseline
-        return turn.baseline
+    return await _baselines.get(key, partial(_judge_start, spec, job))
 
 
 async def _judge_start(spec: OneJudge | LLMJudge, job: JudgeJob) -> _Baseline:

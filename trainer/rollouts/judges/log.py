@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from rolltap.addons.errors import MissingPackageError, install_command
+from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.checkout import Checkout
 from rolltap.trainer.rollouts.judges.command import read_end
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
@@ -21,7 +22,7 @@ async def judge_by_log(spec: PytestJudge, parser: str, checkout: Checkout) -> tu
     """Return the reward and the evidence, as `judge_by_report`. Raises `UnjudgedError` and `MissingPackageError`."""
     status = await checkout.run(spec.command, spec.env, spec.timeout)
     log = read_end(checkout.job.log, _MAX_LOG_BYTES)
-    outcomes = parse_log(parser, log)
+    outcomes = await in_folder_thread(parse_log, parser, log)
     ended = f"the judge ended with status {status}"
     if not outcomes:
         raise UnjudgedError(f"{ended}, and {parser} found no test in {checkout.job.log.name}")

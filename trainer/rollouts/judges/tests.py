@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from xml.parsers import expat
 
+from rolltap.trainer.concurrency import in_folder_thread
 from rolltap.trainer.rollouts.judges.checkout import Checkout
 from rolltap.trainer.rollouts.judges.folders import read_file, scan, write_file
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError
@@ -262,30 +263,61 @@ async def judge_by_report(
     marks, _, content = checkout.verdict(ended).rpartition(b"\0")
     if not content:
         raise UnjudgedError(f"{ended} and wrote no report; its output is in {checkout.job.log.name}")
-    outcomes, saw = canary.take(read_report(content))
-    if not outcomes:
+    # a report may have a million tests
+    read = await in_folder_thread(_read, content, marks, canary, spec)
+    if not read.outcomes:
         raise UnjudgedError(f"{ended}, and no test ran; its output is in {checkout.job.log.name}")
-    marked = read_marks(marks)
-    skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
-    allowed = frozenset(test for test in skips if test[0] in marked)
-    lists = (spec.fail_to_pass, spec.pass_to_pass)
-    verdict = compare(evaded(outcomes, allowed), *lists)
-    reported = compare(outcomes, *lists)
-    if verdict.parts != reported.parts:
-        allowed |= await allow(skips - allowed)
-        verdict = compare(evaded(outcomes, allowed), *lists)
-    worst_first = sorted(reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
-    evidence: dict[str, Any] = {
-        "exit_status": status,
-        "canary": saw,
-        "tests": {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]},
-    }
-    if evasions := sorted(str(name)[:_MAX_NAME] for name, _ in skips - allowed):
-        evidence["skipped_by_code"] = evasions[:50]
-    if saw == "passed":
+    allowed, verdict = read.allowed, read.verdict
+    if verdict.parts != read.reported.parts:
+        allowed |= await allow(read.skips - allowed)
+        verdict = await in_folder_thread(_compare_with, allowed, read.outcomes, spec)
+    evidence: dict[str, Any] = {"exit_status": status, "canary": read.canary}
+    evidence |= await in_folder_thread(_told, read, allowed)
+    if read.canary == "passed":
         evidence["forged_report"] = "a test passed that must fail"
         return Reward(0.0, dict.fromkeys(verdict.parts, 0.0)), evidence
     return Reward(verdict.reward, verdict.parts), evidence
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A report that was read.
+
+    Attributes:
+        outcomes: Those of all tests but the canary's.
+        canary: What the tests that must fail did.
+        skips: Tests that were skipped or failed as expected; `allowed` are those with a mark that says so.
+        reported: The comparison of the report as it is; `verdict` that with skips that are not allowed as failures.
+    """
+
+    outcomes: dict[Name, Outcome]
+    canary: Literal["failed", "passed", "absent"]
+    skips: Skips
+    allowed: Skips
+    reported: Verdict
+    verdict: Verdict
+
+
+def _read(content: bytes, marks: bytes, canary: Canary, spec: PytestJudge) -> _Read:
+    outcomes, saw = canary.take(read_report(content))
+    marked = read_marks(marks)
+    skips = frozenset(test for test in outcomes.items() if test[1] in ("skipped", "xfailed"))
+    allowed = frozenset(test for test in skips if test[0] in marked)
+    reported = compare(outcomes, spec.fail_to_pass, spec.pass_to_pass)
+    verdict = _compare_with(allowed, outcomes, spec)
+    return _Read(outcomes, saw, skips, allowed, reported, verdict)
+
+
+def _compare_with(allowed: Skips, outcomes: Mapping[Name, Outcome], spec: PytestJudge) -> Verdict:
+    return compare(evaded(outcomes, allowed), spec.fail_to_pass, spec.pass_to_pass)
+
+
+def _told(read: _Read, allowed: Skips) -> dict[str, Any]:
+    """Return the evidence of the tests, of bounded size."""
+    worst_first = sorted(read.reported.tests.items(), key=lambda test: test[1] in ("passed", "xfailed"))
+    tests = {name[:_MAX_NAME]: outcome for name, outcome in worst_first[:_MAX_TESTS]}
+    evasions = sorted(str(name)[:_MAX_NAME] for name, _ in read.skips - allowed)
+    return {"tests": tests, "skipped_by_code": evasions[:50]} if evasions else {"tests": tests}
 
 
 def _beside(spec: PytestJudge, checkout: Checkout) -> str:

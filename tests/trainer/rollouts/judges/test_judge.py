@@ -1,10 +1,12 @@
 import asyncio
 import sys
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
 
-from rolltap.trainer.rollouts.judges import changes
+from rolltap.trainer.concurrency import Once
+from rolltap.trainer.rollouts.judges import changes, tests
 from rolltap.trainer.rollouts.judges import judge as module
 from rolltap.trainer.rollouts.runtimes.process import ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
@@ -47,6 +49,26 @@ async def test_the_reward_is_1_when_both_lists_pass(tmp_path, code, reward, part
     assert {*judged.evidence["tests"]} == {"test_calc.py::test_add", "test_calc.py::test_zero"}
     assert judged.evidence["changed"] == ["calc.py"]
     assert (left.logs / "t-0.diff").read_text().startswith("--- a/calc.py\n+++ b/calc.py\n")
+
+
+async def test_a_report_and_the_changes_however_large_do_not_hold_up_the_loop(tmp_path, monkeypatch):
+    threads = {}
+
+    def noting(where, name):
+        function = getattr(where, name)
+
+        def note(*arguments):
+            threads[name] = threading.current_thread()
+            return function(*arguments)
+
+        monkeypatch.setattr(where, name, note)
+
+    for name in ("read_report", "compare", "read_marks", "_told"):
+        noting(tests, name)
+    noting(changes.Changes, "evidence")
+    assert (await Left(tmp_path, START, did={"calc.py": GOOD}).judge(SPEC)).reward == 1.0
+    assert len(threads) == 5
+    assert threading.main_thread() not in threads.values()
 
 
 @pytest.mark.parametrize("module_name", ["pytest", "no_such_module"])
@@ -99,9 +121,9 @@ async def test_a_start_is_judged_once_for_all_sessions_of_a_task_also_as_an_unto
         assert (await left.judge(spec)).reward == 0.0
     assert (tmp_path / "count").read_text() == "x\n"
     monkeypatch.setattr(module, "_MAX_BASELINES", 0)
-    monkeypatch.setattr(module, "_baselines", {})
+    monkeypatch.setattr(module, "_baselines", Once(module._is_kept))
     assert (await left.judge(spec)).reward == 0.0
-    assert module._baselines == {}
+    assert len(module._baselines) == 0
 
 
 @pytest.mark.parametrize(("status", "reward"), [(0, 1.0), (7, None)])
