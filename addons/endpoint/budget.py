@@ -1,8 +1,7 @@
 """Budgets of a session: its model calls, its sampled tokens, and the prompt tokens of one call.
 
-A call takes from the budgets before it begins, and gives back what it did not use, so that calls
-at the same time cannot use more than there is. Used is what the session's rows say, after a
-restart too.
+A call takes from the budgets before it begins, and gives back what it did not use, so that calls at
+the same time cannot use more than there is. Used is what the session's rows say, after a restart too.
 """
 
 import asyncio
@@ -20,8 +19,11 @@ WAITED = ", while it waited for an engine: "
 follows."""
 FINAL_STATUS = {each.NAME: 404 if each is CHAT else 400 for each in DIALECTS}
 """HTTP status of an error after which no call is answered, by API: harnesses end within a second
-after it. All retry 429 and 5xx; Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM)
-400 and 403 for minutes."""
+after it.
+
+All retry 429 and 5xx; Codex retries 402 and 403 for seconds, mini-swe-agent (LiteLLM) 400 and 403
+for minutes.
+"""
 
 
 class BudgetUsedUp(DialectError):
@@ -36,8 +38,10 @@ class BudgetUsedUp(DialectError):
 
 
 class PromptOverBudget(ContextOverflow):
-    """A prompt of more tokens than a call of the session may have. Harnesses may compact their
-    history and go on."""
+    """A prompt of more tokens than a call of the session may have.
+
+    Harnesses may compact their history and go on.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,11 @@ class Budgets:
     """Of one call."""
 
     def window(self, context_window: int) -> int:
-        """Return the number of prompt tokens that a call may have, where an engine has a window
-        of `context_window`."""
+        """Return the number of prompt tokens that a call may have, of an engine's `context_window`."""
         return min(context_window, self.max_prompt_tokens or context_window)
 
     def require_fit(self, prompt_tokens: int, context_window: int) -> None:
-        """Raise `ContextOverflow` for a prompt that leaves no room for a reply, or that is over
-        the budget."""
+        """Raise `ContextOverflow` for a prompt without room for a reply, or over the budget."""
         if self.max_prompt_tokens and prompt_tokens > self.max_prompt_tokens:
             raise PromptOverBudget(prompt_tokens, self.max_prompt_tokens)
         if prompt_tokens >= context_window:
@@ -65,20 +67,22 @@ class Budgets:
 
 @dataclass(slots=True)
 class Used:
-    """Model calls that an engine was asked, and sampled tokens, of a session. Calls that end in
-    a fault of ours, and requests that repeat a call, do not count."""
+    """Model calls that an engine was asked, and sampled tokens, of a session.
+
+    Calls that end in a fault of ours, and requests that repeat a call, do not count. Aborted calls
+    count, also without a token: an engine worked on them.
+    """
 
     calls: int = 0
     tokens: int = 0
 
     def add(self, status: str, num_sampled: int, error: str | None, *, fault: bool = False) -> None:
-        """Count a call that has ended. Aborted calls count, also without a token: an engine worked
-        on them.
+        """Count a call that has ended.
 
-        `error` is that of the call's row, `fault` True for a failed or aborted call that ended
-        for a reason of ours.
+        `error` is that of the call's row, `fault` True for a call that failed for a reason of ours.
         """
-        if not fault and not (status == "aborted" and WAITED in (error or "")):
+        waited = status == "aborted" and WAITED in (error or "")
+        if not fault and not waited:
             self.calls += 1
             self.tokens += num_sampled
 
@@ -103,26 +107,30 @@ class Grant:
     """True when that is less than the call would have without the budget."""
 
     def record_cut(self, asked: dict[str, Any], sampling: dict[str, Any]) -> None:
-        """Set the token limit in vLLM's parameters. When the call is cut, its own limit goes to
-        what it `asked`."""
+        """Set the token limit in vLLM's parameters.
+
+        When the call is cut, its own limit goes to what it `asked`.
+        """
         if self.cut:
-            asked["max_tokens"], sampling["max_tokens"] = sampling["max_tokens"], self.tokens
+            asked["max_tokens"] = sampling["max_tokens"]
+            sampling["max_tokens"] = self.tokens
 
     def settle(self, call: Call, *, fault: bool = False) -> Event | None:
-        """Give back what an ended call did not use. Return an event `budget` when its reply was
-        cut."""
+        """Give back what an ended call did not use. Return an event `budget` when it was cut."""
         self.budget.free(self)
         self.budget.used.add(call.status, len(call.completion_ids), call.error, fault=fault)
         if not self.cut or call.finish_reason != "length":
             return None
-        cut = f"the reply was cut after the last {self.tokens} of the tokens that may be sampled"
-        return call.event("budget", cut)
+        last = f"the last {self.tokens} of the tokens that may be sampled"
+        return call.event("budget", f"the reply was cut after {last}")
 
 
 @dataclass(slots=True)
 class SessionBudget:
-    """The budgets of a session, its use of them, and its running calls. Not thread-safe: use it
-    in the event loop."""
+    """The budgets of a session, its use of them, and its running calls.
+
+    Not thread-safe: use it in the event loop.
+    """
 
     budgets: Budgets
     used: Used
@@ -135,16 +143,18 @@ class SessionBudget:
 
         Returns None when running calls may give back what is missing: try again after `settled`.
         """
-        most = self.budgets
-        if most.max_calls and self.used.calls + len(self.running) >= most.max_calls:
-            raise BudgetUsedUp(f"it may make {most.max_calls:,} model calls", dialect)
+        most_calls = self.budgets.max_calls
+        if most_calls and self.used.calls + len(self.running) >= most_calls:
+            raise BudgetUsedUp(f"it may make {most_calls:,} model calls", dialect)
         left = max_tokens
-        if most.max_sampled_tokens:
-            left = most.max_sampled_tokens - self.used.tokens - sum(grant.tokens for grant in self.running)
+        most = self.budgets.max_sampled_tokens
+        if most:
+            reserved = sum(grant.tokens for grant in self.running)
+            left = most - self.used.tokens - reserved
             if left < max_tokens and self.running:
                 return None
             if left <= 0:
-                raise BudgetUsedUp(f"{most.max_sampled_tokens:,} tokens may be sampled for it", dialect)
+                raise BudgetUsedUp(f"{most:,} tokens may be sampled for it", dialect)
         grant = Grant(self, min(left, max_tokens), left < max_tokens)
         self.running.append(grant)
         return grant

@@ -14,7 +14,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from rolltap.addons.dialects.call import Message, ModelCall
+from rolltap.addons.dialects.call import Message, ModelCall, Tool
 from rolltap.addons.prompts.canonical import opening_digest
 from rolltap.addons.store.records import CallRole
 
@@ -34,12 +34,15 @@ _HEADERS: list[tuple[str, str, CallRole]] = [
 """(header, its value or "" for any non-empty value, role). The first match decides."""
 
 _SYSTEM_PROMPTS: list[tuple[str, CallRole]] = [
-    ("You are the component that summarizes", "compaction"),  # Qwen Code
-    ("You are a specialized system component responsible for distilling chat history", "compaction"),  # Gemini CLI
-    ("You are a context summarization agent", "compaction"),  # OpenCode
-    ("You are a context summarization assistant", "compaction"),  # Pi
-    ("You are a title generator", "auxiliary"),  # OpenCode
-    ("You are an expert software engineer that generates concise, one-line Git commit messages", "auxiliary"),  # aider
+    # Qwen Code, Gemini CLI
+    ("You are the component that summarizes", "compaction"),
+    ("You are a specialized system component responsible for distilling chat", "compaction"),
+    # OpenCode, Pi
+    ("You are a context summarization agent", "compaction"),
+    ("You are a context summarization assistant", "compaction"),
+    # OpenCode, aider
+    ("You are a title generator", "auxiliary"),
+    ("You are an expert software engineer that generates concise, one-line Git", "auxiliary"),
 ]
 """(prefix of the system prompt, role)."""
 _GEMINI_CLI_ENDS_WITH = "complete_task"
@@ -92,8 +95,10 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlie
     if earlier.role == "subagent":
         return Role("subagent", "it goes on with a sub-agent's call")
     if model_call.tools and earlier.waiting is not None:
-        return Role("subagent", f"it begins while a tool call of call {earlier.waiting} has no result")
-    if earlier.tools and not model_call.tools and earlier.role != "agent" and not _gives_results(model_call):
+        why = f"it begins while a tool call of call {earlier.waiting} has no result"
+        return Role("subagent", why)
+    without_tools = earlier.tools and not model_call.tools
+    if without_tools and earlier.role != "agent" and not _gives_results(model_call):
         return Role("auxiliary", "no tools, unlike earlier calls of the session")
     return Role("agent")
 
@@ -132,12 +137,10 @@ class PastCall:
     reply: Message | None
     """None for a call that did not complete."""
     opening: bytes = field(init=False)
-    answered: set[str] = field(init=False)
-    """Ids of the tool calls with a result among the messages."""
 
     def __post_init__(self) -> None:
         self.opening = opening_digest(self.model_call)
-        self.answered = _answered(self.model_call.messages)
+        _answered(self.model_call.messages)
         _tool_calls(self.reply)
 
 
@@ -170,19 +173,31 @@ class SessionRoles:
         self._waiting: dict[str, _Waiting] = {}
         """Id of a tool call -> the call that sampled it, in the order in which these completed."""
 
-    def ask(self, messages: Sequence[Message], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
-        """Note a request that continues, or has the reply of, `sampled_by`. Return what earlier
-        calls say of it."""
-        return self._begin(_answered(messages), tools, opening, sampled_by)
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        opening: bytes,
+        sampled_by: str | None,
+    ) -> Earlier:
+        """Note a request that continues, or has the reply of, `sampled_by`.
 
-    def _begin(self, answered: set[str], tools: bool, opening: bytes, sampled_by: str | None) -> Earlier:
-        self._end_waiting(answered, sampled_by)
-        waiting = list(self._waiting.values())
-        others = [call for call in waiting if call.opening != opening]
-        begins = sampled_by is None and bool(others) and waiting[0].opening != opening
+        Return what earlier calls say of it. It ends the waiting of the tool calls that it answers
+        or goes on without, and of those that began meanwhile.
+        """
+        answered = _answered(messages)
+        over = False
+        for tool_call, call in [*self._waiting.items()]:
+            over = over or tool_call in answered or call.call_id == sampled_by
+            if over:
+                del self._waiting[tool_call]
+        waiting = [*self._waiting.values()]
+        caller = None
+        if sampled_by is None and waiting and waiting[0].opening != opening:
+            caller = [call.call_id for call in waiting if call.opening != opening][-1]
         role = self._roles.get(sampled_by or "")
-        earlier = Earlier(tools=self.tools_seen, role=role, waiting=others[-1].call_id if begins else None)
-        self.tools_seen |= tools
+        earlier = Earlier(tools=self.tools_seen, role=role, waiting=caller)
+        self.tools_seen |= bool(tools)
         return earlier
 
     def complete(self, call_id: str, role: CallRole, opening: bytes, reply: Message) -> None:
@@ -190,7 +205,8 @@ class SessionRoles:
         self._roles[call_id] = role
         if role == "compaction":
             self._waiting.clear()  # the results are part of the summary
-        self._waiting |= {tool_call: _Waiting(call_id, opening) for tool_call in _tool_calls(reply)}
+        for tool_call in _tool_calls(reply):
+            self._waiting[tool_call] = _Waiting(call_id, opening)
 
     def restore(self, calls: Iterable[PastCall]) -> None:
         """Note the calls of earlier rows as they were noted live: a request when it began, a reply
@@ -203,24 +219,16 @@ class SessionRoles:
         openings: dict[str | None, bytes] = {}
         steps: list[tuple[datetime, Callable[[], object]]] = []
         for call in calls:
-            opening = openings[call.call_id] = openings.get(call.parent_id, call.opening)
-            asked = call.answered, bool(call.model_call.tools), opening, call.sampled_by
-            steps.append((call.started_at, partial(self._begin, *asked)))
+            opening = openings.get(call.parent_id, call.opening)
+            openings[call.call_id] = opening
+            asked = call.model_call
+            ask = partial(self.ask, asked.messages, asked.tools, opening, call.sampled_by)
+            steps.append((call.started_at, ask))
             if call.reply is not None:
                 complete = partial(self.complete, call.call_id, call.role, opening, call.reply)
                 steps.append((max(call.started_at, call.finished_at), complete))
         for _, step in sorted(steps, key=itemgetter(0)):
             step()
-
-    def _end_waiting(self, answered: set[str], sampled_by: str | None) -> None:
-        """Forget the tool calls that a request answers or goes on without, and those that began
-        meanwhile."""
-        ids = list(self._waiting)
-        first = next(
-            (i for i, w in enumerate(ids) if w in answered or self._waiting[w].call_id == sampled_by), len(ids)
-        )
-        for over in ids[first:]:
-            del self._waiting[over]
 
 
 def _answered(messages: Sequence[Message]) -> set[str]:

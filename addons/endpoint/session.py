@@ -227,7 +227,7 @@ class Session:
     ) -> Generation:
         call, prompt, model_call = prepared.call, prepared.prompt, prepared.model_call
         grant.record_cut(model_call.requested_sampling, prepared.sampling)
-        earlier = recovered.roles.ask(model_call.messages, bool(model_call.tools), prompt.opening, prompt.sampled_by)
+        earlier = recovered.roles.ask(model_call.messages, model_call.tools, prompt.opening, prompt.sampled_by)
         role = find_role(model_call, request.headers, earlier)
         call.role, call.role_evidence = role.role, role.evidence
         try:

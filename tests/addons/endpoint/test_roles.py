@@ -136,10 +136,10 @@ class Asked:
 
     def waiting(self, opening):
         """Return the call that waits while a conversation with this opening begins."""
-        return self.roles.ask([USER], True, opening, None).waiting
+        return self.roles.ask([USER], [TOOL], opening, None).waiting
 
     def go_on(self, opening, parent, *ids):
-        return self.roles.ask(results(*ids), True, opening, parent)
+        return self.roles.ask(results(*ids), [TOOL], opening, parent)
 
 
 @pytest.fixture
@@ -202,18 +202,18 @@ class TestRows:
             past("c2", 2, 3, self.HELPS, reply("t2"), role="subagent"),
             past("c3", 4, 5, results("t2")[1:], reply("t3"), parent="c2", role="subagent"),
         )
-        assert roles.ask([USER], True, OTHER, None) == Earlier(tools=True, waiting="c3")
-        assert roles.ask([USER], True, OTHER, "c3").role == "subagent"
+        assert roles.ask([USER], [TOOL], OTHER, None) == Earlier(tools=True, waiting="c3")
+        assert roles.ask([USER], [TOOL], OTHER, "c3").role == "subagent"
 
     def test_a_request_that_did_not_complete_and_a_rendered_one_go_on_with_the_call_of_their_results_and_reply(self):
         main = past("c1", 0, 1, [USER], reply("t1"))
         failed = past("c2", 2, 3, results("t1")[1:], parent="c1")
         rendered = past("c2", 2, 3, [USER], reply(), sampled_by="c1")
         histories = [main], [main, failed], [main, rendered]
-        assert [restored(*calls).ask([USER], True, OTHER, None).waiting for calls in histories] == ["c1", None, None]
+        assert [restored(*calls).ask([USER], [TOOL], OTHER, None).waiting for calls in histories] == ["c1", None, None]
 
     def test_calls_side_by_side_begin_and_complete_in_the_order_of_time(self):
         main = past("c1", 0, 1, [USER], reply("t1"))
         helper = past("c2", 2, 9, self.HELPS, reply("t2"), role="subagent")
         answer = past("c3", 4, 5, results("t1")[1:], reply(), parent="c1")
-        assert restored(main, answer, helper).ask([USER], True, OTHER, None).waiting == "c2"
+        assert restored(main, answer, helper).ask([USER], [TOOL], OTHER, None).waiting == "c2"
