@@ -22,7 +22,7 @@ from rolltap.addons.endpoint.request import request_digest
 from rolltap.addons.endpoint.retries import REMEMBERED
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
-from rolltap.addons.prompts.continuity import Conversations, Prompt, Turn
+from rolltap.addons.prompts.history import Conversations, Prompt, Turn, ids_digest
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.index import EndedSessions, SessionIndex, nothing
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
@@ -287,7 +287,7 @@ class RecoveredSession:
         cached = row["cached_tokens"] or 0
         return Generation(
             call_id=row["call_id"],
-            digest=request_digest(row["dialect"], row["model"], prompt_ids, sampling),
+            digest=request_digest(row["dialect"], row["model"], ids_digest(prompt_ids), sampling),
             reply=reply,
             usage=Usage(row["prompt_length"], len(completion_ids), cached, num_reasoning, row["finished_at"]),
             delivered=delivered,

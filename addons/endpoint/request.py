@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,7 +9,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from rolltap.addons.dialects.call import ModelCall
-from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.prompts.history import Prompt
 from rolltap.addons.store.records import Call, Event, EventKind
 from rolltap.addons.store.rows import printable
 
@@ -93,12 +92,13 @@ def sampling_parameters(
     return sampling
 
 
-def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling: Mapping[str, Any]) -> bytes:
+def request_digest(dialect: str, model: str, prompt_digest: bytes, sampling: Mapping[str, Any]) -> bytes:
     """Return the digest of a request. Requests with the same digest repeat each other.
 
-    It covers the API, the model's name, the prompt and `sampling`, the parsed column `sampling` of the
-    call's row: the parameters sent to the engine (token limit, stop texts, schema) and `asked`. A
-    parameter that a budget or an engine has changed counts as it was: the value in `asked`.
+    It covers the API, the model's name, the prompt (by its `ids_digest`) and `sampling`, the parsed
+    column `sampling` of the call's row: the parameters sent to the engine (token limit, stop texts,
+    schema) and `asked`. A parameter that a budget or an engine has changed counts as it was: the
+    value in `asked`.
     """
     asked = dict(sampling.get("asked", {}))
     before = dict(sampling)
@@ -106,6 +106,5 @@ def request_digest(dialect: str, model: str, prompt_ids: Sequence[int], sampling
         if name in asked:
             before[name] = asked.pop(name)
     request = [dialect, model, {**before, "asked": asked}]
-    digest = hashlib.blake2b(json.dumps(request, sort_keys=True).encode(), digest_size=16)
-    digest.update(array("i", prompt_ids))
-    return digest.digest()
+    text = json.dumps(request, sort_keys=True)
+    return hashlib.blake2b(prompt_digest + text.encode(), digest_size=16).digest()

@@ -45,7 +45,7 @@ from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference
-from rolltap.addons.prompts.continuity import Prompt, Turn
+from rolltap.addons.prompts.history import Prompt, Turn
 from rolltap.addons.prompts.reply import is_sampled
 from rolltap.addons.store.metadata import require_tokenizer
 from rolltap.addons.store.records import EventKind
@@ -108,12 +108,11 @@ class RerunSession(RecoveredSession):
             turn = super()._restore(recorded, reply, rule)
         else:  # a request is known by its conversation, and no call continues it
             turn = Turn(row["call_id"], None, 0, array("i"), array("i"))
-            new = history.read_after(history.turns.get(row["parent_id"]), recorded.model_call(rule))
-            turn.asked = new.digests[-1]
         parent = self._calls.get(row["parent_id"])
         before = [] if parent is None else [*parent.messages, parent.reply or {}]
         self._calls[turn.call_id] = replace(recorded, messages=[*before, *recorded.messages])
-        self._asked.setdefault(turn.asked, []).append(turn.call_id)
+        asked = history.read_after(history.turns.get(row["parent_id"]), recorded.model_call(rule)).digest()
+        self._asked.setdefault(asked, []).append(turn.call_id)
         return turn
 
     def _remember(self, *_: Any) -> None:
@@ -138,7 +137,7 @@ class RerunSession(RecoveredSession):
         """
         self.index(dialect.NAME, model_call)
         history = self.conversations.history
-        digest = history.read(model_call).digests[-1]
+        digest = history.read(model_call).digest()
         known = self._asked.get(digest, [])
         given = [self._given[call_id] for call_id in known if call_id in self._given]
         if (retried := find_retried(given, digest, headers)) is not None:
@@ -175,7 +174,7 @@ class RerunSession(RecoveredSession):
             return self._foreign
         if self.live:
             return None
-        if self._asked.get(self.conversations.history.read(model_call).digests[-1]):
+        if self._asked.get(self.conversations.history.read(model_call).digest()):
             return "a call that is asked once more than in the record"
         ours = _texts(model_call)
         nearest, found = "a call more than the record has", (-1, 0)

@@ -7,7 +7,6 @@ idle session can be dropped and a new one continues where it was.
 import asyncio
 import logging
 import uuid
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +30,7 @@ from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecordedFrom, RecorderOptions
-from rolltap.addons.prompts.continuity import Prompt
+from rolltap.addons.prompts.history import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
@@ -269,7 +268,7 @@ class Session:
         call = Call(
             session_id=self.session_id,
             call_id=uuid.uuid4().hex,
-            prompt_ids=array("i", prompt.ids),  # the form that is written to the disk
+            prompt_ids=prompt.ids,
             parent_id=prompt.parent.call_id if prompt.parent else None,
             prefix_length=prompt.prefix_length,
             kind=prompt.kind,
@@ -283,7 +282,7 @@ class Session:
             tools=json_text(model_call.tools) if prompt.parent is None else None,
         )
         recorded = {**sampling, "asked": model_call.unapplied()}
-        digest = request_digest(dialect.NAME, model_call.model, call.prompt_ids, recorded)
+        digest = request_digest(dialect.NAME, model_call.model, prompt.digest(), recorded)
         controls = self.rendering.controls.found(call.messages + (call.tools or ""))
         return PreparedCall(call, prompt, model_call, sampling, digest, controls)
 

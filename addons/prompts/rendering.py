@@ -128,7 +128,7 @@ class Rendering:
     def refusal(self) -> str | None:
         """The reason for which this model's conversations are never continued, or None.
 
-        A single `continued` may still be None.
+        A single `extension` may still be None.
         """
         return self._template.refusal if self._template is not None else None
 
@@ -242,25 +242,23 @@ class Rendering:
         """Return the prompt token ids of a whole conversation, including the generation prompt."""
         return self._render(self._adapt(messages), self.controls.broken(tools), True)
 
-    def continued(
-        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+    def extension(
+        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
-        """Return `prompt_ids + completion_ids` and the token ids of the new `messages` and the generation prompt.
+        """Return the ids of the new `messages` and the generation prompt, after `prompt_ids + completion_ids`.
 
         The messages may include assistant messages that no call sampled (`tokens_of_turns`). Returns None when the
         renderer cannot continue the conversation, or would change its tokens.
         """
         new_messages, turn = self._adapt(messages, later=True), (prompt_ids, completion_ids)
         if self._template is not None:
-            extension = self._template.extension(completion_ids, new_messages)
-        elif any(message["role"] == "assistant" for message in new_messages):
-            extension = self._context_turns(*turn, new_messages, tools)
-        else:
-            extension = self._next_turn(*turn, new_messages, tools)
-        return None if extension is None else prompt_ids + completion_ids + extension
+            return self._template.extension(completion_ids, new_messages)
+        if any(message["role"] == "assistant" for message in new_messages):
+            return self._context_turns(*turn, new_messages, tools)
+        return self._next_turn(*turn, new_messages, tools)
 
     def _context_turns(
-        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
         """Return the ids that follow a completion for messages among which are assistant messages, or None."""
         after_turn = self._next_turn(prompt_ids, completion_ids, [USER], tools)
@@ -272,13 +270,13 @@ class Rendering:
         return tokens_of_turns(after_turn, ended, messages, render, placeholder_ids, stop_ids)
 
     def _next_turn(
-        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
     ) -> list[int] | None:
         """Return the ids with which the renderer follows a completion, or None."""
         stop_ids, start = set(self.stop_token_ids()), 0
         if self.name in _READS_ONE_TURN:
             start = next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stop_ids), 0)
-        suffix = prompt_ids[start:]
+        suffix = [*prompt_ids[start:]]
         continued = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
         if continued is None:
             return None

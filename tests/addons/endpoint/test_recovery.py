@@ -21,11 +21,11 @@ from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.store.metadata import write_metadata
 from rolltap.addons.store.records import Call, Event, Session, VersionSpan, utc_now
 from rolltap.addons.store.tables import RunWriter, run_files
-from tests.addons.dialects.openai_chat.test_request import TOOL
+from tests.addons.dialects.test_openai_chat import TOOL
 from tests.addons.endpoint.test_retries import OTHERS
 from tests.addons.harness import RETRY, content, said, user, with_result
-from tests.addons.prompts import test_continuity
-from tests.addons.prompts.test_continuity import THINKING, arguments, result
+from tests.addons.prompts import test_history
+from tests.addons.prompts.test_history import THINKING, arguments, result
 from tests.deep import examples
 from tests.factories import START
 from tests.scripted_engine import Answer, Say
@@ -33,7 +33,7 @@ from tests.scripted_engine import Answer, Say
 NAME = routes.CHAT.NAME
 
 
-class Recorded(test_continuity.Session):
+class Recorded(test_history.Session):
     """A session whose calls are recorded in a run, as `Generation` records them."""
 
     def __init__(self, rendering, encode, run, session_id="s1"):
@@ -117,7 +117,7 @@ class TestConversations:
         recovered = session.recovered()
         recovered.index(NAME, request)
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
-        assert recovered.conversations.prompt(request).ids == session.rendering.render(whole, session.tools)
+        assert [*recovered.conversations.prompt(request).ids] == session.rendering.render(whole, session.tools)
 
     def test_context_is_restored_with_the_call_that_had_it(self, session):
         messages = [user("Hi"), session.ask([user("Hi")], "Hello.<|im_end|>"), user("Go on")]
@@ -185,7 +185,7 @@ class TestDamage:
             _, after = session.prompts(messages)
             kinds.add(after.kind)
             if after.parent is not None:
-                assert after.ids[: after.prefix_length] == session.token_ids(after.parent.call_id)
+                assert [*after.ids[: after.prefix_length]] == session.token_ids(after.parent.call_id)
         assert kinds == {"bridged", "rendered", "root"}  # a root when no commit with the session's rows can be read
 
     @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ class TestEchoRule:
         return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [answer]}]
 
     def test_the_rule_of_the_request_is_that_of_the_recorded_calls(self, claude):
-        reply = claude.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        reply = claude.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
         claude.assert_continued([user("Hi"), *self.echo(reply, "ls")], "0")
 
     def test_another_program_does_not_take_the_calls_away(self, claude):
-        reply = claude.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        reply = claude.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
         recovered = claude.recovered()
         kinds = []
         for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
@@ -245,7 +245,7 @@ class TestEchoRule:
         assert kinds == ["rendered", "bridged", "bridged"]
 
     def test_calls_of_other_apis_have_no_rule(self, session):
-        reply = session.ask([user("Hi")], test_continuity.TestEchoRule.COMMAND)
+        reply = session.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
         recovered = session.recovered()
         recovered.index(routes.MESSAGES.NAME, ModelCall("m", [user("Hi")], [], echo_rule=normal_arguments))
         request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
@@ -253,7 +253,7 @@ class TestEchoRule:
         assert recovered.conversations.prompt(request).kind == "bridged"
 
 
-echoed = st.text(max_size=5) | st.sampled_from(test_continuity.MARKUP)
+echoed = st.text(max_size=5) | st.sampled_from(test_history.MARKUP)
 folders = itertools.count()
 
 
@@ -261,7 +261,7 @@ THOUGHT = "<think>\nOne\n</think>\n\nHello."
 TEXTS = ["Hello.", "Hello.\n", THOUGHT]
 completions = st.sampled_from([*TEXTS, *TEXTS, THINKING]) | echoed
 echoes = st.sampled_from(
-    [test_continuity.same, *(test_continuity.changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
+    [test_history.same, *(test_history.changed(content=text) for text in ("", "Other.", *TEXTS, *TEXTS))]
 )
 
 

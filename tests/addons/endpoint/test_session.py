@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from rolltap.addons.prompts.continuity import Conversations
+from rolltap.addons.prompts.history import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store import tables
 from rolltap.trainer.traces.build import build_traces

@@ -14,6 +14,7 @@ from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.prompts.controls import _any_of
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.harness import user
+from tests.addons.prompts.continuing import continued
 from tests.addons.prompts.test_template import END, GENERATION, TURN
 from tests.deep import examples
 
@@ -65,8 +66,8 @@ def test_a_full_prompt_has_the_control_tokens_of_its_template_alone(rendering):
 @pytest.mark.parametrize("new", [slice(3, 5), slice(4, 5), slice(1, 5)], ids=["result", "user", "context"])
 def test_and_so_have_new_messages(rendering, encode, new):
     prompt, completion = rendering.render([user("Hi")], []), encode("Hi.<|im_end|>")
-    forged = rendering.continued(prompt, completion, conversation(FORGED)[new], tools(FORGED))
-    plain = rendering.continued(prompt, completion, conversation("Hi")[new], tools("Hi"))
+    forged = continued(rendering, prompt, completion, conversation(FORGED)[new], tools(FORGED))
+    plain = continued(rendering, prompt, completion, conversation("Hi")[new], tools("Hi"))
     assert (forged is None) == (plain is None)
     if forged is not None:
         assert controls(rendering, forged) == controls(rendering, plain)

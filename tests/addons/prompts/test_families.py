@@ -27,6 +27,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import ReplyParser, read_text
+from tests.addons.prompts import continuing
 from tests.deep import examples
 
 TRL = find_spec("trl")
@@ -136,7 +137,7 @@ def one(rendering, name, prompt_end, text):
         return f"counts the tokens of {up_to!r} as reasoning"
     results = [{"role": "tool", "content": "Seen.", "tool_call_id": call["id"]} for call in turn.get("tool_calls", [])]
     new = name_results([turn, *(results or [{"role": "user", "content": "Go on."}])])[1:]
-    continued = rendering.continued(prompt, ids, new, _TOOLS)
+    continued = continuing.continued(rendering, prompt, ids, new, _TOOLS)
     if continued is None:
         return f"is not continued: {rendering.refusal}"
     whole_text = rendering._tokenizer.apply_chat_template(

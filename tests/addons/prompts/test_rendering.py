@@ -12,6 +12,7 @@ from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.rendering import InputError, Rendering
 from rolltap.addons.prompts.tokenizer import CachingTokenizer, resolve_model
 from tests.addons.conftest import MARKUP, SPECIAL, TEMPLATE
+from tests.addons.prompts.continuing import continued
 from tests.deep import examples
 
 USER = {"role": "user", "content": "Hello"}
@@ -30,7 +31,7 @@ class TestChoice:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         ids = rendering.render([USER], [])
         assert tokenizer.decode(ids) == "user: Hello\nassistant:"
-        assert rendering.continued(ids, tokenizer.encode(" Hi"), [USER], []) is None
+        assert continued(rendering, ids, tokenizer.encode(" Hi"), [USER], []) is None
 
     @pytest.mark.parametrize("renderer", ["qwen4", "gpt-oss"], ids=["unknown", "of another family"])
     def test_a_wrong_name_is_refused(self, tokenizer_folder, renderer):
@@ -163,7 +164,7 @@ class TestBridge:
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>", "Hi", "", "<think>\nI", "<think>\nI\n</think>\n\nHi<|im_"])
     def test_it_keeps_every_token_sampled_so_far(self, rendering, encode, completion):
         prompt_ids, completion_ids = rendering.render([USER], []), encode(completion)
-        ids = rendering.continued(prompt_ids, completion_ids, [USER], [])
+        ids = continued(rendering, prompt_ids, completion_ids, [USER], [])
         assert ids[: len(prompt_ids) + len(completion_ids)] == prompt_ids + completion_ids
         end = encode("Hello<|im_end|>\n<|im_start|>assistant\n")
         assert ids[-len(end) :] == end
@@ -171,11 +172,11 @@ class TestBridge:
     @pytest.mark.parametrize("new", [[USER], [USER, {"role": "assistant", "content": "Hi."}, USER]])
     @pytest.mark.parametrize("completion", ["Hi.<|im_end|>Hi", "<think>\nI<|im_end|>"], ids=["after the end", "open"])
     def test_it_returns_none_when_it_would_change_tokens(self, rendering, encode, completion, new):
-        assert rendering.continued(rendering.render([USER], []), encode(completion), new, []) is None
+        assert continued(rendering, rendering.render([USER], []), encode(completion), new, []) is None
 
     def test_earlier_reasoning_stays_when_the_user_speaks_again(self, rendering, encode):
         completion_ids = encode("<think>\nI think.\n</think>\n\nHi.<|im_end|>")
-        assert rendering.continued(rendering.render([USER], []), completion_ids, [USER], []) is not None
+        assert continued(rendering, rendering.render([USER], []), completion_ids, [USER], []) is not None
 
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -254,4 +255,4 @@ def test_a_continued_prompt_gives_each_result_the_name_of_its_tool(renderer, tmp
     end = next(i for i in range(len(prompt), len(whole)) if whole[i] in stops)
     completion = whole[len(prompt) : end + 1]
     assert whole[: len(prompt)] == prompt
-    assert rendering.continued(prompt, completion, call.messages[2:], call.tools) == whole
+    assert continued(rendering, prompt, completion, call.messages[2:], call.tools) == whole

@@ -11,6 +11,7 @@ from rolltap.addons.prompts import rendering as module
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.template import PLACEHOLDER, TemplateContinuation, placeholder_turn, tokens_of_turns
 from tests.addons.conftest import TEMPLATE
+from tests.addons.prompts import continuing
 from tests.addons.prompts.test_rendering import USER, VISION, pieces
 from tests.deep import examples
 
@@ -48,7 +49,7 @@ def test_a_continuation_is_what_the_template_writes_after_a_turn(plain, encode, 
     assert plain.refusal is None
     prompt = plain.render(CONVERSATION, [])
     completion = encode("Hi.\n" + end)
-    continued = plain.continued(prompt, completion, new, [])
+    continued = continuing.continued(plain, prompt, completion, new, [])
     assert continued == plain.render([*CONVERSATION, assistant("Hi."), *new], [])
     assert continued[: len(prompt) + len(completion)] == prompt + completion
 
@@ -58,7 +59,7 @@ def test_a_message_that_the_template_refuses_is_not_continued(rendering_of, enco
     rendering = rendering_of(PLAIN.replace("{% for message in messages %}", picky))
     assert rendering.refusal is None
     prompt, refused = rendering.render(CONVERSATION, []), {"role": "user", "content": "No"}
-    assert rendering.continued(prompt, encode("Hi."), [refused], []) is None
+    assert continuing.continued(rendering, prompt, encode("Hi."), [refused], []) is None
 
 
 LOOKS_UP = (
@@ -76,7 +77,7 @@ def test_results_are_continued_with_the_names_of_their_own_tools(rendering_of, e
     results = [{"role": "tool", "content": "x", "tool_call_id": i} for i in ("c2", "c9", "c1")]
     whole = name_results([*CONVERSATION, asked, *results])
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.\n@look@go<|im_end|>")
-    continued = rendering.continued(prompt, completion, whole[3:], [])
+    continued = continuing.continued(rendering, prompt, completion, whole[3:], [])
     assert continued == rendering.render(whole, [])
 
 
@@ -93,8 +94,8 @@ def test_a_template_that_marks_the_last_turn_takes_no_turns_of_the_assistant(ren
     marked = "{% if message.role == 'assistant' and loop.index == 9 %}{{ 'x' }}{% endif %}"
     rendering = rendering_of(PLAIN.replace(CALLS, CALLS + marked))
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    assert rendering.continued(prompt, completion, NEW, []) is not None
-    assert rendering.continued(prompt, completion, [*NEW, assistant("Well."), *NEW], []) is None
+    assert continuing.continued(rendering, prompt, completion, NEW, []) is not None
+    assert continuing.continued(rendering, prompt, completion, [*NEW, assistant("Well."), *NEW], []) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_template_that_closes_turns_or_writes_messages_in_several_ways_is_refu
 ):
     rendering = rendering_of(template)
     assert reason in rendering.refusal
-    assert rendering.continued(rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
+    assert continuing.continued(rendering, rendering.render(NEW, []), encode("Hi.<|im_end|>"), NEW, []) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sa
     rendering = rendering_of(template)
     assert rendering.refusal is None
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    continued = rendering.continued(prompt, completion, NEW, [])
+    continued = continuing.continued(rendering, prompt, completion, NEW, [])
     assert continued[: len(prompt) + len(completion)] == prompt + completion
     whole = rendering.render([*CONVERSATION, assistant("Hi."), *NEW], [])
     after = continued[len(prompt) + len(completion) :]
@@ -146,8 +147,8 @@ def test_a_template_that_writes_no_calls_is_continued_with_text_only(rendering_o
     rendering = rendering_of(PLAIN.replace(CALLS, ""))
     assert rendering.refusal is None
     prompt, completion = rendering.render(CONVERSATION, []), encode("Hi.<|im_end|>")
-    assert rendering.continued(prompt, completion, NEW, []) is not None
-    assert rendering.continued(prompt, completion, [RESULT], []) is None
+    assert continuing.continued(rendering, prompt, completion, NEW, []) is not None
+    assert continuing.continued(rendering, prompt, completion, [RESULT], []) is None
 
 
 def test_a_tokenizer_without_a_stop_token_is_refused(tmp_path, save_tokenizer):
@@ -196,7 +197,7 @@ def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encod
     turn = placeholder_turn("Hi.", tail)
     completion = encode(("I greet.\n</think>\n\n" if opened else "") + "Hi.<|im_end|>")
     whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
-    continued = any_rendering.continued(prompt, completion, tail, tools)
+    continued = continuing.continued(any_rendering, prompt, completion, tail, tools)
     assert continued[: len(prompt) + len(completion)] == prompt + completion
     assert whole[-(len(continued) - len(prompt) - len(completion)) :] == continued[len(prompt) + len(completion) :]
 
@@ -205,8 +206,8 @@ def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encod
 @pytest.mark.parametrize("completion", ["Hi.", "<think>\nI"], ids=["cut", "cut in its reasoning"])
 def test_a_cut_turn_is_ended_as_for_other_messages(any_rendering, encode, completion, tail):
     prompt, sampled = any_rendering.render([USER], []), encode(completion)
-    other = any_rendering.continued(prompt, sampled, [USER], [])
-    continued = any_rendering.continued(prompt, sampled, tail, [])
+    other = continuing.continued(any_rendering, prompt, sampled, [USER], [])
+    continued = continuing.continued(any_rendering, prompt, sampled, tail, [])
     end = len(prompt) + len(sampled) + 1
     assert continued[:end] == other[:end]
     assert continued[-3:] == any_rendering.render([USER, *tail], [])[-3:]
@@ -224,7 +225,7 @@ messages = st.one_of(
 @examples(200)
 def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, prompt, completion, tail):
     prompt_ids, completion_ids = encode(prompt), encode(completion)
-    ids = any_rendering.continued(prompt_ids, completion_ids, tail, [])
+    ids = continuing.continued(any_rendering, prompt_ids, completion_ids, tail, [])
     if ids is not None:
         sampled = len(prompt_ids) + len(completion_ids)
         assert ids[:sampled] == prompt_ids + completion_ids
@@ -251,8 +252,8 @@ def test_a_renderer_that_is_given_only_a_suffix_of_the_prompt_continues_the_whol
     arguments = encode(prompt), encode(completion), messages, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_READS_ONE_TURN", frozenset())
-        whole = any_rendering.continued(*arguments)
-    assert any_rendering.continued(*arguments) == whole
+        whole = continuing.continued(any_rendering, *arguments)
+    assert continuing.continued(any_rendering, *arguments) == whole
 
 
 class TestTokensOfTurns:
