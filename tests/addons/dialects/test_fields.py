@@ -54,7 +54,7 @@ def test_a_refusal_names_the_place_and_the_expected_value(read, key, sentence):
     [
         (CHAT, {"messages": [{"content": [5]}]}, "'messages[0].role' must be "),
         (RESPONSES, {"input": [USER | {"content": [5]}]}, "'input[0].content[0]' must be "),
-        (MESSAGES, {"messages": [USER | {"content": [5]}]}, "messages.0.content.0: Input should be "),
+        (MESSAGES, {"max_tokens": 1, "messages": [USER | {"content": [5]}]}, "messages.0.content.0: Input should be "),
         (GEMINI, {"contents": [{"parts": 5}]}, "Invalid value at 'contents[0].parts': it must be a list"),
     ],
     ids=lambda value: getattr(value, "dialect", None) and value.dialect.NAME,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
+from rolltap.addons.dialects.claude_code import normal_arguments
 from tests.addons.dialects.apis import GEMINI, MESSAGES, RESPONSES
 from tests.deep import DEEP
 

@@ -3,8 +3,8 @@ import json
 import pytest
 from hypothesis import example, given
 
-from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.call import ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.claude_code import normal_arguments
 from rolltap.addons.prompts.canonical import (
     canonical,
     echoed_reasoning,
@@ -13,7 +13,7 @@ from rolltap.addons.prompts.canonical import (
     issued_forms,
     opening_digest,
 )
-from tests.addons.dialects.anthropic.test_claude_code import EDIT, REWRITTEN, anything
+from tests.addons.dialects.test_claude_code import EDIT, REWRITTEN, anything
 
 EXACT = ModelCall("m", [], [EDIT])
 CLAUDE_CODE = ModelCall("m", [], [EDIT], echo_rule=normal_arguments)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.anthropic.claude_code import is_claude_code, normal_arguments
+from rolltap.addons.dialects.claude_code import is_claude_code, normal_arguments
 
 EDIT = {
     "type": "function",
