@@ -32,22 +32,22 @@ from rolltap.addons.proxy.egress import Egress
 from rolltap.addons.proxy.limits import Descriptors
 from rolltap.addons.proxy.listen import Listen
 from rolltap.addons.proxy.sessions import Sessions
-from rolltap.addons.recorder import Startup
+from rolltap.addons.recorder import Recorder
 
 # another script may use them
 sys.meta_path.remove(_NoPandas)
 for _name in _hidden:
     del sys.modules[_name]
 
-capture = Capture(lambda host, port: egress.is_named(host, port))
-sessions = Sessions(capture.record)
-egress: Egress = Egress(capture.record, sessions.session_of)
+recorder = Recorder()
+sessions = Sessions(recorder.record)
+egress = Egress(recorder.record, sessions.session_of)
 addons = [
     Log(),
-    Startup(),
-    Listen(capture.warnings),
+    recorder,
+    Listen(recorder),
     sessions,
-    Descriptors(capture.record),
-    capture,
+    Descriptors(recorder.record),
+    Capture(recorder, egress.is_named),
     egress,
 ]

@@ -1,4 +1,4 @@
-"""The start of a recorder: the addon that declares its options, and the function that opens its run."""
+"""Addon: the life of a recorder, from its options and its run folder to its end."""
 
 import asyncio
 import gc
@@ -21,10 +21,11 @@ from rolltap.addons.engine.key import read_key
 from rolltap.addons.engine.lookup import OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.options import PREFIX, RecorderOptions, typed, unknown
-from rolltap.addons.prompts.tokenizer import resolve_model
+from rolltap.addons.options import OPTIONS, PREFIX, RecorderOptions, typed, unknown
 from rolltap.addons.prompts.rendering import Rendering
+from rolltap.addons.prompts.tokenizer import resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
+from rolltap.addons.store.records import Event
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -92,15 +93,22 @@ def _naming(options: str) -> Iterator[None]:
         raise OptionsError(f"{options}: {error}") from error
 
 
-class Startup:
-    """Declares the recorder's options, and sets when collections and threads interrupt the event loop.
+class Recorder:
+    """Declares the recorder's options, and owns the endpoint and with it the writer of the run folder.
 
-    The libraries make about 370,000 objects. A full collection that visits them pauses all calls for 0.2 s. Must be the
-    first addon after `Log`: the others read the options.
+    It also sets when collections and threads interrupt the event loop: the libraries make about
+    370,000 objects, and a full collection that visits them pauses all calls for 0.2 s.
+
+    Must be the first addon after `Log`, because the others read the options.
     """
 
+    def __init__(self) -> None:
+        self.endpoint: Endpoint | None = None
+        """None until a run is open."""
+        self._starting: asyncio.Task[None] | None = None
+
     def load(self, loader: Loader) -> None:
-        """Declare the options. Log each unknown name and value of another type, and raise `OptionsError` for them."""
+        """Declare the options. Log each unknown name and each value of another type, and raise `OptionsError`."""
         RecorderOptions.load(loader)
         given = {name: getattr(value, "val", value) for name, value in ctx.options.deferred.items()}
         refusals = [*unknown_options(ctx.options), *typed(given)[1]]
@@ -110,12 +118,45 @@ class Startup:
             # a script whose `load` raises it is not configured; mitmproxy 11 says nothing of it
             raise OptionsError("these options are wrong")
 
+    def configure(self, updated: set[str]) -> None:
+        """Check the options and open the run folder."""
+        fixed = sorted(name for name in updated & OPTIONS.keys() if not OPTIONS[name].live)
+        if not fixed:
+            return
+        if self.endpoint is not None:
+            names = ", ".join(fixed)
+            raise OptionsError(f"{names} cannot change while a run is recorded: restart mitmdump")
+        try:
+            self.endpoint = open_run(ctx.options)
+        except OptionsError as error:
+            # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
+            logger.error("%s", error)
+
     def running(self) -> None:
-        """Freeze all objects (`gc.freeze`). The libraries are loaded by now."""
+        """Start the endpoint, and freeze all objects (`gc.freeze`). The libraries are loaded by now.
+
+        The endpoint's socket has been listening since `configure`, so that early requests queue.
+        """
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.collect()
         gc.freeze()
         gc.set_threshold(_ALLOCATIONS)
+        if self.endpoint is not None:
+            self._starting = asyncio.get_running_loop().create_task(self.endpoint.start())
+
+    async def done(self) -> None:
+        """Abort running calls and close the run folder."""
+        if self.endpoint is None:
+            return
+        if self._starting is not None:
+            await self._starting
+            await self.endpoint.close()
+        await asyncio.to_thread(self.endpoint.writer.close)
+
+    def record(self, event: Event) -> None:
+        """Write or count a refusal, if a run is open. Logs an `OSError` instead of raising it."""
+        if self.endpoint is not None:
+            self.endpoint.refusals.record(event)
 
 
 def unknown_options(options: OptManager) -> list[str]:

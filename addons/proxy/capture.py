@@ -1,50 +1,21 @@
 """Addon: redirects model calls to the endpoint. Refusals of the proxy are in the words of the request's API."""
 
-import asyncio
-import logging
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from urllib.parse import quote
 
-from mitmproxy import ctx, exceptions, http
+from mitmproxy import ctx, http
 
+from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError
-from rolltap.addons.dialects.routes import (
-    ANY_PREFIX,
-    UNSPECIFIC_PREFIXES,
-    Route,
-    api_not_served,
-    find_route,
-)
+from rolltap.addons.dialects.routes import Route
 from rolltap.addons.endpoint.refusals import event_kind
 from rolltap.addons.endpoint.server import Endpoint
-from rolltap.addons.options import OPTIONS
 from rolltap.addons.proxy.sessions import SESSION
-from rolltap.addons.recorder import open_run
+from rolltap.addons.recorder import Recorder
 from rolltap.addons.store.records import WEBSOCKET, Event, EventKind
 from rolltap.addons.store.rows import printable
-
-
-def refuse(flow: http.HTTPFlow, error: DialectError, *, retry_after: int | None = None) -> Event:
-    """Answer `flow` with `error`, to be retried after so many seconds if ever. Return the event to record."""
-    request = flow.request
-    route = find_route(request.method, request.path, request.headers, ANY_PREFIX)
-    headers = {"content-type": "application/json"}
-    if retry_after is not None:
-        headers["retry-after"] = str(retry_after)
-    flow.response = http.Response.make(error.status, route.dialect.encode_error(error) if route else b"{}", headers)
-    return event_of(flow, event_kind(error), str(error))
-
-
-def event_of(flow: http.HTTPFlow, kind: EventKind, detail: str) -> Event:
-    """Return an event about a request, without its query."""
-    request = flow.request
-    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
-    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)
-
-
-logger = logging.getLogger(__name__)
 
 CAPTURED = "rolltap_captured"
 """Key of `flow.metadata`: True for a request that was redirected to the endpoint."""
@@ -54,12 +25,6 @@ CONTROL_HOST = "session.rolltap"
 END_PATH = "/end"
 """A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced unless
 `rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see `rolltap_accept_rewards`."""
-
-
-def ends_session(request: http.Request) -> bool:
-    """Return True for the request that ends a session, which no limit refuses: it frees what the session holds."""
-    return (request.host, request.method, request.path) == (CONTROL_HOST, "POST", END_PATH)
-
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation
@@ -84,41 +49,64 @@ class Capture:
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Redirect a model call to the endpoint, without the harness's API key. Its body follows as it arrives."""
-        if flow.response is not None or flow.error is not None or self.endpoint is None:
+        endpoint, request = self._recorder.endpoint, flow.request
+        if flow.response is not None or flow.error is not None or endpoint is None:
             return
-        method, path, headers = flow.request.method, flow.request.path, flow.request.headers
-        if flow.request.host == CONTROL_HOST:
-            if ends_session(flow.request):
-                self._redirect(flow, None)
+        if request.host == CONTROL_HOST:
+            if ends_session(request):
+                _redirect(flow, endpoint, None)
             return
-        if headers.get("upgrade", "").lower() == "websocket":
+        if request.headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
             flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-            if name := api_not_served(path):
-                self.record(event_of(flow, "uncaptured", f"refused: {name}"))
+            if name := routes.api_not_served(request.path):
+                self._recorder.record(event_of(flow, "uncaptured", f"refused: {name}"))
             else:
-                self.record(event_of(flow, "refused", WEBSOCKET))
+                self._recorder.record(event_of(flow, "refused", WEBSOCKET))
             return
-        route = find_route(method, path, headers, ctx.options.rolltap_prefix)
+        route = routes.find_route(request.method, request.path, request.headers, ctx.options.rolltap_prefix)
         if route is None:
             return
         chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
-        if route.prefix in UNSPECIFIC_PREFIXES and not chosen and self._is_named(flow.request.host, flow.request.port):
+        if route.prefix in routes.UNSPECIFIC_PREFIXES and not chosen and self._is_named(request.host, request.port):
             return  # a path of a host of the user's that may be no model API
-        self._redirect(flow, route)
+        _redirect(flow, endpoint, route)
 
-    def _redirect(self, flow: http.HTTPFlow, route: Route | None) -> None:
-        assert self.endpoint is not None
-        request = flow.request
-        fields = [
-            (name, printable(value, None))
-            for name, value in request.headers.items(multi=True)
-            if name.lower() not in _CREDENTIALS and not name.lower().startswith("x-rolltap-")
-        ]
-        host = printable(request.host)
-        ours = self.endpoint.headers(flow.metadata[SESSION], host, route)
-        request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
-        path = request.path.removeprefix(route.prefix) if route else request.path
-        request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
-        request.scheme, request.host, request.port = "http", "127.0.0.1", self.endpoint.port
-        flow.metadata[CAPTURED] = True
+
+def _redirect(flow: http.HTTPFlow, endpoint: Endpoint, route: Route | None) -> None:
+    request = flow.request
+    fields = [
+        (name, printable(value, None))
+        for name, value in request.headers.items(multi=True)
+        if name.lower() not in _CREDENTIALS and not name.lower().startswith("x-rolltap-")
+    ]
+    ours = endpoint.headers(flow.metadata[SESSION], printable(request.host), route)
+    request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
+    path = request.path.removeprefix(route.prefix) if route else request.path
+    request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
+    request.scheme, request.host, request.port = "http", "127.0.0.1", endpoint.port
+    flow.metadata[CAPTURED] = True
+
+
+def ends_session(request: http.Request) -> bool:
+    """Return True for the request that ends a session, which no limit refuses: it frees what the session holds."""
+    return (request.host, request.method, request.path) == (CONTROL_HOST, "POST", END_PATH)
+
+
+def refuse(flow: http.HTTPFlow, error: DialectError) -> Event:
+    """Answer a request with an error in the words of its API. Return the event to record."""
+    request = flow.request
+    headers = {"content-type": "application/json", "retry-after": str(error.retry_after)}
+    body = b"{}"
+    route = routes.find_route(request.method, request.path, request.headers, routes.ANY_PREFIX)
+    if route is not None:
+        body = route.dialect.encode_error(error)
+    flow.response = http.Response.make(error.status, body, headers)
+    return event_of(flow, event_kind(error), str(error))
+
+
+def event_of(flow: http.HTTPFlow, kind: EventKind, detail: str) -> Event:
+    """Return an event about a request, without its query."""
+    request = flow.request
+    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
+    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)

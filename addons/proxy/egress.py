@@ -175,7 +175,7 @@ class Egress:
         except ValueError as error:
             if ctx.master.addons.get("proxyserver").is_running:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
-            logger.error("rolltap_allow: %s", error)  # see `Capture.configure`
+            logger.error("rolltap_allow: %s", error)  # see `Recorder.configure`
 
     def running(self) -> None:
         """Let mitmproxy get the addresses that were checked: a name that is looked up twice may have two answers.

@@ -1,17 +1,12 @@
-"""Addon: divides the process's file descriptors between sessions."""
+"""Addon: bounds the connections of a session, and of all sessions, by the process's file descriptors."""
 
 import asyncio
 import logging
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from operator import attrgetter
-from typing import Any
 
 from mitmproxy import connection, http
-from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.proxy.capture import ends_session, refuse
@@ -23,217 +18,159 @@ logger = logging.getLogger(__name__)
 
 FIRST_REQUEST_SECONDS = 30.0
 """Seconds that a connection has until its first request with credentials."""
-_PER_SERVER = 3
-"""Descriptors of a proxy's connection to the endpoint: its two ends, and the connection to the engine."""
-_BURST = 124
-"""Descriptors that are kept free for connections: asyncio accepts 100 of the proxy's, and the endpoint 20, before the
-first one is looked at."""
+STRANGERS = 124
+"""Number of connections without credentials. asyncio accepts 100 of the proxy's, and the endpoint 20,
+before the first one is looked at."""
+SESSION_CONNECTIONS = 1024
+"""Number of connections of a session, where the limit of descriptors allows four times as many."""
+RETRY_SECONDS = 5
+"""Value of `retry-after`."""
+_PER_CONNECTION = 4
+"""Descriptors of a session's connection: itself, the two ends of the proxy's connection to the endpoint,
+and the connection to the engine."""
 _RESERVE = 148
-"""Descriptors that calls keep free, for connections and for the files of the run."""
-
-
-class _Phase(IntEnum):
-    """Phase of a connection, in the order in which those of a session are closed to make room."""
-
-    IDLE = 0
-    SENDING = 1
-    """Its request is not complete."""
-    WAITING = 2
-    """Its request is complete, and has no complete reply."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    deadline: asyncio.TimerHandle
-    """Closes the connection. Cancelled by the first request with credentials."""
-    session: str | None = None
-    """Session of the newest credentials."""
-    phase: _Phase = _Phase.IDLE
-    servers: int = 0
-    """Number of connections that were opened for it."""
-    admitted: bool = False
-    """Its request may open a connection to the endpoint, and has not yet."""
-
-    @property
-    def descriptors(self) -> int:
-        return 1 + _PER_SERVER * (self.servers + self.admitted)
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """The descriptors and connections of a session."""
-
-    descriptors: int = 0
-    clients: tuple[dict[connection.Client, None], ...] = field(
-        default_factory=lambda: ({}, {}, {}),
-    )
-    """Its connections in each phase, the one that came first before the others."""
+"""Descriptors of connections without credentials, and of the files of the run."""
+_NO_ROOM = "closed to make room for others"
 
 
 class Descriptors:
-    """Raises the soft limit of descriptors to the hard one, and divides them between sessions.
+    """Raises the soft limit of descriptors to the hard one, and bounds connections so that it is never reached.
 
-    When there is no room, connections without a running request are closed: those of the session that holds most, among
-    which those without credentials count as one. A new connection takes the place of one whose request is not complete,
-    too. A request that needs a connection to the endpoint takes the place of one of a session that holds more than its
-    own would: an incomplete request, else the newest. Without such a session it gets 429 if its session holds other
-    connections, and 503 if it holds none, both with `retry-after`: no session can cause a 503 of its own, which is a
-    fault of the machine. The request that ends a session is served in any case, in the place of what the session holds.
-    Without room for a new connection it is closed. Each of these is recorded. Must come after `Sessions`.
+    If a session has too many connections, its oldest one without a running request is closed. If all
+    sessions have too many, the one that was used least recently is closed. If all connections have a
+    running request, a new request gets an error with `retry-after`: 429 if its session has too many
+    connections, else 503. So no session alone can cause a 503, which is a fault of the machine.
+
+    The request that ends a session is served in any case, in the place of another one of its session.
+    Of too many connections without credentials the oldest is closed. Each closed connection is recorded.
+
+    Must come after `Sessions`.
     """
 
     def __init__(
-        self, record: Callable[[Event], None], close: Callable[[connection.Client], None] = close_client
+        self,
+        record: Callable[[Event], None],
+        close: Callable[[connection.Client], None] = close_client,
     ) -> None:
         self._record = record
         self._close = close
-        self._limit = 0
-        self._base = 0
-        self._clients: dict[connection.Client, _State] = {}
-        self._shares: dict[str | None, _Share] = {}
-        self._held = 0
-        """Number of descriptors of all connections."""
+        self._most = 1
+        """Number of connections of all sessions."""
+        self._strangers: dict[connection.Client, asyncio.TimerHandle] = {}
+        """Connections without credentials, oldest first -> what closes them in time."""
+        self._clients: dict[connection.Client, str] = {}
+        """Connections with credentials -> session."""
+        self._sessions: dict[str, dict[connection.Client, None]] = {}
+        """Session -> its connections, oldest first."""
+        self._idle: dict[connection.Client, None] = {}
+        """Connections with credentials and without a running request, least recently used first."""
 
     def load(self, _: object) -> None:
         """Raise the limit."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._limit = hard if hard != resource.RLIM_INFINITY else 1 << 30
 
     def running(self) -> None:
-        """Log how many calls fit."""
-        self._base = len(os.listdir("/dev/fd"))
-        room = max(0, self._limit - self._base - _RESERVE) // (1 + _PER_SERVER)
-        logger.info("room for %d sessions with a call at the same time: the limit is %d open files", room, self._limit)
+        """Find how many connections fit, and log it."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            limit = 1 << 30
+        used = len(os.listdir("/dev/fd")) + _RESERVE
+        self._most = max(1, (limit - used) // _PER_CONNECTION)
+        logger.info(
+            "room for %d sessions with a call at the same time: the limit is %d open files",
+            self._most,
+            limit,
+        )
 
     def client_connected(self, client: connection.Client) -> None:
-        """Count a connection, or close it."""
-        if not self._make_room(_BURST + 1):
-            client.error = "the recorder has no file descriptors left"
-            self._record(Event(kind="refused", detail=f"{client.error}: raise the limit (ulimit -Hn)"))
+        """Note a connection, which has no credentials yet."""
+        if len(self._strangers) >= STRANGERS:
+            self._drop(next(iter(self._strangers)), _NO_ROOM)
         detail = f"no request with credentials in {FIRST_REQUEST_SECONDS:.0f} s"
         loop = asyncio.get_running_loop()
-        deadline = loop.call_later(FIRST_REQUEST_SECONDS, self._drop, client, detail)
-        self._set(client, _State(deadline))
+        self._strangers[client] = loop.call_later(FIRST_REQUEST_SECONDS, self._drop, client, detail)
 
     def client_disconnected(self, client: connection.Client) -> None:
-        """Count a connection that was closed."""
-        if client in self._clients:
-            self._clients[client].deadline.cancel()
-            self._set(client, None)
+        """Forget a connection that was closed."""
+        deadline = self._strangers.pop(client, None)
+        if deadline is not None:
+            deadline.cancel()
+        self._idle.pop(client, None)
+        session = self._clients.pop(client, None)
+        if session is not None:
+            del self._sessions[session][client]
+            if not self._sessions[session]:
+                del self._sessions[session]
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
-        """Note that a tunnel was opened with credentials."""
+        """Note the session of a tunnel. A tunnel gets no error: its first request gets it in words of its API."""
         if flow.response is None:
-            self._change(flow.client_conn, session=flow.metadata[SESSION], phase=_Phase.IDLE)
+            self._make_room(flow)
+            self._idle[flow.client_conn] = None
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Refuse a request that needs a connection for which no room is left."""
+        """Refuse a request if there are too many connections."""
         session = flow.metadata.get(SESSION)
-        client = flow.client_conn
-        if session is None or client not in self._clients:
+        if session is None or self._make_room(flow) or flow.response is not None:
             return
-        self._change(client, session=session, phase=_Phase.SENDING)
-        if flow.response is not None or flow.error is not None or self._clients[client].servers:
+        own = self._sessions[session]
+        if ends_session(flow.request):
+            oldest = next(iter(own))
+            if oldest != flow.client_conn:
+                self._drop(oldest, "closed at the end of the session")
             return
-        if self._make_room(_PER_SERVER + _RESERVE, client):
-            self._change(client, admitted=True)
-        elif ends_session(flow.request):
-            for clients in self._shares[session].clients:
-                for other in [*clients]:
-                    if other != client:
-                        self._drop(other, "closed at the end of the session")
-            self._change(client, admitted=True)
-        else:
-            why = "The recorder has as many calls as it has file descriptors for. Try again later."
-            error = DialectError(why, status=503, code="overloaded")
-            if self._shares[session].descriptors > 1:
-                why = "This session has too many connections open. Try again later."
-                error = DialectError(why, status=429, code="rate_limit_exceeded")
-            self._record(refuse(flow, error, retry_after=5))
-
-    def request(self, flow: http.HTTPFlow) -> None:
-        """Note that a request is complete."""
-        state = self._clients.get(flow.client_conn)
-        if state is not None and state.phase is _Phase.SENDING:
-            self._change(flow.client_conn, phase=_Phase.WAITING)
+        error = DialectError(
+            "The recorder has as many calls as it has file descriptors for. Try again later.",
+            status=503,
+            code="overloaded",
+            retry_after=RETRY_SECONDS,
+        )
+        if len(own) > self._most_of_session:
+            error = DialectError(
+                "This session has too many connections open. Try again later.",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=RETRY_SECONDS,
+            )
+        self._record(refuse(flow, error))
+        self._idle[flow.client_conn] = None  # the rest of its request may never come
 
     def response(self, flow: http.HTTPFlow) -> None:
         """Note that a request is over: its reply is complete, or it failed."""
-        self._change(flow.client_conn, phase=_Phase.IDLE, admitted=False)
+        if flow.client_conn in self._clients:
+            self._idle[flow.client_conn] = None
 
     error = response
 
-    def server_connect(self, data: ServerConnectionHookData) -> None:
-        """Count a connection that is about to be opened."""
-        state = self._clients.get(data.client)
-        if state is not None:
-            self._change(data.client, servers=state.servers + 1, admitted=False)
+    @property
+    def _most_of_session(self) -> int:
+        return min(SESSION_CONNECTIONS, max(1, self._most // 4))
 
-    def server_disconnected(self, data: ServerConnectionHookData) -> None:
-        """Count a connection that was closed, or not opened."""
-        state = self._clients.get(data.client)
-        if state is not None:
-            self._change(data.client, servers=state.servers - 1)
-
-    server_connect_error = server_disconnected
-
-    def _make_room(self, descriptors: int, asking: connection.Client | None = None) -> bool:
-        """Close connections until so many descriptors are free, for a new one or the request of one `asking`.
-
-        Returns False if too few can be closed.
-        """
-        while self._base + self._held + descriptors > self._limit:
-            found = self._to_close(asking)
-            if found is None:
+    def _make_room(self, flow: http.HTTPFlow) -> bool:
+        """Count a connection for its session, and close others. Return False if too few can be closed."""
+        client = flow.client_conn
+        session = flow.metadata[SESSION]
+        if self._clients.get(client) != session:
+            self.client_disconnected(client)
+            self._clients[client] = session
+            self._sessions.setdefault(session, {})[client] = None
+        self._idle.pop(client, None)
+        own = self._sessions[session]
+        while len(own) > self._most_of_session:
+            idle = next((each for each in own if each in self._idle), None)
+            if idle is None:
                 return False
-            self._drop(found, "closed to make room for others")
+            self._drop(idle, _NO_ROOM)
+        while len(self._clients) > self._most:
+            idle = next(iter(self._idle), None)
+            if idle is None:
+                return False
+            self._drop(idle, _NO_ROOM)
         return True
 
-    def _to_close(self, asking: connection.Client | None) -> connection.Client | None:
-        """Return the connection that `_make_room` closes next. Looks at sessions, not at connections."""
-        fair = 0
-        if asking is not None:
-            fair = self._shares[self._clients[asking].session].descriptors + _PER_SERVER
-        shares = sorted(self._shares.values(), key=attrgetter("descriptors"), reverse=True)
-        for share in shares:
-            idle, sending, _ = share.clients
-            if share.descriptors > fair:
-                idle = idle or sending
-            if idle:
-                return next(iter(idle))
-        if asking is not None and shares[0].descriptors > fair:
-            for client in reversed(shares[0].clients[_Phase.WAITING]):
-                return client
-        return None
-
-    def _change(self, client: connection.Client, **changes: Any) -> None:
-        """Change fields of a connection's state, if it is counted. New credentials end its deadline."""
-        state = self._clients.get(client)
-        if state is not None:
-            if "session" in changes:
-                state.deadline.cancel()
-            self._set(client, replace(state, **changes))
-
-    def _set(self, client: connection.Client, state: _State | None) -> None:
-        """Set the state of a connection, and count what it holds. None: it is closed."""
-        old = self._clients.pop(client, None)
-        if old is not None:
-            share = self._shares[old.session]
-            del share.clients[old.phase][client]
-            share.descriptors -= old.descriptors
-            self._held -= old.descriptors
-            if not share.descriptors:
-                del self._shares[old.session]
-        if state is not None:
-            self._clients[client] = state
-            share = self._shares.setdefault(state.session, _Share())
-            share.clients[state.phase][client] = None
-            share.descriptors += state.descriptors
-            self._held += state.descriptors
-
     def _drop(self, client: connection.Client, detail: str) -> None:
-        session = self._clients[client].session
+        session = self._clients.get(client)
         self.client_disconnected(client)
         self._close(client)
         self._record(Event(kind="refused", session_id=session, detail=detail))

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mitmproxy import ctx, exceptions
 from mitmproxy.proxy.mode_specs import ProxyMode
 
 from rolltap.addons.options import is_loopback
+from rolltap.addons.recorder import Recorder
 from rolltap.addons.store.staging import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,8 @@ class Listen:
     """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`, and writes the
     address to `rolltap_ready` once the proxy listens."""
 
-    def __init__(self, warnings: Callable[[], Sequence[str]] = tuple) -> None:
-        self._warnings = warnings
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._announcing: asyncio.Task[None] | None = None
 
     def load(self, _: object) -> None:
@@ -44,7 +44,7 @@ class Listen:
                 )
             if self._announcing is not None:
                 raise exceptions.OptionsError(refusal)
-            logger.error("%s", refusal)  # see `Capture.configure`
+            logger.error("%s", refusal)  # see `Recorder.configure`
 
     def running(self) -> None:
         """Announce the address of the proxy."""
@@ -72,7 +72,9 @@ class Listen:
         if ctx.options.rolltap_ready:
             ready = Path(ctx.options.rolltap_ready).expanduser()
             host, port, *_ = addresses[0]
-            announced = {"host": host, "port": port, "warnings": [*self._warnings()]}
+            endpoint = self._recorder.endpoint
+            warnings = [] if endpoint is None else [*endpoint.warnings]
+            announced = {"host": host, "port": port, "warnings": warnings}
             try:
                 write_atomically(ready, json.dumps(announced) + "\n")
             except OSError as error:

@@ -47,7 +47,7 @@ class Sessions:
         try:
             self._secret = read_secret(path) if path else ""
         except InputError as error:
-            logger.error("rolltap_secret_file: %s", error)  # see `Capture.configure`
+            logger.error("rolltap_secret_file: %s", error)  # see `Recorder.configure`
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
         """Authenticate a tunnel."""

@@ -9,19 +9,19 @@ from mitmproxy.tools.dump import DumpMaster
 
 from rolltap.addons.errors import InputError
 from rolltap.addons.options import OPTIONS, RecorderOptions, require_options
-from rolltap.addons.recorder import Startup, unknown_options
+from rolltap.addons.recorder import Recorder, unknown_options
 
 
 @pytest.fixture
 async def options(tmp_path):
-    """Return the options of mitmdump after it has loaded `Startup`."""
+    """Return the options of mitmdump after it has loaded `Recorder`."""
     master = DumpMaster(Options(confdir=str(tmp_path)))
-    master.addons.add(Startup())
+    master.addons.add(Recorder())
     return master.options
 
 
 async def test_mitmproxy_has_them_with_their_types_and_fields_have_the_parsed_values(tmp_path):
-    with taddons.context(Startup()) as context:
+    with taddons.context(Recorder()) as context:
         context.options.update(rolltap_out="run", rolltap_engine="http://a:1, http://b:2", rolltap_model="m")
         context.options.update(rolltap_sampling='{"top_k": 5}', rolltap_allow=["pypi.org"], rolltap_keep_adapter=False)
         options = RecorderOptions.read(context.options)

@@ -14,13 +14,13 @@ from mitmproxy.test import taddons, tflow
 from rolltap.addons.proxy.capture import CAPTURED
 from rolltap.addons.proxy.egress import Egress, Pattern, is_allowed, may_be_used, other_name
 from rolltap.addons.proxy.sessions import SESSION
-from rolltap.addons.recorder import Startup
+from rolltap.addons.recorder import Recorder
 
 
 @pytest.fixture
 async def egress(events):
     addon = Egress(events.append, lambda client: "s1")
-    with taddons.context(Proxyserver(), Startup(), addon) as context:
+    with taddons.context(Proxyserver(), Recorder(), addon) as context:
         context.configure(addon, rolltap_allow=["pypi.org", "*.PythonHosted.org"])
         yield addon
 

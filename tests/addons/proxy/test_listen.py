@@ -1,25 +1,25 @@
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from mitmproxy import ctx, exceptions
 from mitmproxy.test import taddons
 
-from rolltap.addons.proxy.capture import Capture
 from rolltap.addons.proxy.listen import Listen
 from rolltap.addons.proxy.sessions import Sessions
-from rolltap.addons.recorder import Startup
+from rolltap.addons.recorder import Recorder
 
 
 @pytest.fixture
 async def context():
-    with taddons.context(Startup()) as context:
+    with taddons.context(Recorder()) as context:
         yield context
 
 
 @pytest.fixture
 def listen(context):
-    listen = Listen()
+    listen = Listen(context.master.addons.get("recorder"))
     context.master.addons.add(Sessions([].append), listen)
     return listen
 
@@ -76,8 +76,10 @@ class TestReady:
     @pytest.fixture
     async def announce(self, context):
         async def announce(ready):
-            listen = Listen(lambda: ["another model"])
-            context.master.addons.add(Proxyserver(), Sessions([].append), Capture(), listen)
+            recorder = context.master.addons.get("recorder")
+            recorder.endpoint = SimpleNamespace(warnings=["another model"])
+            listen = Listen(recorder)
+            context.master.addons.add(Proxyserver(), Sessions([].append), listen)
             context.configure(listen, rolltap_ready=str(ready))
             listen.running()
             await listen._announcing

@@ -6,7 +6,7 @@ from mitmproxy import http
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.proxy.sessions import SESSION, Sessions
-from rolltap.addons.recorder import Startup
+from rolltap.addons.recorder import Recorder
 from rolltap.addons.secret import password
 
 SECRET = "key"
@@ -32,7 +32,7 @@ def secret_file(tmp_path):
 @pytest.fixture
 async def sessions(events, secret_file):
     addon = Sessions(events.append)
-    with taddons.context(Startup(), addon) as context:
+    with taddons.context(Recorder(), addon) as context:
         context.configure(addon, rolltap_secret_file=str(secret_file))
         yield addon
 
@@ -105,7 +105,7 @@ async def test_any_password_is_accepted_without_a_secret_and_none_if_it_cannot_b
         sessions.requestheaders(flow)
         return flow.metadata.get(SESSION) if flow.response is None else flow.response.status_code
 
-    with taddons.context(Startup(), sessions) as context:
+    with taddons.context(Recorder(), sessions) as context:
         assert session("anything") == "s1"
         context.configure(sessions, rolltap_secret_file=str(secret_file))
         assert "rolltap_secret_file: other users may read the secret in" in caplog.text
