@@ -30,11 +30,10 @@ class BudgetUsedUp(DialectError):
     """A budget of the session is used up: no later call is answered."""
 
     def __init__(self, what: str, dialect: Dialect) -> None:
-        super().__init__(
-            f"The budget of this session is used up: {what}. Further requests will fail: end the work here.",
-            status=FINAL_STATUS[dialect.NAME],
-            code="insufficient_quota",
-        )
+        why = f"The budget of this session is used up: {what}."
+        advice = "Further requests will fail: end the work here."
+        status = FINAL_STATUS[dialect.NAME]
+        super().__init__(f"{why} {advice}", status=status, code="insufficient_quota")
 
 
 class PromptOverBudget(ContextOverflow):
@@ -54,7 +53,7 @@ class Budgets:
     """Of one call."""
 
     def window(self, context_window: int) -> int:
-        """Return the number of prompt tokens that a call may have, of an engine's `context_window`."""
+        """Return the number of prompt tokens that a call may have of an engine's window."""
         return min(context_window, self.max_prompt_tokens or context_window)
 
     def require_fit(self, prompt_tokens: int, context_window: int) -> None:

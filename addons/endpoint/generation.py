@@ -175,7 +175,7 @@ class Generation:
         self._session = session
         self._prepared = prepared
         self._grant = grant
-        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.model_call)
+        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.prompt.model_call)
         self._outage: str | None = None
         """The failure of an engine after which no token was sampled."""
         self._started_at = asyncio.get_running_loop().time()
@@ -344,7 +344,7 @@ class Generation:
         call = self.call
         call.status = status
         call.finished_at = utc_now()
-        model_call = self._prepared.model_call
+        model_call = self._prepared.prompt.model_call
         sampling = self._prepared.sampling
         asked = model_call.unapplied()
         if model_call.grammar is not None and "structured_outputs" not in sampling:

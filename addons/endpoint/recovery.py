@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Tool, Usage
+from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.generation import Generation
-from rolltap.addons.endpoint.request import request_digest
+from rolltap.addons.endpoint.request import ClientRequest, request_digest
 from rolltap.addons.endpoint.retries import REMEMBERED
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
@@ -110,7 +111,7 @@ class Recovery:
     """
 
     def __init__(self, writer: RunWriter, rendering: Rendering) -> None:
-        self._writer = writer
+        self.writer = writer
         self.rendering = rendering
         self.started = utc_now()
         self._lock = threading.Lock()
@@ -128,7 +129,7 @@ class Recovery:
         """Commit that a session has ended. Raises `OSError`; the session has ended in this process even then."""
         with self._lock:
             self._ended.add(session_id)
-        self._writer.add_event(Event(kind="ended", session_id=session_id))
+        self.writer.add_event(Event(kind="ended", session_id=session_id))
 
     def recover(self, session_id: str) -> "RecoveredSession":
         """Return the state of a session as its rows have it; empty for a session without rows.
@@ -139,7 +140,7 @@ class Recovery:
             self._refresh(own=session_id in self._recovered)
             self._recovered.add(session_id)
             ended = session_id in self._ended
-        return RecoveredSession(self, session_id, ended, SessionOptions.read(self._writer.run, session_id))
+        return RecoveredSession(self, session_id, ended, SessionOptions.read(self.writer.run, session_id))
 
     def rows(self, session_id: str) -> tuple[list[Row], bool]:
         """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
@@ -154,10 +155,10 @@ class Recovery:
 
     def _refresh(self, *, own: bool) -> None:
         """Read what was committed since; with `own`, by this process too."""
-        skip = nothing if own else self._writer.owns
-        self._ended.refresh(self._writer.owns)
+        skip = nothing if own else self.writer.owns
+        self._ended.refresh(self.writer.owns)
         if self._calls is None:
-            self._calls = SessionIndex(self._writer.run, "calls", skip)
+            self._calls = SessionIndex(self.writer.run, "calls", skip)
         else:
             self._calls.refresh(skip)
 
@@ -232,6 +233,19 @@ class RecoveredSession:
             self.last_version = _last_version(rows)
             self.used = Used.of(rows)
             self._remember(restored, rows)
+
+    def answer(
+        self,
+        dialect: Dialect,
+        model_call: ModelCall,
+        request: ClientRequest,
+    ) -> Generation | None:
+        """Return the recorded call that answers a request, in a rerun. Raises `OSError` and `RunError`."""
+        return None
+
+    def difference(self, model_call: ModelCall) -> str | None:
+        """Return the difference between a request, which `answer` does not know, and the record, in a rerun."""
+        return None
 
     def own(self, prompt: Prompt) -> Prompt:
         """Return the prompt of a new call as the session's run can have it."""

@@ -24,7 +24,8 @@ END = "end"
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request of a session, without its body. `host`, `method` and `path` are printable and cut, for the record."""
+    """A request of a session, without its body. `host`, `method` and `path` are printable and
+    cut, for the record."""
 
     session_id: str
     host: str
@@ -70,19 +71,21 @@ class PreparedCall:
     call: Call
     """The row as it begins: prompt, parent and request, nothing sampled."""
     prompt: Prompt
-    model_call: ModelCall
     sampling: dict[str, Any]
     """vLLM's sampling parameters."""
     digest: bytes
     """The `request_digest`."""
     controls: str | None = None
     """The `ControlTokens.found` of what the prompt has after its parent's."""
+    difference: str | None = None
+    """The difference to the recorded calls of a rerun, which ends the session."""
 
 
 def sampling_parameters(
     own: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Return vLLM's parameters: the recorder's `own`, and the harness's token limit, stop texts and grammar."""
+    """Return vLLM's parameters: the recorder's `own`, and the harness's token limit, stop texts
+    and grammar."""
     limits = max_new_tokens, own.get("max_tokens", max_new_tokens), model_call.max_tokens or max_new_tokens
     sampling = {**own, "max_tokens": min(limits), "stop_token_ids": stop_token_ids}
     if model_call.stop:
@@ -95,10 +98,10 @@ def sampling_parameters(
 def request_digest(dialect: str, model: str, prompt_digest: bytes, sampling: Mapping[str, Any]) -> bytes:
     """Return the digest of a request. Requests with the same digest repeat each other.
 
-    It covers the API, the model's name, the prompt (by its `ids_digest`) and `sampling`, the parsed
-    column `sampling` of the call's row: the parameters sent to the engine (token limit, stop texts,
-    schema) and `asked`. A parameter that a budget or an engine has changed counts as it was: the
-    value in `asked`.
+    It covers the API, the model's name, the prompt (by its `ids_digest`) and `sampling`, the
+    parsed column `sampling` of the call's row: the parameters sent to the engine (token limit,
+    stop texts, schema) and `asked`. A parameter that a budget or an engine has changed counts as
+    it was: the value in `asked`.
     """
     asked = dict(sampling.get("asked", {}))
     before = dict(sampling)

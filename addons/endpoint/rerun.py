@@ -40,6 +40,7 @@ from rolltap.addons.endpoint.recovery import (
     parents_first,
     undamaged_calls,
 )
+from rolltap.addons.endpoint.request import ClientRequest
 from rolltap.addons.endpoint.retries import find_retried
 from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.errors import RunError
@@ -48,7 +49,7 @@ from rolltap.addons.prompts.canonical import canonical, canonical_tools, describ
 from rolltap.addons.prompts.history import Prompt, Turn
 from rolltap.addons.prompts.reply import is_sampled
 from rolltap.addons.store.metadata import require_tokenizer
-from rolltap.addons.store.records import EventKind
+from rolltap.addons.store.records import EventKind, json_text
 from rolltap.addons.store.session_options import SessionOptions
 
 _ROLES = {"system": "the system prompt", "assistant": "the assistant's message", "tool": "the tool's result"}
@@ -129,9 +130,12 @@ class RerunSession(RecoveredSession):
         return replace(root, new_messages=prompt.model_call.messages)
 
     def answer(
-        self, dialect: Dialect, model_call: ModelCall, headers: Mapping[str, str]
-    ) -> tuple[Generation, EventKind] | None:
-        """Return the recorded call that answers a request, and whether it is `rerun` or `replayed`; None without any.
+        self,
+        dialect: Dialect,
+        model_call: ModelCall,
+        request: ClientRequest,
+    ) -> Generation | None:
+        """Return the recorded call that answers a request, and commit the event that says so; None without any.
 
         Raises `OSError` and `RunError`.
         """
@@ -140,8 +144,9 @@ class RerunSession(RecoveredSession):
         digest = history.read(model_call).digest()
         known = self._asked.get(digest, [])
         given = [self._given[call_id] for call_id in known if call_id in self._given]
-        if (retried := find_retried(given, digest, headers)) is not None:
-            return retried, "replayed"
+        retried = find_retried(given, digest, request.headers)
+        if retried is not None:
+            return self._answer(retried, "replayed", request)
         for call_id in known:
             if call_id in self._given:
                 continue
@@ -156,8 +161,13 @@ class RerunSession(RecoveredSession):
             if finished is not None:
                 finished.digest = digest
                 self._given[call_id] = finished
-                return finished, "rerun"
+                return self._answer(finished, "rerun", request)
         return None
+
+    def _answer(self, recorded: Generation, kind: EventKind, request: ClientRequest) -> Generation:
+        where = json_text({"run": str(self.source.run), "session": self.source.session})
+        self._recovery.writer.add_event(request.event(kind, where, recorded.call_id))
+        return recorded
 
     def _is_sampled(self, recorded: RecordedCall, turn: Turn) -> bool:
         stop = recorded.sampling.get("stop") or []

@@ -222,8 +222,7 @@ class Endpoint:
         try:
             return await answer(generation, route.dialect, context, request)
         finally:
-            if asked.session_id in self.sessions:
-                self.sessions[asked.session_id].settle()
+            session.settle()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says. A body has its reward.

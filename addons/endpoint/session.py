@@ -1,7 +1,7 @@
 """One session in the endpoint: its conversations, its budget and its running calls.
 
-The state is a cache of the session's rows: what earlier calls were is read from the run at the first request, so an
-idle session can be dropped and a new one continues where it was.
+The state is a cache of the session's rows: what earlier calls were is read from the run at the first
+request, so an idle session can be dropped and a new one continues where it was.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
-from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Workers
+from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
@@ -22,14 +21,19 @@ from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, Session
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
-from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest, sampling_parameters
+from rolltap.addons.endpoint.request import (
+    ClientRequest,
+    PreparedCall,
+    request_digest,
+    sampling_parameters,
+)
 from rolltap.addons.endpoint.rerun import RerunSession, archive_of
 from rolltap.addons.endpoint.retries import REMEMBERED, find_retried
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
-from rolltap.addons.options import RecordedFrom, RecorderOptions
+from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.history import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
@@ -50,9 +54,10 @@ def _decode(dialect: Dialect, body: bytes, target: str) -> ModelCall:
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """The conversations and generations of a session, and what it shares with others. For the event loop alone."""
+    """The conversations and generations of a session. For the event loop alone."""
 
     session_id: str
+    # what all sessions share
     options: RecorderOptions
     budgets: Budgets
     engines: EnginePool
@@ -68,8 +73,8 @@ class Session:
     """Running generations, and finished ones until `settle`, oldest first."""
     used_at: float = field(init=False)
     """Time of the last request or reply, of the event loop's clock."""
-    _ended: bool = field(default=False, init=False)
-    _end_recorded: bool = field(default=False, init=False)
+    _state: Literal["open", "ended", "recorded"] = field(default="open", init=False)
+    """`recorded` when the end is in the run."""
     _recovered: RecoveredSession | None = field(default=None, init=False)
     """None before the first request and after the end."""
     _policy: SessionPolicy | None = field(default=None, init=False)
@@ -83,7 +88,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self._stored = [SessionCalls(self.archive, self.session_id)]
-        self._touch()
+        self.touch()
 
     @property
     def idle(self) -> bool:
@@ -91,22 +96,25 @@ class Session:
         kept = self._recovered is not None and self._recovered.again
         return not self.generations and not self._order.locked() and not kept
 
+    def touch(self) -> None:
+        """Note that the session is used."""
+        self.used_at = asyncio.get_running_loop().time()
+
     async def decode(self, dialect: Dialect, body: bytes, request: ClientRequest) -> ModelCall:
         """Return the decoded request.
 
         Raises `DialectError` for an invalid request and when the session has ended, and `OSError`
         and `RunError` when the session's rows cannot be read.
         """
-        self._touch()
         async with self._order:
-            await self._open()
+            recovered = await self._open()
             try:
                 model_call = await self.workers.run(len(body), _decode, dialect, body, request.target)
             except NamesStored as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
                 model_call = await self.workers.run(num_bytes, self._complete, named)
-        model_call.again = isinstance(self._recovered, RerunSession)
+        model_call.again = recovered.again
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":
@@ -121,7 +129,7 @@ class Session:
         request: ClientRequest,
         context_window: int,
     ) -> Generation:
-        """Return the call that a decoded request of `num_bytes` bytes repeats, or start a generation.
+        """Return the call that a decoded request of `num_bytes` bytes repeats, or start one.
 
         `context_window` is the engine's, in tokens. Raises `DialectError` when the session has
         ended, a budget is used up or the prompt fills the window, `RunError` when the session's rows
@@ -130,18 +138,14 @@ class Session:
 
         A call that needs what running ones have reserved of a budget waits for their ends.
         """
-        self._touch()
         while True:
             async with self._order:
                 recovered = await self._open()
-                if isinstance(recovered, RerunSession):
-                    asked = dialect, model_call, request.headers
-                    found = await self._work(recovered, num_bytes, recovered.answer, *asked)
-                    if found is not None:
-                        self._give(*found, recovered.source, request)
-                        return found[0]
-                prepare = partial(self._prepare, recovered, dialect, model_call, request, context_window)
-                prepared = await self._work(recovered, num_bytes, prepare)
+                prepared = await self._work(
+                    recovered, num_bytes, self._prepare, dialect, model_call, request, context_window
+                )
+                if not isinstance(prepared, PreparedCall):
+                    return prepared
                 self.settle()
                 earlier = [*recovered.finished, *self.generations]
                 retried = find_retried(earlier, prepared.digest, request.headers)
@@ -149,10 +153,12 @@ class Session:
                     kind: EventKind = "replayed" if retried.done else "joined"
                     self.refusals.record(request.event(kind, call_id=retried.call_id))
                     return retried
-                budget = self._budget = self._budget or SessionBudget(self.budgets, recovered.used)
+                if self._budget is None:
+                    self._budget = SessionBudget(self.budgets, recovered.used)
+                budget = self._budget
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
-                    return await self._start(recovered, prepared, request, grant)
+                    return self._start(recovered, prepared, request, grant)
             await budget.settled()
 
     async def count_tokens(self, dialect: Dialect, model_call: ModelCall, num_bytes: int) -> int:
@@ -162,25 +168,27 @@ class Session:
         """
         async with self._order:
             recovered = await self._open()
-            prompt = await self._work(recovered, num_bytes, self._prompt, recovered, dialect, model_call)
+            prompt = await self._work(recovered, num_bytes, self._prompt, dialect, model_call)
             return len(prompt.ids)
 
     def settle(self) -> None:
-        """Replace finished generations without listeners by what a retry needs of them, which is small.
+        """Move finished generations without listeners to what a retry can get, which is bounded.
 
-        Of those that run and whose listeners have gone, only the newest `LEFT` wait for a retry: each holds an engine.
+        Of those that run and whose listeners have gone, only the newest `LEFT` wait for a retry: each
+        holds an engine.
         """
-        for generation in [each for each in self.generations if not each.listeners and not each.done][:-LEFT]:
+        left = [each for each in self.generations if not each.listeners and not each.done]
+        for generation in left[:-LEFT]:
             generation.abort("the harness closed the connection, and those of later calls")
-        over = [generation for generation in self.generations if generation.done and not generation.listeners]
+        over = [each for each in self.generations if not each.listeners and each.done]
         if not over:
             return
-        self._touch()
-        self.generations = [generation for generation in self.generations if generation not in over]
+        self.touch()
+        self.generations = [each for each in self.generations if each not in over]
         if self._recovered is not None:
-            completed = [generation for generation in over if generation.reply is not None]
-            finished = [*self._recovered.finished, *completed]
-            self._recovered.finished = finished[-REMEMBERED:]
+            finished = self._recovered.finished
+            finished += [each for each in over if each.reply is not None]
+            del finished[:-REMEMBERED]
 
     def abort(self, why: str) -> None:
         """Abort the running generations and record them."""
@@ -192,53 +200,69 @@ class Session:
 
         Raises `OSError` when the end cannot be committed; calls are refused even then.
         """
-        self._ended = True
         self.abort("the session ended")
         self.generations = []
-        self._recovered = self._policy = self._budget = None
-        if not self._end_recorded:
+        self._recovered = None
+        self._policy = None
+        self._budget = None
+        if self._state != "recorded":
+            self._state = "ended"
             await asyncio.to_thread(self.recovery.end, self.session_id)
-            self._end_recorded = True
+            self._state = "recorded"
 
     async def add(self, prepared: PreparedCall, reply: Reply) -> None:
         """Let later calls continue a committed one: those that begin from now on wait for this."""
         async with self._order:
-            if self._recovered is None:
+            recovered = self._recovered
+            if recovered is None:
                 return
-            call, prompt, message = prepared.call, prepared.prompt, reply.to_message()
-            conversations = self._recovered.conversations
-            self._recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
-            add = partial(conversations.add, call.call_id, prompt, call.completion_ids, message)
+            call = prepared.call
+            prompt = prepared.prompt
+            message = reply.to_message()
+            conversations = recovered.conversations
+            recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
             try:
-                await self.workers.run(len(call.messages), add)
+                await self.workers.run(
+                    len(call.messages),
+                    conversations.add,
+                    call.call_id,
+                    prompt,
+                    call.completion_ids,
+                    message,
+                )
             except Exception:
                 # an assistant's message may be its reply from now on
                 conversations.history.incomplete = True
                 logger.exception("call %s cannot be continued", call.call_id)
 
-    def _give(self, recorded: Generation, kind: EventKind, source: RecordedFrom, request: ClientRequest) -> None:
-        """Record that a recorded call answers a request."""
-        where = json_text({"run": str(source.run), "session": source.session})
-        self.writer.add_event(request.event(kind, where, recorded.call_id))
-
-    async def _start(
-        self, recovered: RecoveredSession, prepared: PreparedCall, request: ClientRequest, grant: Grant
+    def _start(
+        self,
+        recovered: RecoveredSession,
+        prepared: PreparedCall,
+        request: ClientRequest,
+        grant: Grant,
     ) -> Generation:
-        call, prompt, model_call = prepared.call, prepared.prompt, prepared.model_call
+        """Begin a call: its event is committed before the engine is asked. Raises as `begin`."""
+        call = prepared.call
+        model_call = prepared.prompt.model_call
         grant.record_cut(model_call.requested_sampling, prepared.sampling)
-        earlier = recovered.roles.ask(model_call.messages, model_call.tools, prompt.opening, prompt.sampled_by)
+        earlier = recovered.roles.ask(
+            model_call.messages,
+            model_call.tools,
+            prepared.prompt.opening,
+            prepared.prompt.sampled_by,
+        )
         role = find_role(model_call, request.headers, earlier)
-        call.role, call.role_evidence = role.role, role.evidence
+        call.role = role.role
+        call.role_evidence = role.evidence
         try:
-            if isinstance(recovered, RerunSession):
-                why = await self.workers.run(LARGE_BYTES, recovered.difference, model_call)
-                if why is not None:
-                    self._ended = True
-                    raise DialectError(f"diverged at {why}", status=FINAL_STATUS[call.dialect], code=DIVERGED)
+            if prepared.difference is not None:
+                self._state = "ended"
+                why = f"diverged at {prepared.difference}"
+                raise DialectError(why, status=FINAL_STATUS[call.dialect], code=DIVERGED)
             self.writer.require_room()
-            self._check_open()  # the session may have ended meanwhile
             self.writer.add_event(call.event("call_started"))
-        except BaseException:
+        except Exception:
             grant.budget.free(grant)
             raise
         if model_call.hidden:
@@ -246,25 +270,42 @@ class Session:
         if prepared.controls is not None:
             self.refusals.record(call.event("controls", prepared.controls))
         if self._policy is None:
-            keep, last_version = self.options.keep_adapter, recovered.last_version
-            self._policy = SessionPolicy(self.published, keep=keep, last_version=last_version)
-        generation = Generation(call.call_id, prepared.digest, Usage(len(call.prompt_ids), 0))
+            keep = self.options.keep_adapter
+            last = recovered.last_version
+            self._policy = SessionPolicy(self.published, keep=keep, last_version=last)
+        usage = Usage(len(call.prompt_ids), 0)
+        generation = Generation(call.call_id, prepared.digest, usage)
         generation.start(self, prepared, self._policy, grant)
         self.generations.append(generation)
         return generation
 
     def _prepare(
-        self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall, request: ClientRequest, window: int
-    ) -> PreparedCall:
-        """Make the call of a request. A conversation that cannot fit into the window is refused untokenised."""
+        self,
+        recovered: RecoveredSession,
+        dialect: Dialect,
+        model_call: ModelCall,
+        request: ClientRequest,
+        window: int,
+    ) -> PreparedCall | Generation:
+        """Make the call of a request, or return the recorded one that answers it in a rerun.
+
+        A conversation that cannot fit into the window is refused untokenised.
+        """
+        recorded = recovered.answer(dialect, model_call, request)
+        if recorded is not None:
+            return recorded
         budgets = self.budgets
-        least = self.rendering.least_tokens(model_call.messages, model_call.tools, budgets.window(window))
+        most = budgets.window(window)
+        least = self.rendering.least_tokens(model_call.messages, model_call.tools, most)
         budgets.require_fit(least, window)
         prompt = self._prompt(recovered, dialect, model_call)
         budgets.require_fit(len(prompt.ids), window)
-        room = window - len(prompt.ids)
-        own = {**self.options.sampling, **recovered.given.sampling}
-        sampling = sampling_parameters(own, self.rendering.stop_token_ids(), model_call, room)
+        sampling = sampling_parameters(
+            {**self.options.sampling, **recovered.given.sampling},
+            self.rendering.stop_token_ids(),
+            model_call,
+            window - len(prompt.ids),
+        )
         call = Call(
             session_id=self.session_id,
             call_id=uuid.uuid4().hex,
@@ -281,10 +322,15 @@ class Session:
             messages=json_text(prompt.new_messages),
             tools=json_text(model_call.tools) if prompt.parent is None else None,
         )
-        recorded = {**sampling, "asked": model_call.unapplied()}
-        digest = request_digest(dialect.NAME, model_call.model, prompt.digest(), recorded)
-        controls = self.rendering.controls.found(call.messages + (call.tools or ""))
-        return PreparedCall(call, prompt, model_call, sampling, digest, controls)
+        asked = {**sampling, "asked": model_call.unapplied()}
+        return PreparedCall(
+            call=call,
+            prompt=prompt,
+            sampling=sampling,
+            digest=request_digest(dialect.NAME, model_call.model, prompt.digest(), asked),
+            controls=self.rendering.controls.found(call.messages + (call.tools or "")),
+            difference=recovered.difference(model_call),
+        )
 
     def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
         recovered.index(dialect.NAME, model_call)
@@ -294,15 +340,20 @@ class Session:
         """Return what the session's earlier calls were."""
         self._check_open()
         if self._recovered is None:
-            recovered = await asyncio.to_thread(self.recovery.recover, self.session_id)
-            self._end_recorded = recovered.ended
-            self._ended = self._ended or recovered.ended
+            recovered = await asyncio.to_thread(self._recover)
             self._check_open()
-            if (source := recovered.given.rerun or self.options.rerun) is not None:
-                self._stored.append(SessionCalls(archive_of(source.run), source.session))
-                recovered = RerunSession(self.recovery, source, recovered.ended, recovered.given)
             self._recovered = recovered
         return self._recovered
+
+    def _recover(self) -> RecoveredSession:
+        recovered = self.recovery.recover(self.session_id)
+        if recovered.ended:
+            self._state = "recorded"
+        source = recovered.given.rerun or self.options.rerun
+        if source is None:
+            return recovered
+        self._stored.append(SessionCalls(archive_of(source.run), source.session))
+        return RerunSession(self.recovery, source, recovered.ended, recovered.given)
 
     def _complete(self, named: NamesStored) -> ModelCall:
         for calls in self._stored:
@@ -310,24 +361,30 @@ class Session:
         return named.complete(self._find)
 
     def _find(self, call_id: str) -> StoredCall | None:
-        found = (calls.find(call_id) for calls in self._stored)
-        return next(filter(None, found), None)
+        for calls in self._stored:
+            found = calls.find(call_id)
+            if found is not None:
+                return found
+        return None
 
     async def _work(
-        self, recovered: RecoveredSession, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self,
+        recovered: RecoveredSession,
+        num_bytes: int,
+        work: Callable[Concatenate[RecoveredSession, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> T:
         """Do work on the conversations. Hold `_order`: they are not thread-safe."""
-        # the rows of a session are read in a thread
-        num_bytes = num_bytes if recovered.without_rows else max(num_bytes, INLINE_BYTES)
-        done = await self.workers.run(num_bytes, work, *args, **kwargs)
+        if not recovered.without_rows:
+            # the rows of a session are read in a thread
+            num_bytes = max(num_bytes, INLINE_BYTES)
+        done = await self.workers.run(num_bytes, work, recovered, *args, **kwargs)
         self._check_open()  # the session may have ended meanwhile
         return done
 
-    def _touch(self) -> None:
-        self.used_at = asyncio.get_running_loop().time()
-
     def _check_open(self) -> None:
-        if self._ended:
+        if self._state != "open":
             # not 409: the OpenAI and Anthropic SDKs retry it
             why = "This session has ended and takes no more calls: use another session id."
             raise DialectError(why, status=410, code="session_ended")

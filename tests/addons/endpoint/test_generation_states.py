@@ -236,7 +236,7 @@ class Scenario:
         self.generation = Generation("c1", b"digest", Usage(len(PROMPT_IDS), 0))
         self.generation.start(
             session,
-            PreparedCall(call, prompt, model_call, sampling, b"digest"),
+            PreparedCall(call, prompt, sampling, b"digest"),
             SessionPolicy(mock.Mock(read=lambda: Policy("1")), keep=True),
             budget.take(routes.CHAT, MAX_TOKENS),
         )
