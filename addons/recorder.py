@@ -62,7 +62,7 @@ def open_run(settings: OptManager) -> Endpoint:
     metadata = {
         "model": rendering.model,
         "renderer": rendering.name,
-        "tool_parser": rendering.family and rendering.family.name,
+        "tool_parser": rendering.family.name,
         "bridge_refusal": rendering.refusal,
         **rendering.digests,
     }

@@ -1,36 +1,209 @@
-"""Families of models: how they write reasoning and tool calls in a reply (`families.toml`), and a model's choice.
+"""Families of models: the marks of their replies (`families.toml`), and the tool calls between them.
 
-A response template says where the parts of a reply begin and end (transformers 5.23, utils/chat_parsing). A tokenizer
-may bring its own. A family is chosen by a test: it must read the turns that the model's own prompts write.
+A response template says where the parts of a reply begin and end (transformers 5.23,
+utils/chat_parsing). A tokenizer may bring its own.
+
+All work is linear in the text. transformers' own parsers of tags and of strings with delimiters are
+not: each tag that is not closed lets them search the rest of the text.
 """
 
+import ast
+import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from itertools import takewhile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rolltap.addons.dialects.call import Message, Reply, Tool, assistant_message, message_tool_call
-from rolltap.addons.dialects.tools import as_object, function_tool
-from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.calls import UNREADABLE, Family
-from rolltap.addons.prompts.reply import read_text
+from rolltap.addons.dialects.call import Tool, ToolCall, parse_json, well_formed
 
-_THINK = {"open_pattern": r"\A\s{0,99}(?:<think>|(?=</think>))", "close_pattern": r"</think>\s{0,99}"}
+UNREADABLE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)
+"""Errors of the parsers for text that they cannot read.
+
+Python's own has too little memory for deep nesting.
+"""
+_THINK = {
+    "open_pattern": r"\A\s{0,99}(?:<think>|(?=</think>))",
+    "close_pattern": r"</think>\s{0,99}",
+}
 """The end alone is that of empty reasoning, which some prompts open."""
+
+
+class Family:
+    """A family of models that write replies by one response template.
+
+    `ends` are tokens that end a turn; `past_end` is the one that a chat template may write in their
+    place. Raises one of `UNREADABLE` for a template that is none.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        template: Mapping[str, Any],
+        ends: Sequence[str] = (),
+        past_end: str = "",
+    ) -> None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        self.name = name
+        self.ends = ends
+        self.past_end = past_end
+        self._calls = template["fields"]["tool_calls"]
+        self._kind = self._calls.get("content")
+        # what `_standard_call` returns for them is JSON
+        calls = dict(self._calls)
+        if self._kind == "python-calls":
+            calls["content"] = "json"
+        if "string_delims" in calls.get("content_args", {}):
+            calls["content_args"] = {}
+        fields = {**template["fields"], "tool_calls": calls}
+        self.template = load_response_template({**template, "fields": fields})
+
+    def begun_by(self, prompt_end: str) -> str:
+        """Return the beginning of the reply that a prompt has written."""
+        if self.template.start_anchor_re.search(prompt_end) is None:
+            return ""
+        begun: str = self.template.truncate_past_last_anchor(prompt_end)
+        return begun
+
+    def read_calls(
+        self,
+        opening: str,
+        content: str,
+        closing: str,
+        tools: Sequence[Tool],
+    ) -> list[ToolCall]:
+        """Return the calls in the content of a region and its marks, without ids. O(its length).
+
+        Raises one of `UNREADABLE` when one of them cannot be read.
+        """
+        from transformers.utils.chat_parsing.response_parser import parse_response
+
+        # arguments that are plain text get the types of their tool; those in JSON have types
+        typing = None
+        if self._kind == "xml-inline":
+            typing = list(tools)
+        region = opening + self._standard_call(content) + closing
+        found = parse_response(region, self.template, prefix="", tools=typing)["tool_calls"]
+        if not isinstance(found, list):
+            found = [found]
+        calls = []
+        for each in found:
+            function = each.get("function", each)
+            name = function["name"]
+            arguments = function.get("arguments", function.get("parameters"))
+            if not isinstance(name, str) or not name:
+                raise ValueError("the name of the tool is no text")
+            if isinstance(arguments, dict):
+                if typing is not None:
+                    _read_untyped(arguments, typing, name)
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            if not isinstance(arguments, str):
+                raise ValueError("the arguments are no object")
+            calls.append(ToolCall("", well_formed(name), well_formed(arguments)))
+        return calls
+
+    def _standard_call(self, content: str) -> str:
+        """Return the content of a call in a form that transformers reads in linear time."""
+        arguments = self._calls.get("content_args", {})
+        match self._kind:
+            case "python-calls":
+                return _python_calls(content)
+            case "xml-inline":
+                _require_tags(content, arguments["tag_pattern"])
+            case "json" if "string_delims" in arguments:
+                [[opening, closing]] = arguments["string_delims"]
+                return _standard_json(content, opening, closing)
+        return content
+
+
+def _require_tags(text: str, pattern: str) -> None:
+    """Raise `ValueError` unless all of a text is tags. A tag that is not closed ends the search."""
+    tag = re.compile(rf"\s*(?:{pattern})", re.DOTALL)
+    end = 0
+    while found := tag.match(text, end):
+        end = found.end()
+    if text[end:].strip():
+        raise ValueError("a part of the call is no argument")
+
+
+def _standard_json(text: str, opening: str, closing: str) -> str:
+    """Return JSON for a text with other delimiters of strings, and keys without quotes."""
+    string = f"{re.escape(opening)}(?P<string>.*?){re.escape(closing)}"
+
+    def standard(found: re.Match[str]) -> str:
+        if found["key"] is not None:
+            return f'"{found["key"]}":'
+        return json.dumps(found["string"])
+
+    return re.sub(rf"(?<=[{{,])(?P<key>\w+):|{string}", standard, text, flags=re.DOTALL)
+
+
+_LONGEST_PYTHON = 32_768
+"""Characters. Python's parser takes 0.1 s for so many, in which nobody else runs."""
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class _Names(ast.NodeTransformer):
+    """Puts the values of JSON in place of their names."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant(_JSON_NAMES[node.id])
+
+
+def _python_calls(text: str) -> str:
+    """Return the calls in a Python list of them as JSON. Texts may hold newlines."""
+    if len(text) > _LONGEST_PYTHON:
+        raise ValueError(f"it has more than {_LONGEST_PYTHON} characters")
+    (statement,) = ast.parse(text.strip().replace("\n", "\\n")).body
+    calls = []
+    for call in statement.value.elts:  # type: ignore[attr-defined]
+        if call.args:
+            raise ValueError("an argument has no name")
+        arguments = {}
+        for word in call.keywords:
+            arguments[word.arg] = ast.literal_eval(_Names().visit(word.value))
+        calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    return json.dumps(calls)
+
+
+def _read_untyped(arguments: dict[str, Any], tools: list[Tool], name: str) -> None:
+    """Read as JSON the arguments whose schema has no type of its own: `$ref`, `allOf`."""
+    properties: Mapping[str, Any] = {}
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            parameters = tool["function"].get("parameters") or {}
+            properties = parameters.get("properties") or {}
+    for key, schema in properties.items():
+        value = arguments.get(key)
+        typed = not isinstance(schema, dict) or {"type", "anyOf", "oneOf"} & schema.keys()
+        if isinstance(value, str) and not typed:
+            with suppress(ValueError):
+                arguments[key] = parse_json(value)
 
 
 @cache
 def families() -> dict[str, Family]:
     """Return the families of `families.toml` by name."""
+    path = Path(__file__).with_name("families.toml")
     found = {}
-    for name, family in tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8")).items():
-        ends, past_end, calls = family.pop("ends"), family.pop("past_end", ""), family["fields"]["tool_calls"]
-        content = {"close_pattern": rf"(?:{'|'.join(map(re.escape, ends))})\s{{0,99}}"}
+    for name, family in tomllib.loads(path.read_text("utf-8")).items():
+        ends = family.pop("ends")
+        past_end = family.pop("past_end", "")
+        end = "|".join(map(re.escape, ends))
+        content = {"close_pattern": rf"(?:{end})\s{{0,99}}"}
         family["fields"] = {"reasoning_content": _THINK, "content": content, **family["fields"]}
+        calls = family["fields"]["tool_calls"]
         if "(?P<name>" in calls.get("open_pattern", ""):
             calls["transform"] = {"function": {"name": "{name}", "arguments": "{content}"}}
         if "tag_pattern" in calls.get("content_args", {}):
@@ -42,73 +215,13 @@ def families() -> dict[str, Family]:
 
 @cache
 def plain() -> Family:
-    """Return the family whose replies are text, with reasoning that the prompt or the model opens."""
-    fields = {"reasoning_content": _THINK, "content": {}, "tool_calls": {"open_pattern": "(?!)"}}
-    return Family("plain", {"start_anchor_pattern": r"(?=<think>\s*\Z)", "fields": fields})
+    """Return the family, without a name, whose replies are text.
 
-
-_SCHEMA = {name: {"type": name} for name in ("string", "integer", "boolean", "array", "object")}
-_TOOLS = [function_tool(name, "Looks.", {"type": "object", "properties": _SCHEMA}) for name in ("look", "listen")]
-_ONE = message_tool_call("functions.look:0", "look", {"string": "é"})
-_AWKWARD = message_tool_call(
-    "functions.listen:1",
-    "listen",
-    {"string": ' "x"\n<y> {z}, 3 ', "integer": 3, "boolean": True, "array": [1, {"a": "b"}]},
-)
-_ASKED: list[Message] = [{"role": "user", "content": "Look."}]
-TURNS: dict[str, Message] = {
-    "one call": assistant_message("", "", [_ONE]),
-    "awkward arguments": assistant_message("", "", [_AWKWARD]),
-    "two calls": assistant_message("", "", [_ONE, _AWKWARD]),
-    "text": assistant_message("Nothing there.", "", []),
-    "reasoning": assistant_message("Nothing there.", "I look around.", []),
-    "reasoning and a call": assistant_message("", "I look around.", [_ONE]),
-}
-"""Turns that a family must read as the chat template writes them."""
-
-
-def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> dict[str, tuple[str, str]]:
-    """Return the prompt and the reply of those `TURNS` that `render` takes: messages, tools, whether it is a prompt."""
-    written = {}
-    for name, turn in TURNS.items():
-        try:
-            prompt, whole = render(_ASKED, _TOOLS, True), render([*_ASKED, turn], _TOOLS, False)
-        except Exception:
-            continue  # templates raise for messages that they do not support
-        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False)))
-        begun = re.sub(r"<[^<>]*\Z", "", prompt[:length])  # no cut within a tag
-        written[name] = begun, whole[len(begun) :]
-    return written
-
-
-def read_turns(read: Callable[[str, str, list[Tool]], Reply], written: dict[str, tuple[str, str]]) -> dict[str, bool]:
-    """Return whether `read` finds what is in each written turn. Those that the template writes in part are left out."""
-    found = {}
-    for name, (prompt_end, text) in written.items():
-        turn = TURNS[name]
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in turn.get("tool_calls", [])]
-        reasoning = turn.get("reasoning_content", "")
-        if all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
-            reply = read(prompt_end, text, _TOOLS)
-            read_calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
-            found[name] = (reply.reasoning, reply.content, read_calls) == (reasoning, turn["content"], calls)
-    return found
-
-
-def find_family(tokenizer: Any, written: dict[str, tuple[str, str]], name: str = "auto") -> Family | None:
-    """Return the first family that reads all that was written, calls among it; or the one with this name.
-
-    The tokenizer's own response template comes first (`own`). Raises `InputError` for an unknown name.
+    The prompt or the model may open reasoning.
     """
-    if name in families():
-        return families()[name]
-    if name != "auto":
-        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
-    candidates = [*families().values()]
-    with suppress(*UNREADABLE):  # most have none
-        candidates.insert(0, Family("own", tokenizer.response_template))
-    for family in candidates:
-        turns = read_turns(partial(read_text, family), written)
-        if all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns):
-            return family
-    return None
+    fields = {
+        "reasoning_content": _THINK,
+        "content": {},
+        "tool_calls": {"open_pattern": "(?!)"},
+    }
+    return Family(None, {"start_anchor_pattern": r"(?=<think>\s*\Z)", "fields": fields})

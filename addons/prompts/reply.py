@@ -1,21 +1,133 @@
-"""The reply in sampled tokens, parsed once, as they are sampled (`SampledReply`): streamed text, calls, reasoning.
+"""The reply in sampled tokens, parsed once, as they are sampled: reasoning, content, tool calls.
 
-Text that later tokens may change is held back: the beginning of a mark or of a stop text, and white space, which may be
-the end of a field. What was returned never changes. The work is O(number of new tokens).
+    tokens --TokenTexts--> text --MarkScanner--> parts --ReplyParser--> new text, and the reply
+
+Text that later tokens may change is held back: the beginning of a mark or of a stop text, and white
+space, which may be the end of a field. What was returned never changes. The work is O(number of new
+tokens), whatever is sampled.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
-from rolltap.addons.dialects.call import Message, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.call import Message, ModelCall, Reply, Tool, parse_arguments
 from rolltap.addons.dialects.tools import calls_as_text
-from rolltap.addons.prompts.calls import UNREADABLE, Family
-from rolltap.addons.prompts.marks import MarkScanner, Part
+from rolltap.addons.prompts.families import UNREADABLE, Family
 from rolltap.addons.prompts.tokenizer import TokenTexts
 
+LONGEST_MARK = 1024
+"""Characters. Longer text that may be the beginning of a mark is no mark."""
+_PIECE = 1024
+"""Characters that are searched together."""
+_BEFORE = "\0"
+"""A character in place of the text before: the held text does not begin the reply."""
+
 NewText = tuple[str, str]
-"""New reasoning and new content of a reply. Content ends the reasoning: none comes after the first content."""
+"""New reasoning and new content of a reply. No reasoning comes after the first content."""
+
+
+class Part(NamedTuple):
+    """A mark that opens or closes a field, or text of a field: None outside of all fields."""
+
+    kind: Literal["open", "text", "close"]
+    field: str | None
+    text: str
+
+
+class _Mark(NamedTuple):
+    """A mark in the held text: where it begins, its characters, and the field."""
+
+    start: int
+    length: int
+    closes: bool
+    field: str
+
+
+class MarkScanner:
+    """Cuts a text into parts while it grows. `template` is a `ResponseTemplate` of transformers.
+
+    The parts are those of transformers' `ResponseParser`, which keeps and copies the whole text,
+    and searches all of a piece again after each mark: its work is quadratic in the text. Here no
+    more text is held than a mark may have.
+    """
+
+    def __init__(self, template: Any) -> None:
+        self._fields = template.fields
+        self._implicit: str | None = template.implicit
+        self._field = self._implicit
+        """The field that the text is in."""
+        self._held = ""
+        self._begin = 0
+        """Index of the first held character: 1 behind `_BEFORE`."""
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Yield the parts that later text cannot change."""
+        for start in range(0, len(text), _PIECE):
+            self._held += text[start : start + _PIECE]
+            yield from self._scan(last=False)
+
+    def finish(self) -> Iterator[Part]:
+        """Yield the parts that were held back."""
+        yield from self._scan(last=True)
+
+    def _scan(self, *, last: bool) -> Iterator[Part]:
+        while True:
+            mark, end = self._next_mark(last)
+            too_long = mark is None and len(self._held) - end >= LONGEST_MARK
+            if too_long:
+                end += 1
+            if end > self._begin:
+                yield Part("text", self._field, self._take(end))
+            if mark is None:
+                if too_long:
+                    continue
+                return
+            text = self._take(self._begin + mark.length)
+            if mark.closes:
+                yield Part("close", self._field, text)
+                self._field = self._implicit
+            else:
+                self._field = mark.field
+                yield Part("open", self._field, text)
+
+    def _next_mark(self, last: bool) -> tuple[_Mark | None, int]:
+        """Return the first mark, and the end of the text before it or before a possible mark."""
+        marks = []
+        safe = len(self._held)
+        for closes, name, pattern in self._watched():
+            found = pattern.search(self._held, self._begin, partial=not last)
+            if found is None:
+                continue
+            start, end = found.span()
+            if closes and self._field == self._implicit and start == end and not found.partial:
+                continue  # it closes nothing: the implicit field goes on
+            if not last and (found.partial or end == len(self._held)):
+                safe = min(safe, start)  # later text may make it longer
+            else:
+                marks.append(_Mark(start, end - start, closes, name))
+        # the longest of those at one place
+        first = min(marks, key=lambda mark: (mark.start, -mark.length, mark.closes), default=None)
+        if first is None or first.start > safe:
+            return None, safe
+        return first, first.start
+
+    def _watched(self) -> Iterator[tuple[bool, str, Any]]:
+        """Yield the marks that may come next: True if it closes the field, the field, its pattern."""
+        for name, field in self._fields.items():
+            if self._field == self._implicit and field.open_re is not None:
+                yield False, name, field.open_re
+            if self._field == name and field.close_re is not None:
+                yield True, name, field.close_re
+
+    def _take(self, end: int) -> str:
+        """Return the held text up to `end`, and forget it."""
+        text = self._held[self._begin : end]
+        if text:
+            self._held = _BEFORE + self._held[end:]
+            self._begin = 1
+        return text
 
 
 class FieldText:
@@ -26,8 +138,10 @@ class FieldText:
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stop_texts = stop_texts
-        self._longest_stop = max(map(len, stop_texts), default=1)
-        self._returned: list[str] = []
+        self._num_held = max(map(len, stop_texts), default=1) - 1
+        self._final: list[str] = []
+        self._num_taken = 0
+        """Number of the final texts that were taken."""
         self._held = ""
         """Text that may begin a stop text."""
         self._space: list[str] = []
@@ -39,11 +153,11 @@ class FieldText:
 
     @property
     def text(self) -> str:
-        """All text that was returned."""
-        return "".join(self._returned)
+        """All text that is final."""
+        return "".join(self._final)
 
-    def add(self, text: str) -> str:
-        """Append text. Returns the text that is final now."""
+    def add(self, text: str) -> None:
+        """Append text."""
         if not self.begun:
             text = text.lstrip()
         inner = text.rstrip()
@@ -52,223 +166,205 @@ class FieldText:
             self._held += "".join(self._space) + inner
             self._space.clear()
         self._space.append(text[len(inner) :])
-        return self._release(self._longest_stop - 1)
+        self._release(self._num_held)
 
-    def finish(self) -> str:
-        """Return the rest of the text."""
-        return self._release(0)
+    def finish(self) -> None:
+        """Make the rest of the text final."""
+        self._release(0)
 
-    def _release(self, num_held: int) -> str:
+    def take(self) -> str:
+        """Return the text that is final and was not taken before."""
+        new = self._final[self._num_taken :]
+        self._num_taken = len(self._final)
+        return "".join(new)
+
+    def _release(self, num_held: int) -> None:
         if self.stop is not None:
-            return ""
+            return
         end = max(0, len(self._held) - num_held)
-        found = find_stop(self._held, self._stop_texts)
-        if found is not None:
-            end, self.stop = found
-        text = self._held[:end]
+        for stop_text in self._stop_texts:
+            place = self._held.find(stop_text)
+            if place >= 0 and (self.stop is None or (place, stop_text) < (end, self.stop)):
+                end = place
+                self.stop = stop_text
+        self._final.append(self._held[:end])
         self._held = self._held[end:]
-        self._returned.append(text)
-        return text
-
-
-def find_stop(text: str, stop_texts: Sequence[str]) -> tuple[int, str] | None:
-    """Return the place of the first stop text in `text`, and the stop text; None without one."""
-    places = [(text.find(stop_text), stop_text) for stop_text in stop_texts]
-    return min((place for place in places if place[0] >= 0), default=None)
 
 
 class ReplyParser:
-    """The reply in a text that grows after a prompt. `feed` it, then `finish` it once.
+    """The reply to a call in a text that grows after a prompt. `feed` it, then `finish` it once.
 
-    A tool call that cannot be read, or has not ended, is part of the content, and `Reply.unread` says why. With
-    `is_json`, reasoning that does not end is content: a prompt may have opened it before the JSON.
+    A tool call that cannot be read, or has not ended, is part of the content, and `Reply.unread`
+    says why. If the call has a grammar, reasoning that does not end is content: a prompt may have
+    opened it before the JSON. Unless it may call, tool calls are lines of JSON in the content.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        prompt_end: str,
-        tools: Sequence[Tool],
-        stop_texts: Sequence[str] = (),
-        *,
-        is_json: bool = False,
-    ) -> None:
+    def __init__(self, family: Family, prompt_end: str, model_call: ModelCall) -> None:
         self._family = family
-        self._tools = tools
+        self._model_call = model_call
         self._scanner = MarkScanner(family.template)
         begun = family.begun_by(prompt_end)
-        self._place = sum(len(part.text) for part in self._scanner.feed(begun)) - len(begun)
+        self._place = -len(begun)
         """Number of characters before the next part, from the end of the prompt on."""
+        for part in self._scanner.feed(begun):
+            self._place += len(part.text)
         self._reply = Reply()
-        self._reasoning = FieldText(stop_texts)
-        self._content = FieldText(stop_texts)
+        self._reasoning = FieldText(model_call.stop)
+        self._content = FieldText(model_call.stop)
         self._call: list[str] = []
         """Texts of the open tool call, first its mark."""
         self._outside: list[str] = []
         """Texts outside of all fields, of a family that marks its content."""
-        self._undecided: list[str] | None = [] if is_json else None
+        self._undecided: list[str] | None = None
         """Reasoning that may be content; None when no reasoning may."""
-        self._begin = 0
-        self.reasoning_spans: list[tuple[int, int]] = []
-        """Begin and end of each part of the reasoning, with its mark, as numbers of characters of the text."""
-
-    @property
-    def _stop(self) -> str | None:
-        """The stop text that has ended the reply."""
-        return self._reasoning.stop or self._content.stop
+        if model_call.grammar is not None:
+            self._undecided = []
+        self.reasoning_spans = [[0, 0]]
+        """Begin and end of each part of the reasoning, with its mark, in characters of the text."""
 
     def feed(self, text: str) -> NewText:
         """Return what is final of the reply now, and was not before."""
-        return self._add(self._scanner.feed(text))
+        self._add(self._scanner.feed(text))
+        return self._reasoning.take(), self._content.take()
 
-    def finish(self, end: str = "", *, may_call: bool = True) -> tuple[Reply, NewText]:
+    def finish(self, text: str = "", end: str = "") -> tuple[Reply, NewText]:
         """Return the reply, and what `feed` has not returned of it.
 
-        `end` is the text of the token that ends the turn, which is no text of the reply. Unless the reply `may_call`,
-        tool calls are lines of JSON in its content.
+        `text` is the last of its text, and `end` that of the token that ends the turn, which may be
+        a mark, and is no text of the reply.
         """
+        self._add(self._scanner.feed(text))
         parts = [*self._scanner.feed(end), *self._scanner.finish()]
-        if end and parts and parts[-1].kind == "text":
-            parts[-1] = Part("text", parts[-1].field, parts[-1].text.removesuffix(end))
-        new = [self._add(parts)]
+        if parts and parts[-1].kind == "text":
+            last = parts[-1]
+            parts[-1] = last._replace(text=last.text.removesuffix(end))
+        self._add(parts)
         if self._stop is None:
-            new += self._end()
+            self._end()
         reply = self._reply
         reply.stop = self._stop
         if reply.stop is not None:
             reply.tool_calls = []
         reply.reasoning = self._reasoning.text
         reply.content = self._content.text
-        if not may_call:
+        new_content = self._content.take()
+        if not self._model_call.may_call:
             before = len(reply.content)
             calls_as_text(reply)
-            new.append(("", reply.content[before:]))
-        return reply, _joined(new)
+            new_content += reply.content[before:]
+        return reply, (self._reasoning.take(), new_content)
 
-    def _end(self) -> list[NewText]:
-        """Return the rest of all texts."""
-        new = []
+    @property
+    def _stop(self) -> str | None:
+        """The stop text that has ended the reply."""
+        return self._reasoning.stop or self._content.stop
+
+    def _end(self) -> None:
+        """Decide about all texts that are left."""
         if self._call:
             self._reply.unread = "the call has not ended"
-            new.append(self._add_content("".join(self._call)))
+            self._add_content("".join(self._call))
         if self._undecided:
             self.reasoning_spans.clear()
-            new.append(self._add_content("".join(self._undecided)))
+            self._add_content("".join(self._undecided))
         if not (self._reasoning.begun or self._content.begun or self._reply.tool_calls):
-            new.append(self._add_content("".join(self._outside)))
-        new.append((self._reasoning.finish(), ""))
-        new.append(("", self._content.finish()))
-        return new
+            self._add_content("".join(self._outside))
+        self._reasoning.finish()
+        self._content.finish()
 
-    def _add(self, parts: Iterable[Part]) -> NewText:
-        new = []
+    def _add(self, parts: Iterable[Part]) -> None:
         for part in parts:
             if self._stop is None:
-                new.append(self._add_part(part))
+                self._add_part(part)
             self._place += len(part.text)
-        return _joined(new)
 
-    def _add_part(self, part: Part) -> NewText:
+    def _add_part(self, part: Part) -> None:
         match part.field, part.kind:
             case "tool_calls", "close":
-                return self._add_call(part.text)
+                self._add_call(part.text)
             case "tool_calls", _:
                 self._call.append(part.text)
             case None, _:
                 self._outside.append(part.text)
             case "content", "text":
-                return self._add_content(part.text)
+                self._add_content(part.text)
             case "content", _:
                 pass
             case _, "open":
-                self._begin = self._place
+                self.reasoning_spans.append([self._place, self._place])
                 if self._reasoning.begun:
                     self._reasoning.add("\n\n")
             case _, "text":
-                self._note_reasoning(part.text)
+                inner = part.text.rstrip()
+                if inner:
+                    self.reasoning_spans[-1][1] = self._place + len(inner)
                 if self._undecided is None:
-                    return self._add_reasoning(part.text)
-                self._undecided.append(part.text)
+                    self._add_reasoning(part.text)
+                else:
+                    self._undecided.append(part.text)
             case _, "close" if self._undecided is not None:
-                texts, self._undecided = self._undecided, None
-                return self._add_reasoning("".join(texts))
-        return "", ""
+                self._add_reasoning("".join(self._undecided))
+                self._undecided = None
 
-    def _note_reasoning(self, text: str) -> None:
-        length = len(text.rstrip())
-        if length == 0:
-            return
-        if self.reasoning_spans and self.reasoning_spans[-1][0] == self._begin:
-            self.reasoning_spans.pop()
-        self.reasoning_spans.append((self._begin, self._place + length))
+    def _add_reasoning(self, text: str) -> None:
+        if not self._content.begun:
+            self._reasoning.add(text)
 
-    def _add_reasoning(self, text: str) -> NewText:
+    def _add_content(self, text: str) -> None:
+        self._content.add(text)
         if self._content.begun:
-            return "", ""
-        return self._reasoning.add(text), ""
+            self._reasoning.finish()
 
-    def _add_content(self, text: str) -> NewText:
-        content = self._content.add(text)
-        reasoning = self._reasoning.finish() if self._content.begun else ""
-        return reasoning, content
-
-    def _add_call(self, closing: str) -> NewText:
-        opening, content = self._call[0], "".join(self._call[1:])
+    def _add_call(self, closing: str) -> None:
+        opening, *texts = self._call
+        content = "".join(texts)
         self._call = []
         try:
-            self._reply.tool_calls += self._family.read_calls(opening, content, closing, self._tools)
+            calls = self._family.read_calls(opening, content, closing, self._model_call.tools)
+            self._reply.tool_calls += calls
         except UNREADABLE as error:
-            self._reply.unread = f"the call cannot be read: {error or type(error).__name__}"
-            return self._add_content(opening + content + closing)
-        return "", ""
-
-
-def _joined(new: Iterable[NewText]) -> NewText:
-    texts = [*new]
-    return "".join(reasoning for reasoning, _ in texts), "".join(content for _, content in texts)
+            reason = str(error) or type(error).__name__
+            self._reply.unread = f"the call cannot be read: {reason}"
+            self._add_content(opening + content + closing)
 
 
 class SampledReply:
-    """The reply in the tokens of one call. `feed` it while they are sampled, then `finish` it once."""
+    """The reply in the tokens of one call. `feed` it while they are sampled, then `finish` it once.
+
+    `decode` returns the text of tokens, and `stop_ids` end a turn.
+    """
 
     def __init__(
         self,
         parser: ReplyParser,
         decode: Callable[[list[int]], str],
         stop_ids: Iterable[int],
-        *,
-        may_call: bool,
     ) -> None:
         self._parser = parser
-        self._may_call = may_call
         self._decode = decode
-        self._texts = TokenTexts(decode)
         self._stop_ids = frozenset(stop_ids)
-        self._end: int | None = None
+        self._texts = TokenTexts(decode)
+        self._ending: list[int] = []
         """The newest token, if it ends the turn unless another one follows."""
-        self._length = 0
-        self._lengths = array("Q")
+        self._lengths = array("Q", [0])
         """Number of characters up to each token."""
 
     def feed(self, token_ids: Iterable[int]) -> NewText:
         """Return the new text of the reply after new tokens."""
+        ids = [*self._ending, *token_ids]
+        self._ending = []
+        if ids and ids[-1] in self._stop_ids:
+            self._ending.append(ids.pop())
         texts = []
-        for token_id in token_ids:
-            if self._end is not None:
-                texts.append(self._read(self._end))
-                self._end = None
-            if token_id in self._stop_ids:
-                self._end = token_id
-            else:
-                texts.append(self._read(token_id))
+        for token_id in ids:
+            text = self._texts.add(token_id)
+            texts.append(text)
+            self._lengths.append(self._lengths[-1] + len(text))
         return self._parser.feed("".join(texts))
 
     def finish(self) -> tuple[Reply, NewText]:
         """Return the reply, and its text that `feed` has not returned."""
-        last = self._parser.feed(self._texts.finish())
-        end = "" if self._end is None else self._decode([self._end])
-        reply, new = self._parser.finish(end, may_call=self._may_call)
-        return reply, _joined([last, new])
+        return self._parser.finish(self._texts.finish(), self._decode(self._ending))
 
     @property
     def reasoning_tokens(self) -> int:
@@ -279,36 +375,37 @@ class SampledReply:
         return count
 
     def _tokens_up_to(self, length: int) -> int:
-        if length <= 0:
-            return 0
-        return min(bisect_left(self._lengths, length) + 1, len(self._lengths))
-
-    def _read(self, token_id: int) -> str:
-        text = self._texts.add(token_id)
-        self._length += len(text)
-        self._lengths.append(self._length)
-        return text
+        return min(bisect_left(self._lengths, length), len(self._lengths) - 1)
 
 
 def read_text(family: Family, prompt_end: str, text: str, tools: Sequence[Tool]) -> Reply:
     """Return the reply in a whole `text`, which follows a prompt that ends with `prompt_end`."""
-    parser = ReplyParser(family, prompt_end, tools)
-    parser.feed(text)
-    reply, _ = parser.finish()
+    reply, _ = ReplyParser(family, prompt_end, ModelCall("", [], [*tools])).finish(text)
     return reply
 
 
 def is_sampled(message: Message, sampled: Reply) -> bool:
-    """Return True when a recorded reply is what its tokens say, which is `sampled`; changes `sampled`.
+    """Return True when a recorded reply is what its tokens say, which is `sampled`.
 
-    Its tool calls are theirs, and its texts begin theirs. Recorders of before may have ended a text early, or have sent
-    reasoning as content.
+    Its tool calls are theirs, and its texts begin theirs. Recorders of before may have ended a text
+    early, or have sent reasoning as content. Changes `sampled`.
     """
     given = Reply.of_message({"content": "", **message}, None)
     if not given.tool_calls:
         calls_as_text(sampled)
-    calls = [[(call.name, parse_arguments(call.arguments)) for call in reply.tool_calls] for reply in (given, sampled)]
-    reasoning, content = ("".join(text.split()) for text in (sampled.reasoning, sampled.content))
-    texts = ("".join(text.split()) for text in (given.reasoning, given.content))
-    begun = all(any(whole.startswith(text) for whole in (content, reasoning + content)) for text in texts)
-    return calls[0] == calls[1] and begun
+    if _functions(given) != _functions(sampled):
+        return False
+    content = _letters(sampled.content)
+    reasoning = _letters(sampled.reasoning)
+    for text in (_letters(given.reasoning), _letters(given.content)):
+        if not content.startswith(text) and not (reasoning + content).startswith(text):
+            return False
+    return True
+
+
+def _functions(reply: Reply) -> list[tuple[str, Any]]:
+    return [(call.name, parse_arguments(call.arguments)) for call in reply.tool_calls]
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())

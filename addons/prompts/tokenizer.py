@@ -142,6 +142,22 @@ class CachingTokenizer:
         return getattr(self._tokenizer, name)
 
 
+def load(model: str) -> CachingTokenizer:
+    """Return the tokenizer of a folder, or of a name on the Hub. Raises `InputError`."""
+    # the base installation does not have it
+    from renderers.base import load_tokenizer
+
+    require_findable(model, ask_hub=True)
+    try:
+        return CachingTokenizer(load_tokenizer(model))
+    except Exception as error:
+        reason = f"cannot load a tokenizer from {model!r}: {str(error).splitlines()[0]}"
+        folder = Path(model)
+        if folder.is_dir() and not [*folder.glob("*token*"), *folder.glob("*vocab*")]:
+            reason = f"the folder {model} is no model: it has no tokenizer, such as tokenizer.json"
+        raise InputError(reason) from error
+
+
 class _TextCache:
     """The tokens of the texts used last. Thread-safe.
 

@@ -57,7 +57,9 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
         assert prompt.kind == ("bridged" if number else "root")
         yield Turn(call, len(prompt.ids), decoded - started, made - decoded)
         completion_ids = encode(_sampled(rng, number))
-        reply = rendering.parse(prompt.ids, completion_ids, call.tools).to_message()
+        sampled, _ = rendering.read(prompt.ids, completion_ids, call.tools)
+        sampled.issue(str(number))
+        reply = sampled.to_message()
         conversations.add(str(number), prompt, completion_ids, reply)
         result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": prose(rng, 100)}
         messages = [*messages, reply, result]

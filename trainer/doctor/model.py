@@ -68,10 +68,10 @@ def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDia
     return ModelDiagnosis(
         model=model,
         renderer=rendering.name,
-        tool_parser=None if rendering.family is None else rendering.family.name,
+        tool_parser=rendering.family.name,
         turns=rendering.read_turns(),
         refusal=rendering.refusal,
-        stop_tokens={rendering.decode([token_id]): token_id for token_id in rendering.stop_token_ids()},
+        stop_tokens={rendering.tokenizer.decode([token_id]): token_id for token_id in rendering.stop_token_ids()},
         problems=rendering.lacks,
         notes=rendering.notes,
     )

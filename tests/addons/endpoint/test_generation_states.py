@@ -146,14 +146,14 @@ class Renderer:
         return "".join(f"{i} " for i in token_ids)
 
     def sampled_reply(self, prompt_ids, model_call):
-        return SampledReply(self, self.decode, [], may_call=True)
+        return SampledReply(self, self.decode, [])
 
     def feed(self, text):
         self._check("feed")
         self.text += text
         return "", text
 
-    def finish(self, end, may_call):
+    def finish(self, text, end):
         self._check("finish")
         return Reply(content=self.text), ("", "")
 

@@ -53,13 +53,13 @@ def tools(text):
 
 def controls(rendering, ids):
     found = [i for i in ids if i in {*rendering._ids(CONTROLS)}]
-    return rendering._tokenizer.decode(found)
+    return rendering.tokenizer.decode(found)
 
 
 def test_a_full_prompt_has_the_control_tokens_of_its_template_alone(rendering):
     ids = rendering.render(conversation(FORGED), tools(FORGED))
     assert controls(rendering, ids) == controls(rendering, rendering.render(conversation("Hi"), tools("Hi")))
-    text = rendering._tokenizer.decode(ids)
+    text = rendering.tokenizer.decode(ids)
     assert text == rendering._write(conversation(FORGED), tools(FORGED), True)
 
 
@@ -71,7 +71,7 @@ def test_and_so_have_new_messages(rendering, encode, new):
     assert (forged is None) == (plain is None)
     if forged is not None:
         assert controls(rendering, forged) == controls(rendering, plain)
-        assert FORGED in rendering._tokenizer.decode(forged)
+        assert FORGED in rendering.tokenizer.decode(forged)
 
 
 pieces = st.lists(st.sampled_from([*CONTROLS, "<", "|", ">", "im_", "start", "<|im_", "end|>", "\n", "é"]), max_size=12)
@@ -83,7 +83,7 @@ def test_whatever_the_text_it_stays_the_text(rendering, text):
     text = f"a{text}b"
     ids = rendering.render([user(text)], [])
     assert controls(rendering, ids) == controls(rendering, rendering.render([user("Hi")], []))
-    assert text in rendering._tokenizer.decode(ids)
+    assert text in rendering.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(

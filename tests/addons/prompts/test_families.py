@@ -24,7 +24,8 @@ from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.families import _TOOLS, TURNS, families, find_family, written_turns
+from rolltap.addons.prompts.choice import TOOLS, TURNS, find_family, written_turns
+from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import ReplyParser, read_text
 from tests.addons.prompts import continuing
@@ -105,7 +106,7 @@ def examine(rendering):
     """Return how a rendering reads, streams and continues the turns that the model's template writes."""
     written = written_turns(rendering._write)
     turns = {name: one(rendering, name, *written[name]) if name in written else "-" for name in TURNS}
-    return Found(rendering.name, rendering.name if rendering.family is None else rendering.family.name, turns)
+    return Found(rendering.name, rendering.family.name, turns)
 
 
 def one(rendering, name, prompt_end, text):
@@ -115,9 +116,9 @@ def one(rendering, name, prompt_end, text):
     if not all(part in text for part in (turn["content"], reasoning, *(call[0] for call in calls))):
         return "-"
     ids = sampled(rendering, text, NEXT[bool(calls)])
-    prompt = rendering.encode(prompt_end)
-    model_call = ModelCall(model="m", messages=[{"role": "user", "content": "Look."}], tools=_TOOLS)
-    reply = rendering.parse(prompt, ids, _TOOLS)
+    prompt = rendering.tokenizer.encode(prompt_end)
+    model_call = ModelCall(model="m", messages=[{"role": "user", "content": "Look."}], tools=TOOLS)
+    reply = rendering.read(prompt, ids, TOOLS)[0]
     message = reply.to_message()
     got = [
         (call["function"]["name"], as_object(call["function"]["arguments"])) for call in message.get("tool_calls", [])
@@ -132,18 +133,18 @@ def one(rendering, name, prompt_end, text):
     streamed = ["".join(texts) for texts in zip(*new, rest, strict=True)]
     if streamed != [whole.reasoning, whole.content] or whole.content != reply.content:
         return f"streams {streamed}"
-    up_to = rendering.decode(ids[: growing.reasoning_tokens])
+    up_to = rendering.tokenizer.decode(ids[: growing.reasoning_tokens])
     if not up_to.rstrip().endswith(reasoning):
         return f"counts the tokens of {up_to!r} as reasoning"
     results = [{"role": "tool", "content": "Seen.", "tool_call_id": call["id"]} for call in turn.get("tool_calls", [])]
     new = name_results([turn, *(results or [{"role": "user", "content": "Go on."}])])[1:]
-    continued = continuing.continued(rendering, prompt, ids, new, _TOOLS)
+    continued = continuing.continued(rendering, prompt, ids, new, TOOLS)
     if continued is None:
         return f"is not continued: {rendering.refusal}"
-    whole_text = rendering._tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Look."}, turn, *new], tools=_TOOLS, add_generation_prompt=True, tokenize=False
+    whole_text = rendering.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Look."}, turn, *new], tools=TOOLS, add_generation_prompt=True, tokenize=False
     )
-    extension = rendering._tokenizer.decode(continued[len(prompt) + len(ids) :])
+    extension = rendering.tokenizer.decode(continued[len(prompt) + len(ids) :])
     if continued[: len(prompt) + len(ids)] != prompt + ids or not whole_text.endswith(extension):
         return f"continues with {extension!r}"
     return "yes"
@@ -155,9 +156,9 @@ NEXT = {True: "<|observation|>", False: "<|user|>"}
 
 def sampled(rendering, text, following):
     """Return the ids of a turn up to the token that ends it, as a model would sample them."""
-    ids, stops = rendering.encode(text), rendering.stop_token_ids()
+    ids, stops = rendering.tokenizer.encode(text), rendering.stop_token_ids()
     end = next((n for n, token in enumerate(ids) if token in stops), None)
-    return ids + rendering.encode(following) if end is None else ids[: end + 1]
+    return ids + rendering.tokenizer.encode(following) if end is None else ids[: end + 1]
 
 
 HERMES, XML = families()["hermes"], families()["qwen-xml"]
@@ -208,7 +209,7 @@ class TestRead:
         ids=["no JSON", "no name", "no object", "not ended"],
     )
     def test_a_call_that_cannot_be_read_is_text_as_it_was_sampled(self, broken):
-        reply = read_text(HERMES, "", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", _TOOLS)
+        reply = read_text(HERMES, "", f"<think>\nI look.\n</think>\n\nSo. {GOOD} {broken}", TOOLS)
         assert (reply.reasoning, called(reply)) == ("I look.", [("look", {"string": "x"})])
         assert reply.content == f"So. {broken}".strip()
 
@@ -249,7 +250,7 @@ class TestRead:
     )
     def test_all_of_a_call_in_tags_is_arguments_or_it_is_text(self, body, arguments):
         text = f"<tool_call>\n<function=other>\n{body}\n</function>\n</tool_call>"
-        reply = read_text(XML, "", text, _TOOLS)
+        reply = read_text(XML, "", text, TOOLS)
         assert called(reply) == ([] if arguments is None else [("other", arguments)])
         assert reply.content == (text if arguments is None else "")
 
@@ -262,10 +263,11 @@ class TestRead:
             ("harmony", '<|channel|>final <|constrain|>json<|message|>{"a": 1}', '{"a": 1}'),
             ("hermes", "Use the <think> tag.", "Use the <think> tag."),
             ("lfm", f"<|tool_call_start|>[look(a={'-' * 7000}1)]<|tool_call_end|>", None),
+            ("lfm", f"<|tool_call_start|>[look(a='{'x' * 40_000}')]<|tool_call_end|>", None),
         ],
     )
     def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
-        reply = read_text(families()[name], "", text, _TOOLS)
+        reply = read_text(families()[name], "", text, TOOLS)
         assert (reply.content, reply.reasoning, reply.tool_calls) == (text if content is None else content, "", [])
 
     @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ class TestRead:
 
     def test_a_llama_call_may_begin_with_its_type(self):
         text = '{"type": "function", "name": "look", "parameters": {"string": "x"}}<|eot_id|>'
-        assert called(read_text(families()["llama"], "", text, _TOOLS)) == [("look", {"string": "x"})]
+        assert called(read_text(families()["llama"], "", text, TOOLS)) == [("look", {"string": "x"})]
 
     @pytest.mark.parametrize(
         ("call", "calls"),
@@ -309,8 +311,8 @@ def test_whatever_is_sampled_is_read_alike_in_every_split(pieces, data):
     text = "".join(pieces)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     for family in families().values():
-        whole = read_text(family, "", text, _TOOLS)
-        parser = ReplyParser(family, "", _TOOLS)
+        whole = read_text(family, "", text, TOOLS)
+        parser = ReplyParser(family, "", ModelCall("m", [], TOOLS))
         new = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
         reply, rest = parser.finish()
         assert (reply.reasoning, reply.content, called(reply)) == (whole.reasoning, whole.content, called(whole))
@@ -327,8 +329,8 @@ def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
     plain.save_pretrained(tmp_path)
     rendering = Rendering(str(tmp_path))
     assert rendering.family.name == "hermes"
-    ids = rendering.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
-    growing = rendering.sampled_reply([], ModelCall(model="m", messages=[], tools=_TOOLS))
+    ids = rendering.tokenizer.encode("One sentence. Another one. And a third. " + GOOD + "<|im_end|>")
+    growing = rendering.sampled_reply([], ModelCall(model="m", messages=[], tools=TOOLS))
     streamed = "".join(growing.feed([token_id])[1] for token_id in ids)
     whole, (_, rest) = growing.finish()
     assert (streamed + rest, whole.content) == ("One sentence. Another one. And a third.",) * 2
@@ -337,7 +339,9 @@ def test_marks_that_are_no_tokens_are_not_streamed_as_text(tmp_path):
 
 def test_a_stop_token_is_no_part_of_reasoning(tmp_path):
     rendering = save(tmp_path, variants("qwen3_5_think")["as it is"])
-    reply = rendering.parse(rendering.encode("<|im_start|>assistant\n<think>\n"), rendering.encode("I<|im_end|>"), [])
+    reply = rendering.read(
+        rendering.tokenizer.encode("<|im_start|>assistant\n<think>\n"), rendering.tokenizer.encode("I<|im_end|>"), []
+    )[0]
     assert (reply.reasoning, reply.content) == ("I", "")
 
 
@@ -368,7 +372,7 @@ class TestChoice:
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests/models/qwen3-4b")
         tokenizer.response_template = own
         assert (
-            find_family(tokenizer, written_turns(Rendering(str(ROOT / "tests/models/qwen3-4b"))._write)).name
+            find_family(tokenizer, written_turns(Rendering(str(ROOT / "tests/models/qwen3-4b"))._write), "auto").name
             == "hermes"
         )
 
@@ -376,8 +380,8 @@ class TestChoice:
         save(tmp_path, (TEMPLATES / "lfm2.jinja").read_text())
         rendering = Rendering(str(tmp_path), tool_parser="lfm")
         assert (rendering.unreadable, rendering.lacks) == (None, [])
-        ids = rendering.encode("<|tool_call_start|>[look(string='x')]<|tool_call_end|><|im_end|>")
-        assert [call.name for call in rendering.parse([], ids, _TOOLS).tool_calls] == ["look"]
+        ids = rendering.tokenizer.encode("<|tool_call_start|>[look(string='x')]<|tool_call_end|><|im_end|>")
+        assert [call.name for call in rendering.read([], ids, TOOLS)[0].tool_calls] == ["look"]
 
     def test_an_unknown_one_is_refused_with_all_names(self):
         with pytest.raises(InputError, match=r"no tool parser 'hermès': choose auto, hermes, qwen-xml, glm"):

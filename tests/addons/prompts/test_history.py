@@ -46,7 +46,9 @@ class Session:
         """
         prompt = prompt or self.prompt(messages)
         completion_ids = self.encode(completion) if isinstance(completion, str) else completion
-        reply = self.rendering.parse(prompt.ids, completion_ids, self.tools).to_message()
+        reply, _ = self.rendering.read(prompt.ids, completion_ids, self.tools)
+        reply.issue(str(len(self.calls)))
+        reply = reply.to_message()
         self.conversations.add(str(len(self.calls)), prompt, completion_ids, reply)
         self.calls.append((prompt, completion_ids))
         return reply

@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from rolltap.addons.prompts.families import _TOOLS, families
+from rolltap.addons.dialects.call import ModelCall
+from rolltap.addons.prompts.choice import TOOLS
+from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.reply import ReplyParser
 
 CALLS = {
@@ -53,7 +55,7 @@ def seconds(family, text, piece):
     best = float("inf")
     for _ in range(3):
         started = time.process_time()
-        parser = ReplyParser(family, "", _TOOLS)
+        parser = ReplyParser(family, "", ModelCall("m", [], TOOLS))
         for begin in range(0, len(text), piece):
             parser.feed(text[begin : begin + piece])
         parser.finish()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.reply import FieldText, ReplyParser, is_sampled
+from rolltap.addons.prompts.reply import FieldText, ReplyParser, SampledReply, is_sampled
 from tests.addons.conftest import TEMPLATE
 from tests.deep import examples
 
@@ -89,7 +89,7 @@ def test_a_well_formed_completion_is_sent_as_a_whole(rendering, encode, data, re
     sent_reasoning, sent_content, reply = stream(rendering, ids, cuts_of(data, ids))
     assert (sent_reasoning, sent_content) == (reply.reasoning, reply.content) == (reasoning * thinks, content)
     assert [call.name for call in reply.tool_calls] == ["look"] * calls
-    assert is_sampled(reply.to_message(), rendering.parse([], ids, []))
+    assert is_sampled(reply.to_message(), rendering.read([], ids, [])[0])
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5", "glm-4.5", "gemma4", "kimi-k2", "deepseek-v3", "inkling"])
@@ -105,7 +105,7 @@ def test_the_sent_text_of_any_tokens_is_the_text_of_the_reply_in_every_split(oth
     )
     ids = []
     for piece in data.draw(st.lists(pieces, max_size=25)):
-        ids += [piece] if isinstance(piece, int) else other.encode(piece)
+        ids += [piece] if isinstance(piece, int) else other.tokenizer.encode(piece)
     whole, num_reasoning = other.read([], ids, [])
     reasoning, content, reply = stream(other, ids, cuts_of(data, ids))
     assert (reasoning, content) == (reply.reasoning, reply.content) == (whole.reasoning, whole.content)
@@ -128,7 +128,7 @@ class TestHeldBack:
         ],
     )
     def test_a_suffix_that_the_next_token_may_change(self, text, certain):
-        assert ReplyParser(families()["hermes"], "", []).feed(text) == ("", certain)
+        assert ReplyParser(families()["hermes"], "", ModelCall("m", [], [])).feed(text) == ("", certain)
 
     def test_a_character_whose_bytes_are_incomplete(self, rendering, encode):
         ids = encode("caf😀")
@@ -147,12 +147,13 @@ class TestHeldBack:
     )
     def test_the_end_that_may_begin_a_stop_text(self, text, sent, stop):
         growing = FieldText(["STOP", "x"])
-        assert (growing.add(text), growing.stop) == (sent, stop)
+        growing.add(text)
+        assert (growing.take(), growing.stop) == (sent, stop)
 
     def test_plain_text_is_sent_as_it_arrives(self, rendering, encode):
         growing = rendering.sampled_reply([], ModelCall("m", [], []))
         for token_id in encode("Hello there"):
-            assert "".join(growing.feed([token_id])).strip() or rendering.decode([token_id]).isspace()
+            assert "".join(growing.feed([token_id])).strip() or rendering.tokenizer.decode([token_id]).isspace()
 
 
 class TestStopTexts:
@@ -222,7 +223,7 @@ class TestUnread:
 def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(rendering, encode, reasoning, content, ends):
     ids = encode(f"<think>\n{reasoning}" + f"\n</think>\n\n{content}<|im_end|>" * ends)
     reply, count = rendering.read([], ids, [])
-    before, up_to = (rendering.decode(ids[:length]).rstrip("\ufffd") for length in (max(0, count - 1), count))
+    before, up_to = (rendering.tokenizer.decode(ids[:length]).rstrip("\ufffd") for length in (max(0, count - 1), count))
     if reply.reasoning:
         assert up_to.startswith(f"<think>\n{reply.reasoning}")
         assert not before.startswith(f"<think>\n{reply.reasoning}")
@@ -231,14 +232,15 @@ def test_the_tokens_up_to_the_end_of_the_reasoning_are_counted(rendering, encode
 
 
 def test_reasoning_after_content_is_counted_and_not_sent():
-    parser = ReplyParser(families()["harmony"], "", [])
-    text = "<|channel|>analysis<|message|>one<|end|><|channel|>final<|message|>So.<|end|>"
-    first = parser.feed(text + "<|channel|>analysis<|message|>two<|end|>")
-    reply, rest = parser.finish()
+    parser = ReplyParser(families()["harmony"], "", ModelCall("m", [], []))
+    growing = SampledReply(parser, lambda ids: "".join(map(chr, ids)), [])
+    thoughts = ["<|channel|>analysis<|message|>one", "<|channel|>analysis<|message|>two"]
+    text = "<|end|><|channel|>final<|message|>So.<|end|>".join(thoughts)
+    first = growing.feed([*map(ord, text + "<|end|>")])
+    reply, rest = growing.finish()
     assert (first, rest) == (("one", "So."), ("", ""))
     assert (reply.reasoning, reply.content) == ("one", "So.")
-    assert [text.count("e") for text in ("one", "two")] == [1, 0]
-    assert len(parser.reasoning_spans) == 2
+    assert growing.reasoning_tokens == len("".join(thoughts))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7])

@@ -137,7 +137,7 @@ def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sa
 def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(rendering_of, encode):
     rendering = rendering_of(PLAIN)
     other = encode("<|im_start|>")
-    template = TemplateContinuation(rendering._tokenizer, rendering.stop_token_ids() + other)
+    template = TemplateContinuation(rendering.tokenizer, rendering.stop_token_ids() + other)
     assert template.refusal is None
     assert template.extension([*encode("Hi."), *rendering.stop_token_ids()], NEW) is not None
     assert template.extension([*encode("Hi."), *other], NEW) is None

@@ -103,9 +103,11 @@ def test_the_recorder_renders_prompts_with_it_and_reads_the_tool_calls_of_the_sc
     for _ in range(2):
         prompt = tokenizer.decode(ids)
         assert [tool["name"] for tool in offered_tools(prompt)] == ["bash"]
-        sampled = [*rendering.encode(next_reply(prompt)), tokenizer.eos_token_id]
-        reply = rendering.parse(ids, sampled, TOOLS)
+        sampled = [*rendering.tokenizer.encode(next_reply(prompt)), tokenizer.eos_token_id]
+        reply = rendering.read(ids, sampled, TOOLS)[0]
         assert (reply.reasoning, reply.content.strip()) == ("I call bash.", "I try it.")
-        (call,) = reply.tool_calls
-        ids = rendering.continued(ids, sampled, [{"role": "tool", "tool_call_id": call.id, "content": "ok"}], TOOLS)
-    assert rendering.parse(ids, rendering.encode(next_reply(tokenizer.decode(ids))), TOOLS).content == FINAL
+        assert len(reply.tool_calls) == 1
+        result = {"role": "tool", "tool_call_id": "c", "content": "ok"}
+        ids += sampled + rendering.extension(ids, sampled, [result], TOOLS)
+    last = rendering.tokenizer.encode(next_reply(tokenizer.decode(ids)))
+    assert rendering.read(ids, last, TOOLS)[0].content == FINAL

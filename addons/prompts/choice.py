@@ -1,0 +1,171 @@
+"""The choice of a model's renderer and family: by what they make of a few conversations."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
+
+from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, Renderer, create_renderer
+from renderers.configs import config_from_name
+
+from rolltap.addons.dialects.call import Message, Tool, assistant_message, message_tool_call
+from rolltap.addons.dialects.tools import as_object, function_tool
+from rolltap.addons.errors import InputError
+from rolltap.addons.prompts.families import UNREADABLE, Family, families, plain
+from rolltap.addons.prompts.reply import read_text
+from rolltap.addons.prompts.template import PARALLEL_PROBE, PROBE, PROBE_TOOLS
+from rolltap.addons.prompts.tokenizer import CachingTokenizer
+
+_HELLO: Message = {"role": "user", "content": "Hello"}
+_PROBES: list[tuple[list[Message], list[Tool] | None]] = [
+    ([_HELLO], None),
+    ([{"role": "system", "content": "Be brief."}, _HELLO], PROBE_TOOLS),
+    (
+        [
+            PROBE[0],
+            {**PROBE[1], "content": "I do.", "reasoning_content": "I look."},
+            PROBE[2],
+        ],
+        PROBE_TOOLS,
+    ),
+    (PARALLEL_PROBE, PROBE_TOOLS),
+]
+
+
+def named_renderer(tokenizer: CachingTokenizer, name: str) -> Renderer:
+    """Return the renderer of this name. It may raise anything for a tokenizer of another family."""
+    config = config_from_name(name)
+    if name != "default":
+        # keep earlier reasoning in later prompts: removing sampled tokens would break continuity
+        config = config.model_copy(update={"thinking_retention": "all"})
+    return create_renderer(tokenizer, config)
+
+
+def choose_renderer(tokenizer: CachingTokenizer, model: str) -> str:
+    """Return the name of a model's renderer: see `Rendering`."""
+    if model in MODEL_RENDERER_MAP:
+        return str(MODEL_RENDERER_MAP[model])
+    named_renderer(tokenizer, "default")  # fills RENDERER_REGISTRY
+    for name in RENDERER_REGISTRY:
+        if name != "default" and _matches_template(tokenizer, name):
+            return str(name)
+    return "default"
+
+
+def _matches_template(tokenizer: CachingTokenizer, name: str) -> bool:
+    try:
+        for text, ids in _probed(tokenizer, named_renderer(tokenizer, name)):
+            if text != tokenizer.decode(ids):
+                return False
+    except Exception:
+        # most renderers require special tokens of their own model family
+        return False
+    return True
+
+
+def splits_otherwise(tokenizer: CachingTokenizer, renderer: Renderer) -> bool:
+    """Return True when a renderer writes the chat template's text in other tokens."""
+    with suppress(Exception):  # as above
+        for text, ids in _probed(tokenizer, renderer):
+            if text == tokenizer.decode(ids) and ids != tokenizer.encode(text):
+                return True
+    return False
+
+
+def _probed(tokenizer: CachingTokenizer, renderer: Renderer) -> Iterator[tuple[str, list[int]]]:
+    """Yield the text of the chat template, and the tokens of a renderer, for the probes."""
+    for messages, tools in _PROBES:
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+        except Exception:
+            if messages is PARALLEL_PROBE:
+                continue  # a template that takes one call a turn says nothing about several
+            raise
+        yield text, renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+
+
+_SCHEMA = {name: {"type": name} for name in ("string", "integer", "boolean", "array", "object")}
+_PARAMETERS = {"type": "object", "properties": _SCHEMA}
+TOOLS = [function_tool(name, "Looks.", _PARAMETERS) for name in ("look", "listen")]
+_ONE = message_tool_call("functions.look:0", "look", {"string": "é"})
+_AWKWARD = message_tool_call(
+    "functions.listen:1",
+    "listen",
+    {"string": ' "x"\n<y> {z}, 3 ', "integer": 3, "boolean": True, "array": [1, {"a": "b"}]},
+)
+_ASKED: list[Message] = [{"role": "user", "content": "Look."}]
+TURNS: dict[str, Message] = {
+    "one call": assistant_message("", "", [_ONE]),
+    "awkward arguments": assistant_message("", "", [_AWKWARD]),
+    "two calls": assistant_message("", "", [_ONE, _AWKWARD]),
+    "text": assistant_message("Nothing there.", "", []),
+    "reasoning": assistant_message("Nothing there.", "I look around.", []),
+    "reasoning and a call": assistant_message("", "I look around.", [_ONE]),
+}
+"""Turns that a family must read as the model's prompts write them."""
+
+WrittenTurns = dict[str, tuple[str, str]]
+"""Name of one of the `TURNS` -> the prompt before it, and the turn, as text."""
+
+
+def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> WrittenTurns:
+    """Return the turns that `render` takes: messages, tools, True for a generation prompt."""
+    written = {}
+    for name, turn in TURNS.items():
+        try:
+            prompt = render(_ASKED, TOOLS, True)
+            whole = render([*_ASKED, turn], TOOLS, False)
+        except Exception:
+            continue  # templates raise for messages that they do not support
+        pairs = zip(prompt, whole, strict=False)
+        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        begun = re.sub(r"<[^<>]*\Z", "", prompt[:length])  # no cut within a tag
+        written[name] = begun, whole[len(begun) :]
+    return written
+
+
+def read_turns(family: Family, written: WrittenTurns) -> dict[str, bool]:
+    """Return whether a family reads each turn as what it is.
+
+    Turns that were written in part are left out.
+    """
+    found = {}
+    for name, (prompt_end, text) in written.items():
+        turn = TURNS[name]
+        reasoning = turn.get("reasoning_content", "")
+        calls = []
+        for call in turn.get("tool_calls", []):
+            calls.append((call["function"]["name"], call["function"]["arguments"]))
+        parts = [turn["content"], reasoning, *(name for name, _ in calls)]
+        if all(part in text for part in parts):
+            reply = read_text(family, prompt_end, text, TOOLS)
+            read_calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
+            read = (reply.reasoning, reply.content, read_calls)
+            found[name] = read == (reasoning, turn["content"], calls)
+    return found
+
+
+def find_family(tokenizer: Any, written: WrittenTurns, name: str) -> Family:
+    """Return the first family that reads all written turns, calls among them, or else `plain()`.
+
+    The tokenizer's own response template comes first (`own`). With another `name` than `auto`, the
+    family of this name is returned. Raises `InputError` for an unknown name.
+    """
+    candidates = families()
+    with suppress(*UNREADABLE):  # most have none
+        candidates = {"own": Family("own", tokenizer.response_template), **candidates}
+    if name in candidates:
+        return candidates[name]
+    if name != "auto":
+        raise InputError(f"there is no tool parser {name!r}: choose auto, {', '.join(families())}")
+    for family in candidates.values():
+        turns = read_turns(family, written)
+        if all(turns.values()) and any("tool_calls" in TURNS[name] for name in turns):
+            return family
+    return plain()
