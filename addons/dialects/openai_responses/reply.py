@@ -1,14 +1,19 @@
-"""Replies of the Responses API: the response object, its output items, compactions, and Codex's catalogue of models.
+"""Replies of the Responses API: the response object, its output items, compactions, and Codex's
+catalogue of models.
 
 Codex's compaction replaces the history of a conversation by a summary of the model:
 
 1. Codex appends a `compaction_trigger` item to the input.
-2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains the summary.
-3. In later requests Codex sends that item in place of the history. It is decoded to a user message.
+2. The reply is exactly one `compaction` item. Its `encrypted_content`, opaque to Codex, contains
+   the summary.
+3. In later requests Codex sends that item in place of the history. It is decoded to a user
+   message.
 
-A request to `/responses/compact`, as some versions of Codex send it, is answered as one with a trigger.
+A request to `/responses/compact`, as some versions of Codex send it, is answered as one with a
+trigger.
 
-`encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user message.
+`encrypted_content` is neither encrypted nor authenticated. A forged one has the effect of a user
+message.
 """
 
 import base64
@@ -16,6 +21,8 @@ import binascii
 from typing import Any
 
 from rolltap.addons.dialects.call import (
+    DialectError,
+    Message,
     ModelCall,
     Reply,
     ReplyContext,
@@ -23,77 +30,54 @@ from rolltap.addons.dialects.call import (
     ToolCall,
     Usage,
     WireTool,
-    dump_json,
     sign,
     well_formed,
 )
+from rolltap.addons.dialects.fields import Fields
 from rolltap.addons.dialects.tools import freeform_input
 
 
-def encode_reply(context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-    """Return the body of a reply that is not streamed."""
-    whole = response(context, **ending(context, reply, usage), output=output_items(context, reply))
-    if is_compact(context.target):
-        kept = {key: whole[key] for key in ("id", "created_at", "output", "usage")}
-        return dump_json({**kept, "object": "response.compaction"})
-    return dump_json(whole)
-
-
 def is_compact(target: str) -> bool:
-    """Return True for a request to `/responses/compact`, whose reply is a compaction and no response."""
+    """Return True for a request to `/responses/compact`. Its reply is a compaction, no response."""
     return target.partition("?")[0].endswith("/compact")
 
 
-def encode_token_count(num_tokens: int) -> bytes:
-    """Return the body of a reply to `POST /v1/responses/input_tokens`."""
-    return dump_json({"object": "response.input_tokens", "input_tokens": num_tokens})
+def response(context: ReplyContext, status: str, **known: Any) -> dict[str, Any]:
+    """Return the response object. `known` are the fields that are known by now.
 
-
-def encode_models(target: str, models: list[ServedModel], created: int) -> bytes:
-    """Return the body of a reply to Codex's request for its catalogue of models."""
-    return dump_json({"models": [_entry(model, priority) for priority, model in enumerate(models)]})
-
-
-def response(
-    context: ReplyContext,
-    *,
-    status: str,
-    output: list[dict[str, Any]],
-    error: dict[str, str] | None = None,
-    completed_at: int | None = None,
-    incomplete_details: dict[str, str] | None = None,
-    usage: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the response object, which repeats what the request asks for, also what is not applied.
-
-    Until it ends, it repeats the recordable form of options alone: each keep-alive of a stream has it.
+    It repeats what the request asks for, also what is not applied. Until it ends, it repeats the
+    recordable form of options alone: each keep-alive of a stream has it.
     """
     model_call = context.model_call
-    asked = model_call.requested_sampling | ({} if status == "in_progress" else model_call.repeated)
-    repeated = {
-        key: asked[key] if type(asked.get(key)) in kinds else default for key, (kinds, default) in REPEATED.items()
-    }
+    asked = model_call.requested_sampling
+    if status != "in_progress":
+        asked = asked | model_call.repeated
+    repeated: dict[str, Any] = {}
+    for key, (kinds, default) in REPEATED.items():
+        repeated[key] = asked[key] if type(asked.get(key)) in kinds else default
+    tools = asked.get("tools", ())
     return {
         "id": f"resp_{context.call_id}",
         "object": "response",
         "created_at": context.created,
-        "completed_at": completed_at,
+        "completed_at": None,
         "status": status,
         "background": False,
-        "error": error,
-        "incomplete_details": incomplete_details,
+        "error": None,
+        "incomplete_details": None,
         "max_output_tokens": model_call.max_tokens,
         "model": model_call.model,
-        "output": output,
+        "output": [],
         "previous_response_id": model_call.client_metadata.get("previous_response_id"),
         "conversation": None,
         **repeated,
         "reasoning": {"effort": None, "summary": None, **repeated["reasoning"]},
         "service_tier": "default",
         "text": {"format": {"type": "text"}, **repeated["text"]},
-        "tools": [_TOOL | tool if tool["type"] == "function" else tool for tool in asked.get("tools", ())],
+        "tools": [_TOOL | tool if tool["type"] == "function" else tool for tool in tools],
         "top_logprobs": 0,
-        "usage": usage,
+        "usage": None,
+        **known,
     }
 
 
@@ -109,17 +93,13 @@ REPEATED: dict[str, tuple[tuple[type, ...], Any]] = {
     "tool_choice": ((str, dict), "auto"),
     "truncation": ((str,), "disabled"),
 }
-"""Fields of a request that its response repeats: the types of their values, and the API's default."""
+"""Fields of a request that its response repeats: the types of their values, and the default."""
 
 
 def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
     """Return the fields of a response that are known only when its reply is complete."""
-    truncated = reply.finish_reason == "length"
-    return {
-        "status": "incomplete" if truncated else "completed",
-        # a reply that is given again was complete before
-        "completed_at": max(context.created, int(usage.ended.timestamp())) if usage.ended and not truncated else None,
-        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+    fields: dict[str, Any] = {
+        "status": "completed",
         "usage": {
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
@@ -128,12 +108,21 @@ def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
             "total_tokens": usage.prompt + usage.completion,
         },
     }
+    if reply.finish_reason == "length":
+        fields["status"] = "incomplete"
+        fields["incomplete_details"] = {"reason": "max_output_tokens"}
+    elif usage.ended is not None:
+        # a reply that is given again was complete before
+        fields["completed_at"] = max(context.created, int(usage.ended.timestamp()))
+    return fields
 
 
 def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     """Return the output items of a reply: reasoning, text, tool calls."""
     if is_compaction(context):
-        return [{"id": item_id(context, "cmp", 0), "type": "compaction", "encrypted_content": seal(reply.content)}]
+        summary = _seal(reply.content)
+        item_id = _item_id(context, "cmp", 0)
+        return [{"id": item_id, "type": "compaction", "encrypted_content": summary}]
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         items.append(reasoning_item(context, reply.reasoning))
@@ -148,7 +137,7 @@ def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
 def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
     """Return the item of the reasoning. It is always the first item."""
     return {
-        "id": item_id(context, "rs", 0),
+        "id": _item_id(context, "rs", 0),
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": text}],
         "encrypted_content": sign(context.call_id),
@@ -158,7 +147,7 @@ def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
 def message_item(context: ReplyContext, index: int, text: str, status: str) -> dict[str, Any]:
     """Return the item of the reply's text."""
     return {
-        "id": item_id(context, "msg", index),
+        "id": _item_id(context, "msg", index),
         "type": "message",
         "role": "assistant",
         "status": status,
@@ -166,7 +155,7 @@ def message_item(context: ReplyContext, index: int, text: str, status: str) -> d
     }
 
 
-def item_id(context: ReplyContext, prefix: str, index: int) -> str:
+def _item_id(context: ReplyContext, prefix: str, index: int) -> str:
     """Return the id of the item at `index` of the output."""
     return f"{prefix}_{context.call_id}_{index}"
 
@@ -178,9 +167,10 @@ def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, A
         common["namespace"] = wire.namespace
     if wire.freeform:
         text = freeform_input(call.arguments)
-        return {"id": item_id(context, "ctc", index), "type": "custom_tool_call", **common, "input": text}
+        item_id = _item_id(context, "ctc", index)
+        return {"id": item_id, "type": "custom_tool_call", **common, "input": text}
     return {
-        "id": item_id(context, "fc", index),
+        "id": _item_id(context, "fc", index),
         "type": "function_call",
         **common,
         "arguments": call.arguments,
@@ -192,15 +182,15 @@ _COMPACTION = "compaction"
 """Key of the recorded options: True when the reply is a compaction item."""
 _MARK = "rolltap-summary:"
 _SUMMARY_REQUEST = (
-    "The conversation is about to be replaced by a summary of it. Write that summary now, and nothing else: the task, "
-    "the user's wishes, what was done and found, what is left to do, and every name, path and value that is needed to "
-    "go on with the work."
+    "The conversation is about to be replaced by a summary of it. Write that summary now, and "
+    "nothing else: the task, the user's wishes, what was done and found, what is left to do, and "
+    "every name, path and value that is needed to go on with the work."
 )
 _HEADING = "Summary of the conversation so far:\n\n"
 
 
 def ask_for_summary(model_call: ModelCall) -> None:
-    """Append the request for a summary to the messages, and mark the call as a compaction, whose reply is a text."""
+    """Append the request for a summary, and mark the call as a compaction. Its reply is a text."""
     model_call.messages.append({"role": "user", "content": _SUMMARY_REQUEST})
     model_call.client_metadata["compaction"] = "trigger"
     model_call.requested_sampling[_COMPACTION] = True
@@ -212,36 +202,46 @@ def is_compaction(context: ReplyContext) -> bool:
     return context.model_call.requested_sampling.get(_COMPACTION) is True
 
 
-def seal(summary: str) -> str:
-    """Return the `encrypted_content` of a compaction item."""
+def _seal(summary: str) -> str:
     return base64.b64encode(f"{_MARK}{well_formed(summary)}".encode()).decode()
 
 
-def unseal(sealed: str | None) -> str | None:
-    """Return the text that replaces the history, or None when `sealed` does not have the form that `seal` writes."""
+def summary_message(item: Fields) -> Message:
+    """Return the message in the place of a history. Raises `DialectError` for a foreign item."""
+    sealed = item.maybe("encrypted_content", str) or ""
     try:
-        text = base64.b64decode(sealed or "", validate=True).decode()
+        text = base64.b64decode(sealed, validate=True).decode()
     except (binascii.Error, ValueError):
-        return None
-    return _HEADING + text.removeprefix(_MARK) if text.startswith(_MARK) else None
+        text = ""
+    if not text.startswith(_MARK):
+        why = f"'{item.place('encrypted_content')}' was not issued here and cannot be read."
+        raise DialectError(why, code="invalid_encrypted_content")
+    return {"role": "user", "content": _HEADING + text.removeprefix(_MARK)}
+
+
+def is_summary(message: Message) -> bool:
+    """Return True for a message in the place of a history."""
+    is_heading: bool = message["content"].startswith(_HEADING)
+    return is_heading
 
 
 _LONGEST_TOOL_OUTPUT = 10_000
 """Tokens, as in Codex's own catalogue."""
 _CODEX_PROMPT = (
-    "You are Codex, a coding agent in the user's terminal. Work in the current directory with the tools that you have. "
-    "Look before you change anything, edit files with shell commands, check what you did, and go on until the task is "
-    "done. End with a short account of what you changed."
+    "You are Codex, a coding agent in the user's terminal. Work in the current directory with the "
+    "tools that you have. Look before you change anything, edit files with shell commands, check "
+    "what you did, and go on until the task is done. End with a short account of what you changed."
 )
-"""The system prompt. Codex takes it from the catalogue and adds its own text about skills and the environment."""
+"""The system prompt. Codex takes it from the catalogue, and adds its own text about skills and the
+environment."""
 
 
-def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
+def catalogue_entry(model: ServedModel, priority: int) -> dict[str, Any]:
     """Return the entry of a model in Codex's catalogue. Codex uses the first model as its default.
 
-    Codex requests it from chatgpt.com when it has an API key, and takes its default model, its tools and the size of
-    the context window from it. OpenAI does not document the format. The fields are those that Codex 0.169 requires, and
-    those that choose its tools.
+    Codex requests it from chatgpt.com when it has an API key, and takes its default model, its
+    tools and the size of the context window from it. OpenAI does not document the format. The
+    fields are those that Codex 0.169 requires, and those that choose its tools.
     """
     return {
         "slug": model.name,
@@ -250,14 +250,19 @@ def _entry(model: ServedModel, priority: int) -> dict[str, Any]:
         "visibility": "list",
         "supported_in_api": True,
         "context_window": model.context_window,
-        # Codex's own limit is close to the full window; a model that reasons before its summary needs more room.
+        # Codex's own limit is close to the full window; a model that reasons before its summary
+        # needs more room
         "auto_compact_token_limit": model.context_window * 3 // 4,
-        # Codex counts four bytes as one token, but one byte can be a token: an eighth may really be half the window.
-        "truncation_policy": {"mode": "tokens", "limit": min(_LONGEST_TOOL_OUTPUT, model.context_window // 8)},
+        # Codex counts four bytes as one token, but one byte can be a token: an eighth may really
+        # be half the window
+        "truncation_policy": {
+            "mode": "tokens",
+            "limit": min(_LONGEST_TOOL_OUTPUT, model.context_window // 8),
+        },
         "input_modalities": ["text"],
         "base_instructions": _CODEX_PROMPT,
-        # Function tools only: a shell; no freeform apply_patch, which would need `apply_patch_tool_type`; no
-        # namespaces of sub-agents.
+        # function tools only: a shell; no freeform apply_patch, which would need
+        # `apply_patch_tool_type`; no namespaces of sub-agents
         "shell_type": "unified_exec",
         "experimental_supported_tools": [],
         "multi_agent_version": "disabled",

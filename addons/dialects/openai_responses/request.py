@@ -1,17 +1,58 @@
-"""Requests of the Responses API."""
+"""Requests of the OpenAI Responses API, which Codex, Pi, opencode and the OpenAI SDKs use.
 
+Field names follow the OpenAI API reference. Its peculiarities:
+
+| on the wire | here |
+| --- | --- |
+| one reply is several items: reasoning, message, calls | consecutive ones are one message |
+| tools have namespaces | a namespace is a prefix of the name: see `_shown_name` |
+| tools may stand among the items: `additional_tools` | they are tools of the request |
+| `previous_response_id`, `item_reference` | messages and items of earlier replies: see `ids` |
+| a `compaction_trigger`, or the path `/responses/compact` | the model is asked for a summary |
+| results of calls that a compaction stands for | no error |
+| `/v1/models` belongs to Chat Completions | Codex has its own path for its catalogue of models |
+"""
+
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, Message, ModelCall, dump_json
-from rolltap.addons.dialects.dialect import decoded, name_results
+from rolltap.addons.dialects import dialect
+from rolltap.addons.dialects.call import (
+    FREEFORM_ARGUMENT,
+    DialectError,
+    Message,
+    ModelCall,
+    Part,
+    Reply,
+    ReplyContext,
+    ServedModel,
+    Tool,
+    Usage,
+    WireTool,
+    assistant_message,
+    dump_json,
+    message_tool_call,
+    parse_arguments,
+    signed_call,
+)
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.openai import WORDING, refuse_unsupported, require_offered, wanted_schema
-from rolltap.addons.dialects.openai_responses.ids import INSTRUCTIONS, names_stored, resolve
-from rolltap.addons.dialects.openai_responses.items import decode_input, hide_items
-from rolltap.addons.dialects.openai_responses.reply import REPEATED, is_compact
-from rolltap.addons.dialects.openai_responses.tools import ToolNames, read_tools
+from rolltap.addons.dialects.json_values import described
+from rolltap.addons.dialects.openai import (
+    WORDING,
+    OpenAIDialect,
+    read_content,
+    read_texts,
+    refuse_unsupported,
+    require_offered,
+    wanted_schema,
+)
+from rolltap.addons.dialects.openai_responses import ids, reply
+from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
 from rolltap.addons.dialects.stored import FindCall, NamesStored
+from rolltap.addons.dialects.tools import freeform_tool, function_tool
 
+_ROLES = ("system", "developer", "user", "assistant")
 _SAMPLING_FIELDS = [
     "temperature",
     "top_p",
@@ -28,70 +69,252 @@ _SAMPLING_FIELDS = [
     "max_tool_calls",
     "context_management",
 ]
+_NOT_STORED = {
+    "conversation": "name the last response as 'previous_response_id'",
+    "prompt": "this server stores no templates",
+    "background": "this server stores no unread replies",
+}
+"""Fields that are refused, and the reason."""
+_LOGPROBS = "message.output_text.logprobs"
+_ORPHAN = "No tool call found for function call output with call_id {}."
 _LONGEST_REPEATED = 512 * 1024
 """Bytes of a field that the response repeats: no longer one is encoded in the event loop."""
-_LOGPROBS = "message.output_text.logprobs"
+
+_Offered = dict[str, tuple[Tool, WireTool]]
+"""Name that the model sees -> the tool, and its form on the wire."""
 
 
-def decode(parsed: dict[str, Any], target: str) -> ModelCall:
-    """Decode the request in `body`. Raises `DialectError` for an invalid or unsupported request, and `NamesStored`."""
-    request = Fields(parsed, WORDING)
-    if is_compact(target):
-        request.label("model")
-        given = request.maybe("input", str)
-        items = request.elements("input") if given is None else [{"role": "user", "content": given}]
-        request = request.replaced(
-            {**request.values, "input": [*items, {"type": "compaction_trigger"}], "stream": False}
-        )
-    if request["conversation"]:
-        raise DialectError("'conversation' is not supported: name the last response as 'previous_response_id'.")
-    hidden = hide_items(request)
-    if not names_stored(request):
-        return _decode(request, [], hidden)
+class OpenAIResponses(OpenAIDialect):
+    """The Responses API over HTTP."""
 
-    def complete(find: FindCall) -> ModelCall:
-        return _decode(*resolve(request, find), hidden)
+    NAME = "openai-responses"
+    CONVERSATION = "input"
+    GENERATE = ("/v1/responses", "/responses", "/v1/responses/compact", "/responses/compact")
+    COUNT_TOKENS = ("/v1/responses/input_tokens", "/responses/input_tokens")
+    MODELS = "/backend-api/codex/models"
 
-    raise NamesStored(complete)
+    def decode(
+        self,
+        request: dict[str, Any],
+        target: str,
+        known: Sequence[Part] = (),
+    ) -> ModelCall:
+        fields = Fields(request, WORDING)
+        items = fields.maybe("input", list) or []
+        if fields["previous_response_id"] is None and not any(map(ids.is_reference, items)):
+            return _decode(fields, target, known, None)
+        raise NamesStored(partial(_decode, fields, target, known))
+
+    def encode_reply(self, context: ReplyContext, sampled: Reply, usage: Usage) -> bytes:
+        fields = reply.ending(context, sampled, usage)
+        output = reply.output_items(context, sampled)
+        whole = reply.response(context, output=output, **fields)
+        if not reply.is_compact(context.target):
+            return dump_json(whole)
+        kept = {key: whole[key] for key in ("id", "created_at", "output", "usage")}
+        return dump_json({**kept, "object": "response.compaction"})
+
+    def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
+        return StreamEncoder(context)
+
+    def encode_token_count(self, num_tokens: int) -> bytes:
+        return dump_json({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
+        entries = [reply.catalogue_entry(model, index) for index, model in enumerate(models)]
+        return dump_json({"models": entries})
 
 
-def _decode(request: Fields, before: list[Message], hidden: int) -> ModelCall:
-    """Decode a request without ids and media. `before` are messages before its input."""
-    for name in ("prompt", "background"):
-        if request[name]:
-            raise DialectError(f"'{name}' is not supported: this server stores neither templates nor unread replies.")
-    refuse_unsupported(request, ["top_logprobs"])
-    if _LOGPROBS in request.elements("include"):
-        raise request.refusal("include", f"a list without '{_LOGPROBS}', which is not supported with this model")
-    form, metadata = request.inner("text").inner("format"), request.inner("client_metadata")
-    model_call = ModelCall(
-        model=request.optional("model", Fields.label) or "",
-        messages=[],
-        tools=[],
-        stream=request["stream"] is True,
-        max_tokens=request.optional("max_output_tokens", Fields.positive_integer),
+def _decode(
+    fields: Fields,
+    target: str,
+    known: Sequence[Part],
+    find: FindCall | None,
+) -> ModelCall:
+    """Decode a request. `find` finds the calls that it names by the ids of their replies."""
+    _refuse_options(fields)
+    is_compaction = reply.is_compact(target)
+    if is_compaction:
+        fields.label("model")
+    before: list[Message] = []
+    if find is not None and fields["previous_response_id"] is not None:
+        before = ids.previous_messages(fields.identifier("previous_response_id"), find)
+    if not fields["input"] and not before:
+        raise fields.refusal("input", "a non-empty string or list of items")
+    parts = _parts(fields, known, find)
+    offered: _Offered = {}
+    hosted: list[Any] = []
+    _read_tools(fields, offered, hosted)
+    for index, part in enumerate(parts):
+        if part.element is None:
+            continue
+        item = fields.element("input", index, part.element)
+        if item["type"] == "additional_tools":
+            _read_tools(item, offered, hosted)
+        elif part is not parts[-1]:
+            why = "is a compaction trigger, which must be the last item"
+            raise DialectError(f"'{item.place()}' {why}.")
+        else:
+            is_compaction = True
+    form = fields.inner("text").inner("format")
+    metadata = fields.inner("client_metadata")
+    call = ModelCall(
+        model=fields.optional("model", Fields.label) or "",
+        messages=_messages(fields, before, parts),
+        parts=parts if find is None else [],
+        tools=[tool for tool, _ in offered.values()],
+        stream=fields["stream"] is True and not reply.is_compact(target),
+        max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
         schema=wanted_schema(form, form),
-        may_call=request["tool_choice"] != "none",
-        requested_sampling=request.chosen(_SAMPLING_FIELDS),
-        repeated={
-            key: value
-            for key, value in request.chosen((*REPEATED, "tools")).items()
-            if key in ("tools", "instructions") or len(dump_json(value)) <= _LONGEST_REPEATED  # the window bounds these
-        },
-        hidden=hidden,
-        client_metadata=metadata.texts_by_place(*metadata.values)
-        | request.texts_by_place("prompt_cache_key", "previous_response_id"),
+        may_call=fields["tool_choice"] != "none",
+        requested_sampling=fields.chosen(_SAMPLING_FIELDS),
+        hosted_tools=hosted,
+        wire_tools={name: wire for name, (_, wire) in offered.items() if wire != WireTool(name)},
+        client_metadata=metadata.texts_by_place(*metadata.values),
+        repeated=_repeated(fields),
+        hidden=sum(part.hidden for part in parts),
     )
-    if request["instructions"] is not None:
-        model_call.requested_sampling[INSTRUCTIONS] = True
-    names = ToolNames()
-    read_tools(request, model_call, names)
-    decode_input(request, before, model_call, names)
-    require_offered(request.inner("tool_choice"), model_call.tool_names)
-    compacted = any(item["type"] == "compaction" for item in request.maybe("input", list) or [] if "type" in item)
-    called = {call["id"] for message in before for call in message.get("tool_calls", ())}
-    compacted |= any(message["role"] == "tool" and message["tool_call_id"] not in called for message in before)
-    # the call of a result may be part of a compaction, also of an earlier one
-    orphan = "" if compacted else "No tool call found for function call output with call_id {}."
-    model_call.messages = name_results(model_call.messages, orphan)
-    return decoded(model_call)
+    call.client_metadata |= fields.texts_by_place("prompt_cache_key", "previous_response_id")
+    if fields["instructions"] is not None:
+        call.requested_sampling[ids.INSTRUCTIONS] = True
+    if is_compaction:
+        reply.ask_for_summary(call)
+    require_offered(fields.inner("tool_choice"), call.tool_names)
+    return dialect.decoded(call)
+
+
+def _refuse_options(fields: Fields) -> None:
+    for name, why in _NOT_STORED.items():
+        if fields[name]:
+            raise DialectError(f"'{name}' is not supported: {why}.")
+    refuse_unsupported(fields, ["top_logprobs"])
+    if _LOGPROBS in fields.elements("include"):
+        expected = f"a list without '{_LOGPROBS}', which is not supported with this model"
+        raise fields.refusal("include", expected)
+
+
+def _repeated(fields: Fields) -> dict[str, Any]:
+    """Return the fields that the response repeats. The window bounds the first two."""
+    repeated = fields.chosen(("instructions", "tools"))
+    for key, value in fields.chosen(reply.REPEATED).items():
+        if len(dump_json(value)) <= _LONGEST_REPEATED:
+            repeated[key] = value
+    return repeated
+
+
+def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[Message]:
+    """Return the messages of the instructions, those before the input, and those of its parts."""
+    messages: list[Message] = []
+    instructions = fields.optional("instructions", Fields.text)
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    earlier = Part(before)
+    said = [part for part in parts if part.messages]
+    orphan = _ORPHAN
+    if any(reply.is_summary(message) for part in [earlier, *said] for message in part.messages):
+        orphan = ""  # it may stand for the call of a result
+    dialect.name_parts([earlier, *said], orphan)
+    messages += earlier.messages
+    messages += dialect.join_turns(said, "\n\n")
+    if not messages:
+        raise DialectError("'input' must hold at least one message.")
+    return messages
+
+
+def _parts(fields: Fields, known: Sequence[Part], find: FindCall | None) -> list[Part]:
+    text = fields.maybe("input", str)
+    if text is not None:
+        return [Part([{"role": "user", "content": text}])]
+    if find is None:
+        return dialect.decode_parts(fields, "input", known, _part)
+    stored = ids.StoredItems(find)
+
+    def read(item: Fields) -> Part:
+        if ids.is_reference(item.values):
+            item = item.replaced(stored.item(item.identifier("id")))
+        return _part(item)
+
+    return dialect.decode_parts(fields, "input", known, read)
+
+
+def _part(item: Fields) -> Part:
+    """Return the part of an item. Items of the assistant become a message each: see `join_turns`.
+
+    The part of an item with tools, and of a compaction trigger, has the item and no message.
+    """
+    part = Part()
+    kind = item.optional("type", Fields.text) or "message"
+    match kind:
+        case "message":
+            role = item.choice("role", _ROLES)
+            if role == "developer":
+                role = "system"
+            message = {"role": role, "content": read_content(item, "content", part)}
+        case "reasoning":
+            texts = filter(None, read_texts(item, "summary", part))
+            call_id = signed_call(item.maybe("encrypted_content", str))
+            message = assistant_message("", "\n\n".join(texts), [], call_id)
+        case "function_call":
+            arguments = parse_arguments(item.text("arguments"))
+            message = assistant_message("", "", [_tool_call(item, arguments)])
+        case "custom_tool_call":
+            arguments = {FREEFORM_ARGUMENT: item.text("input")}
+            message = assistant_message("", "", [_tool_call(item, arguments)])
+        case "function_call_output" | "custom_tool_call_output":
+            content = read_content(item, "output", part)
+            call_id = item.identifier("call_id")
+            message = {"role": "tool", "content": content, "tool_call_id": call_id}
+        case "compaction":
+            message = reply.summary_message(item)
+        case "additional_tools" | "compaction_trigger":
+            part.element = item.values
+            return part
+        case _:
+            why = f"has type {described(kind)}, which this model neither issues nor reads"
+            raise DialectError(f"'{item.place()}' {why}.")
+    part.messages.append(message)
+    return part
+
+
+def _tool_call(item: Fields, arguments: Any) -> dict[str, Any]:
+    name = _shown_name(item.optional("namespace", Fields.text), item.text("name"))
+    return message_tool_call(item.identifier("call_id"), name, arguments)
+
+
+def _shown_name(namespace: str | None, name: str) -> str:
+    """Return the name of a tool that the model sees. It has no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _read_tools(fields: Fields, offered: _Offered, hosted: list[Any]) -> None:
+    """Add the list `tools` of a request or an item.
+
+    A tool replaces an earlier one with the same name and namespace. Raises `DialectError`.
+    """
+    for tool in fields.objects("tools"):
+        kind = tool.text("type")
+        if kind == "namespace":
+            namespace = tool.tool_name("name")
+            for inner in tool.objects("tools"):
+                _add_tool(inner, namespace, offered)
+        elif kind in ("function", "custom"):
+            _add_tool(tool, None, offered)
+        else:
+            hosted.append(tool.values)
+
+
+def _add_tool(tool: Fields, namespace: str | None, offered: _Offered) -> None:
+    is_freeform = tool.choice("type", ("function", "custom")) == "custom"
+    wire = WireTool(tool.tool_name("name"), namespace, is_freeform)
+    shown = _shown_name(namespace, wire.name)
+    if shown in offered:
+        _, earlier = offered[shown]
+        if (earlier.namespace, earlier.name) != (namespace, wire.name):
+            raise tool.refusal("name", f"another one: two tools are shown as {described(shown)}")
+    description = tool.maybe("description", str)
+    if is_freeform:
+        grammar = tool.inner("format").maybe("definition", str)
+        function = freeform_tool(shown, description, grammar)
+    else:
+        function = function_tool(shown, description, tool.maybe("parameters", dict))
+    offered[shown] = function, wire

@@ -146,19 +146,10 @@ class TestDecode:
         assert [tool["function"]["description"] for tool in again.tools] == ["Looks again.", "Looks."]
         assert call.wire_tools == {}
 
-    def test_no_two_tools_are_shown_under_one_name(self):
-        call = decode(
-            tools=[{**LOOK, "name": "agents__spawn"}, AGENTS],
-            input=[
-                {"type": "function_call", "call_id": "t1", "name": "agents__spawn", "arguments": "{}"},
-                {"type": "function_call", "call_id": "t2", "name": "spawn", "namespace": "agents", "arguments": "{}"},
-            ],
-        )
-        names = ["agents__spawn", "agents__spawn_"]
-        assert [t["function"]["name"] for t in call.tools][:2] == names
-        assert [c["function"]["name"] for c in call.messages[-1]["tool_calls"]] == names
-        assert "agents__spawn" not in call.wire_tools
-        assert call.wire_tools["agents__spawn_"] == WireTool("spawn", namespace="agents")
+    def test_a_call_of_a_tool_in_a_namespace_has_its_name_here(self):
+        call = {"type": "function_call", "call_id": "t1", "name": "spawn", "namespace": "agents", "arguments": "{}"}
+        (message,) = decode_items(call, tools=[])
+        assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
 
 TEXT = {"type": "input_text", "text": "See"}
@@ -189,6 +180,10 @@ REFUSED = [
     ({"tools": [LOOK, "x"]}, "'tools[1]'"),
     ({"tools": [{"type": "function"}]}, "'tools[0].name'"),
     ({"tools": [{"type": "namespace", "name": "n", "tools": [SEARCH]}]}, "'tools[0].tools[0].type'"),
+    (
+        {"tools": [{**LOOK, "name": "agents__spawn"}, AGENTS]},
+        "'tools[1].tools[0].name' must be another one: two tools are shown as 'agents__spawn'",
+    ),
     ({"max_output_tokens": 0}, "'max_output_tokens'"),
     ({"background": True}, "'background'"),
     ({"prompt": {"id": "pmpt_1"}}, "'prompt'"),
