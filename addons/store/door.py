@@ -1,12 +1,14 @@
 """The door to a run folder, which people send each other: what is opened, and what is taken from it.
 
-- **Files** are regular ones that no link leads to. They are opened without waiting, so that a FIFO hangs nobody.
-- **Commits** are as large as they are on the disk: writers compress none. They have at most `most_bytes()` bytes and
-  `MOST_ROWS` rows, texts of at most `MOST_TEXT` bytes and lists of at most `MOST_NUMBERS` numbers, and printable ids.
-  `SegmentReader` takes others for damage, and skips them.
-- **Rows** have the values that their columns are for (`row_faults`): JSON of the right shape, finite numbers, known
-  words. `batch_rows` reads other values as those of an empty record. The row's digest then does not match, so that
-  nothing is trained on it.
+- **Files** are regular ones that no link leads to. They are opened without waiting, so that a FIFO
+  hangs nobody.
+- **Commits** are as large as they are on the disk: writers compress none. They have at most
+  `most_bytes()` bytes and `MOST_ROWS` rows, texts of at most `MOST_TEXT` bytes and lists of at most
+  `MOST_NUMBERS` numbers, and printable ids. `SegmentReader` takes others for damage, and skips
+  them.
+- **Rows** have the values that their columns are for (`row_faults`): JSON of the right shape,
+  finite numbers, known words. `batch_rows` reads other values as those of an empty record. The
+  row's digest then does not match, so that nothing is trained on it.
 """
 
 import errno
@@ -22,13 +24,14 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError, create_model, model_validator
+import pydantic
+from pydantic import BaseModel, Field, InstanceOf, Json, ValidationError
 from pydantic_core import ErrorDetails
 
 from rolltap.addons.store.records import Call, Event, Session
 
 MOST_MIB = "ROLLTAP_MOST_MIB"
-"""Variable with the size in MiB of the largest commit, and of the largest file that is read as a whole."""
+"""Variable with the MiB of the largest commit, and of the largest file that is read as a whole."""
 MOST_ROWS = 65_536
 MOST_TEXT = 64 << 20
 """Bytes of a text: twice the largest request of a recorder."""
@@ -52,14 +55,15 @@ def most_bytes() -> int:
 def open_file(run: Path, name: str) -> BinaryIO:
     """Open a file of a run folder. `name` is its path in the folder.
 
-    Raises `OSError`, also for a link, for a file that is no regular one, and for a name that no file can have.
+    Raises `OSError`, also for a link, for a file that is no regular one, and for a name that no
+    file can have.
     """
     path = str(run / name)
     *folders, last = Path(name).parts or ("",)
+    if ".." in folders or Path(name).is_absolute():
+        raise OSError(errno.EINVAL, "it is not in the run folder", path)
     folder = os.open(run, _FOLDER)
     try:
-        if ".." in folders or Path(name).is_absolute():
-            raise OSError(errno.EINVAL, "it is not in the run folder", path)
         for part in folders:
             inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
@@ -89,34 +93,45 @@ def has_file(run: Path, name: str) -> bool:
 
 
 def read_file(run: Path, name: str) -> bytes:
-    """Return the contents of a file of a run folder. Raises `OSError` as `open_file`, and for one that is too large."""
+    """Return the contents of a file of a run folder.
+
+    Raises `OSError` as `open_file`, and for one that is too large.
+    """
     with open_file(run, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes():
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes: set {MOST_MIB} to read it", str(run / name))
+            why = f"it has {size:,} bytes: set {MOST_MIB} to read it"
+            raise OSError(errno.EFBIG, why, str(run / name))
         return file.read(size)
 
 
 def parse_object(text: bytes, kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `ValueError` for another value, and for fields that `kind` has not."""
+    """Return the JSON object in a file.
+
+    Raises `ValueError` for another value, and for fields that `kind` has not.
+    """
     try:
         kind.model_validate_json(text)
-        values: dict[str, Any] = json.loads(text)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(": ".join([*map(str, first["loc"]), first["msg"]])) from None
+    values: dict[str, Any] = json.loads(text)
     return values
 
 
 def check_message(message: pa.Message) -> None:
-    """Raise `pa.ArrowInvalid` for the message of a commit that is compressed or too large. Reads its metadata alone.
+    """Raise `pa.ArrowInvalid` for the message of a commit that is compressed or too large.
 
-    pyarrow has verified the metadata, a flatbuffer. It does not show these two fields.
+    Reads its metadata alone. pyarrow has verified the metadata, a flatbuffer, of which it does not
+    show the compression and the number of rows.
     """
     data = message.metadata.to_pybytes()
-    _, _, header, *_ = _fields(data, struct.unpack_from("<I", data)[0])
-    rows, _, _, *compression = _fields(data, header + struct.unpack_from("<I", data, header)[0])
-    num_rows = struct.unpack_from("<q", data, rows)[0] if rows else 0
+    root = _pointer(data, 0)
+    header = _fields(data, root)[2]
+    rows, _, _, *compression = _fields(data, _pointer(data, header))
+    num_rows = 0
+    if rows:
+        (num_rows,) = struct.unpack_from("<q", data, rows)
     if any(compression[:1]):
         raise pa.ArrowInvalid("it is compressed, and no writer compresses")
     if message.body.size > most_bytes():
@@ -125,31 +140,46 @@ def check_message(message: pa.Message) -> None:
         raise pa.ArrowInvalid(f"it has {num_rows:,} rows, at most {MOST_ROWS:,} are read")
 
 
+def _pointer(data: bytes, place: int) -> int:
+    """Return the place that the flatbuffer's offset at a place leads to."""
+    (offset,) = struct.unpack_from("<I", data, place)
+    return int(place + offset)
+
+
 def _fields(data: bytes, table: int) -> list[int]:
     """Return the places of the fields of a flatbuffer's table, 0 for one that is not there."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
+    (offset,) = struct.unpack_from("<i", data, table)
+    vtable = table - offset
     (size,) = struct.unpack_from("<H", data, vtable)
     offsets = struct.unpack_from(f"<{size // 2 - 2}H", data, vtable + 4)
     return [table + offset if offset else 0 for offset in offsets]
 
 
 def check_batch(batch: pa.RecordBatch) -> None:
-    """Raise `pa.ArrowInvalid` for a batch with a value that is too long, or with an id that is no name."""
-    for name in batch.schema.names if batch.nbytes > _SMALL else ():
-        kind = batch.schema.field(name).type
-        longest, most = 0, MOST_NUMBERS
-        if pa.types.is_list(kind):
-            longest = pc.max(pc.list_value_length(batch.column(name))).as_py() or 0
-        elif pa.types.is_string(kind):
-            longest, most = pc.max(pc.binary_length(batch.column(name))).as_py() or 0, MOST_TEXT
-        if longest > most:
-            raise pa.ArrowInvalid(f"its {name} has a value of length {longest:,}, at most {most:,} is read")
+    """Raise `pa.ArrowInvalid` for a value that is too long, and for an id that is no name."""
+    if batch.nbytes > _SMALL:
+        for name in batch.schema.names:
+            _check_lengths(name, batch.column(name))
     for name in {"session_id", "call_id"} & {*batch.schema.names}:
         for value in batch.column(name).to_pylist():
             if value is not None and not is_name(value):
-                raise pa.ArrowInvalid(
-                    f"the {name} {value[:50]!r} is not printable text of at most {MOST_NAME} characters"
-                )
+                what = f"is not printable text of at most {MOST_NAME} characters"
+                raise pa.ArrowInvalid(f"the {name} {value[:50]!r} {what}")
+
+
+def _check_lengths(name: str, column: pa.Array) -> None:
+    if pa.types.is_list(column.type):
+        lengths = pc.list_value_length(column)
+        most = MOST_NUMBERS
+    elif pa.types.is_string(column.type):
+        lengths = pc.binary_length(column)
+        most = MOST_TEXT
+    else:
+        return
+    longest = pc.max(lengths).as_py() or 0
+    if longest > most:
+        what = f"has a value of length {longest:,}, at most {most:,} is read"
+        raise pa.ArrowInvalid(f"its {name} {what}")
 
 
 def is_name(text: str) -> bool:
@@ -217,11 +247,7 @@ def _row_of(record: type, **columns: Any) -> type[BaseModel]:
     """
     kinds = {each.name: each.type for each in fields(record)} | columns
     with_default: dict[str, Any] = {name: (kind, None) for name, kind in kinds.items()}
-    return create_model(record.__name__, **with_default)
-
-
-class _AnyRow(BaseModel):
-    pass
+    return pydantic.create_model(record.__name__, **with_default)
 
 
 TokenIds = InstanceOf[list[int]]
@@ -262,11 +288,12 @@ class _RoutingRow(BaseModel):
     experts: bytes
     missing: str | None
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _whole(self) -> "_RoutingRow":
         size = self.layers * self.top_k * self.expert_bytes
         if self.missing is None and (not size or len(self.experts) % size):
-            raise ValueError(f"its {len(self.experts)} bytes of experts are not {size} for each token")
+            number = len(self.experts)
+            raise ValueError(f"its {number} bytes of experts are not {size} for each token")
         return self
 
 
@@ -284,28 +311,42 @@ _OBJECTS = ("session_started", "rerun", "stored")
 
 @cache
 def _model(columns: tuple[str, ...]) -> type[BaseModel]:
-    """Return what rows with these columns hold. Without the column of a table it is not known, and all is right."""
-    return next((model for own, model in ROWS.items() if own in columns), _AnyRow)
+    """Return what rows with these columns hold: anything, without the column of a table."""
+    for own, model in ROWS.items():
+        if own in columns:
+            return model
+    return BaseModel
 
 
 def row_faults(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return column -> what is wrong with its value, for the columns of a row whose values no writer writes."""
+    """Return column -> what is wrong with its value, for values that no writer writes.
+
+    A fault of a row as a whole has an empty name.
+    """
     model = _model(tuple(row))
     if model is _EVENT and row.get("kind") in _OBJECTS:
         model = _OBJECT_EVENT
     try:
         model.model_validate(row)
     except ValidationError as error:
-        # the first fault of a column counts
-        return {str(next(iter(fault["loc"]), "")): _described(row, fault) for fault in reversed(error.errors())}
+        faults: dict[str, str] = {}
+        for fault in error.errors():
+            place = [str(part) for part in fault["loc"]]
+            column = place[0] if place else ""
+            faults.setdefault(column, _described(row.get(column), place, fault))
+        return faults
     return {}
 
 
-def _described(row: Mapping[str, Any], fault: ErrorDetails) -> str:
-    if not fault["loc"]:
+def _described(value: object, place: list[str], fault: ErrorDetails) -> str:
+    """Say what is wrong with a row at the place of a fault, which begins with the column."""
+    if not place:
         return fault["msg"]
-    column, *within = map(str, fault["loc"])
-    if not within and (isinstance(row[column], float) or fault["type"] == "literal_error"):
-        return f"its {column} is {str(row[column])[:MOST_NAME]!r}"
-    where = f" ({'.'.join(within)})" if within else ""
-    return f"its {column} have a wrong value{where}: {fault['msg']}"[:MOST_NAME]
+    column, *within = place
+    if within:
+        what = f"a wrong value ({'.'.join(within)})"
+    elif isinstance(value, float) or fault["type"] == "literal_error":
+        return f"its {column} is {str(value)[:MOST_NAME]!r}"
+    else:
+        what = "a wrong value"
+    return f"its {column} have {what}: {fault['msg']}"[:MOST_NAME]

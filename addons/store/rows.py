@@ -1,4 +1,4 @@
-"""Rows of a run: their batches, their digests, and text from the wire that a run can hold and a terminal can show."""
+"""Rows of a run: their batches and digests, and texts from the wire that a terminal can show."""
 
 import json
 import logging
@@ -6,13 +6,21 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from rolltap.addons.dialects.call import well_formed
-from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.records import (
+    CALL_SCHEMA,
+    DIGEST,
+    EVENT_SCHEMA,
+    SESSION_SCHEMA,
+    Call,
+    Event,
+    Session,
+)
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 
 logger = logging.getLogger(__name__)
@@ -27,24 +35,42 @@ _TYPES: dict[pa.DataType, tuple[type, ...]] = {
     pa.binary(): (bytes,),
     pa.timestamp("us", tz="UTC"): (datetime,),
 }
-_NUMBERS: dict[pa.DataType, type] = {pa.list_(pa.int32()): np.int32, pa.list_(pa.float32()): np.float32}
-_LITTLE_ENDIAN = {pa.int32(): "<i4", pa.float16(): "<f2", pa.float32(): "<f4"}
-_NOTES = {CALL_SCHEMA: "error", SESSION_SCHEMA: "error", EVENT_SCHEMA: "detail", ROUTING_SCHEMA: "missing"}
+_LITTLE_ENDIAN: dict[pa.DataType, str] = {
+    pa.list_(pa.int32()): "<i4",
+    pa.list_(pa.float16()): "<f2",
+    pa.list_(pa.float32()): "<f4",
+}
+_NOTES = {
+    CALL_SCHEMA: "error",
+    SESSION_SCHEMA: "error",
+    EVENT_SCHEMA: "detail",
+    ROUTING_SCHEMA: "missing",
+}
 """The column that says which others could not be written."""
-_TRAINED = {"prompt_length", "prompt_tail_ids", "completion_ids", "logprobs", "weight_versions", "parent_id", "kind"}
+_TRAINED = {
+    "prompt_length",
+    "prompt_tail_ids",
+    "completion_ids",
+    "logprobs",
+    "weight_versions",
+    "parent_id",
+    "kind",
+}
 """Columns of a call without which it is not trained on."""
 
 
 def to_batch(row: Mapping[str, Any], schema: pa.Schema) -> pa.RecordBatch:
     """Return a row of `schema`, without a digest, as a batch with one.
 
-    Lone surrogates become U+FFFD: a harness chooses the text of many columns, and Arrow strings are UTF-8. A value that
-    does not fit its column is replaced by that of an empty record and named in a note, with an error in the log: in the
-    column `error` or `detail`, and in `violation` when the call cannot be trained on without it.
+    Lone surrogates become U+FFFD: a harness chooses the text of many columns, and Arrow strings are
+    UTF-8. A value that does not fit its column is replaced by that of an empty record and named in
+    a note, with an error in the log: in the column `error` or `detail`, and in `violation` when the
+    call cannot be trained on without it.
     """
     try:
-        return _batch({name: _writable(row[name], kind) for name, kind in _columns(schema)}, schema)
-    except Exception as error:  # whatever NumPy, pyarrow or JSON raise: a call must not be lost for its metadata
+        columns = _columns(schema)
+        return _batch({each.name: _writable(row[each.name], each.kind) for each in columns}, schema)
+    except Exception as error:  # whatever NumPy, pyarrow or JSON raise: the call must not be lost
         return _batch(_salvaged(row, schema, error), schema)
 
 
@@ -55,31 +81,41 @@ def _batch(row: Row, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _writable(value: Any, kind: pa.DataType) -> Any:
-    """Return a value as it can be written to a column of a type. Raises for a value of another type."""
+    """Return a value as it can be written to a column. Raises for a value of another type."""
     if value is None:
         return None
-    if (types := _TYPES.get(kind)) is not None:
+    types = _TYPES.get(kind)
+    if types is not None:
         if not isinstance(value, types):
             raise TypeError(f"{type(value).__name__} instead of {kind}")
-        return well_formed(value) if type(value) is str and not value.isascii() else value
-    if (number := _NUMBERS.get(kind)) is not None:
-        return np.array(value, dtype=number)  # pyarrow and the digest take an array faster than a list
-    return [{part.name: _writable(span[part.name], part.type) for part in kind.value_type} for span in value]
+        if isinstance(value, str) and not value.isascii():
+            return well_formed(value)
+        return value
+    if kind in _LITTLE_ENDIAN:  # pyarrow and the digest take an array faster than a list
+        return np.array(value, dtype=_LITTLE_ENDIAN[kind])
+    spans = []
+    for span in value:
+        spans.append({part.name: _writable(span[part.name], part.type) for part in kind.value_type})
+    return spans
 
 
 def _salvaged(row: Mapping[str, Any], schema: pa.Schema, error: Exception) -> Row:
-    """Return the row as it can be written: each value as it is read back, or that of an empty record."""
-    salvaged, lost = empty_row(schema), []
-    for name, kind in _columns(schema):
+    """Return the row as it can be written: each value as it is read back, or an empty record's."""
+    salvaged = empty_row(schema)
+    lost: list[str] = []
+    for name, kind, *_ in _columns(schema):
         try:
             (salvaged[name],) = pa.array([_writable(row[name], kind)], kind).to_pylist()
         except Exception as fault:
             lost.append(f"{name} ({fault!r})")
     note = well_formed(f"not written: {', '.join(lost) or repr(error)}")[:1000]
-    logger.error("a row of call %s, session %s: %s", salvaged.get("call_id"), salvaged["session_id"], note)
-    salvaged[_NOTES[schema]] = "; ".join(filter(None, [salvaged[_NOTES[schema]], note]))
+    session = f"call {salvaged.get('call_id')}, session {salvaged['session_id']}"
+    logger.error("a row of %s: %s", session, note)
+    notes = [_NOTES[schema]]
     if schema is CALL_SCHEMA and any(column.split()[0] in _TRAINED for column in lost):
-        salvaged["violation"] = "; ".join(filter(None, [salvaged["violation"], note]))
+        notes.append("violation")
+    for name in notes:
+        salvaged[name] = f"{salvaged[name]}; {note}" if salvaged[name] else note
     return salvaged
 
 
@@ -99,26 +135,42 @@ def _struct(schema: pa.Schema) -> pa.DataType:
     return pa.struct(list(schema))
 
 
+class _Column(NamedTuple):
+    name: str
+    kind: pa.DataType
+    numbers: str | None
+    """The type in NumPy of the numbers of a list, as they are digested; None for other columns."""
+    is_float: bool
+
+
 @cache
-def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
-    return [(field.name, field.type) for field in schema if field.name != DIGEST]
+def _columns(schema: pa.Schema) -> list[_Column]:
+    """Return the columns without the digest."""
+    columns = []
+    for field in schema:
+        if field.name != DIGEST:
+            numbers = _LITTLE_ENDIAN.get(field.type)
+            is_float = pa.types.is_floating(field.type)
+            columns.append(_Column(field.name, field.type, numbers, is_float))
+    return columns
 
 
 def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
-    """Return the hexadecimal BLAKE2b-128 digest of a row of `schema`. `rolltap verify` recomputes it.
+    """Return the hexadecimal BLAKE2b-128 digest of a row of `schema`.
 
-    It depends on the row's values alone, so that rows keep it when files are compacted, merged or split.
+    `rolltap verify` recomputes it. It depends on the row's values alone, so that rows keep it when
+    files are compacted, merged or split.
 
     The input is, without the digest column:
 
-    1. The values of each list of numbers, in column order, as little-endian bytes of the column's type; and binary
-       values. A float is therefore digested as it is stored.
-    2. A JSON list with an entry for each column: the length of a list of numbers or of a binary value, or the value
-       itself. Times are ISO 8601 in UTC.
+    1. The values of each list of numbers, in column order, as little-endian bytes of the column's
+       type; and binary values. A float is therefore digested as it is stored.
+    2. A JSON list with an entry for each column: the length of a list of numbers or of a binary
+       value, or the value itself. Times are ISO 8601 in UTC.
     """
     digest = blake2b(digest_size=16)
     values: list[Any] = []
-    for name, numbers, is_float in _digested(schema):
+    for name, _, numbers, is_float in _columns(schema):
         value = row[name]
         if value is None:
             values.append(None)
@@ -134,13 +186,6 @@ def row_digest(row: Mapping[str, Any], schema: pa.Schema) -> str:
     return digest.hexdigest()
 
 
-@cache
-def _digested(schema: pa.Schema) -> list[tuple[str, str | None, bool]]:
-    """Return for each column: its name, the NumPy type of its lists' numbers or None, True for a float column."""
-    lists = {name: kind.value_type for name, kind in _columns(schema) if pa.types.is_list(kind)}
-    return [(name, _LITTLE_ENDIAN.get(lists.get(name)), pa.types.is_floating(kind)) for name, kind in _columns(schema)]
-
-
 def _time(value: datetime) -> str:
     return value.astimezone(UTC).isoformat(timespec="microseconds")
 
@@ -153,10 +198,10 @@ LONGEST = 500
 
 
 def printable(text: str, longest: int | None = LONGEST) -> str:
-    r"""Return `text` with escapes such as `\x1b` for all that is not printable, cut to `longest` characters.
+    r"""Return `text` with escapes such as `\x1b` for all that is not printable, cut to `longest`.
 
-    Not printable are control characters, line ends, directions of writing, and the surrogates that mitmproxy decodes
-    bytes to which are not UTF-8. With `longest` None the text is not cut.
+    Not printable are control characters, line ends, directions of writing, and the surrogates that
+    mitmproxy decodes bytes to which are not UTF-8. With `longest` None the text is not cut.
     """
     if longest is not None and len(text) > longest:
         text = f"{text[:longest]}... ({len(text):,} characters)"
@@ -170,12 +215,12 @@ FIRST_VERSION_COLUMNS = ("first_token_at", "started_at", "weight_versions")
 
 
 def first_version(calls: Iterable[tuple[Any, ...]]) -> str | None:
-    """Return the weights that sampled the first token of calls, or None when no token was sampled.
+    """Return the weights that sampled the first token of calls, or None without a sampled token.
 
-    Each call is a tuple of `first_token_at`, `started_at` and `weight_versions`, a list of dicts. Calls without a time
-    of their first token count from their start.
+    Each call is a tuple of `first_token_at`, `started_at` and `weight_versions`, a list of dicts.
+    Calls without a time of their first token count from their start.
     """
-    for _, spans in sorted(((first or start, spans) for first, start, spans in calls), key=lambda call: call[0]):
+    for _, _, spans in sorted(calls, key=lambda call: call[0] or call[1]):
         for span in spans or ():
             if span["end"] > span["start"]:
                 version: str = span["version"]

@@ -1,7 +1,7 @@
 """The tables of a run folder: the writer of their segments, and functions that read them.
 
-Each writer has its own segments, so that several processes can record into one run. Rows stay in their file: a closed
-segment is compacted in place.
+Each writer has its own segments, so that several processes can record into one run. Rows stay in
+their file: a closed segment is compacted in place.
 """
 
 import errno
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,9 +20,10 @@ from pydantic import BaseModel
 
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import Sync
+from rolltap.addons.store import records
 from rolltap.addons.store.door import ROWS, row_faults
 from rolltap.addons.store.metadata import read_metadata
-from rolltap.addons.store.records import CALL_SCHEMA, EVENT_SCHEMA, SESSION_SCHEMA, Call, Event, Session
+from rolltap.addons.store.records import Call, Event, Session
 from rolltap.addons.store.routing import ROUTING_SCHEMA, Routing
 from rolltap.addons.store.rows import empty_row, to_batch
 from rolltap.addons.store.segment import Segment, SegmentReader, compact, place_of
@@ -31,9 +31,9 @@ from rolltap.addons.store.segment import Segment, SegmentReader, compact, place_
 logger = logging.getLogger(__name__)
 
 TABLES = {
-    "calls": CALL_SCHEMA,
-    "sessions": SESSION_SCHEMA,
-    "events": EVENT_SCHEMA,
+    "calls": records.CALL_SCHEMA,
+    "sessions": records.SESSION_SCHEMA,
+    "events": records.EVENT_SCHEMA,
     "routing": ROUTING_SCHEMA,
 }
 """Name of a table -> its columns. The recorder writes these; `add_table` makes others known."""
@@ -57,7 +57,7 @@ def add_table(name: str, schema: pa.Schema, row: type[BaseModel], own_column: st
 
 
 class WriteOutage:
-    """A time in which writes fail. Logs its begin, and its end with the number of failed writes. Thread-safe."""
+    """A time in which writes fail. Logs its begin and its end. Thread-safe."""
 
     def __init__(self, run: Path, what: str) -> None:
         self._run = run
@@ -78,7 +78,8 @@ class WriteOutage:
         if not self._failures:
             return
         with self._lock:
-            failures, self._failures = self._failures, 0
+            failures = self._failures
+            self._failures = 0
         if failures:
             logger.warning("%s can be written again: %d %s", self._run, failures, self._what)
 
@@ -86,9 +87,9 @@ class WriteOutage:
 class RunWriter:
     """Appends rows to the tables of a run folder; a context manager.
 
-    Files appear with their first row. A row is written whatever its values are, see `to_batch`. A commit that fails
-    raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and `close` may run in other threads than
-    the commits.
+    Files appear with their first row. A row is written whatever its values are, see `to_batch`. A
+    commit that fails raises `OSError` and cannot be read. Thread-safe: `sync`, `end_session` and
+    `close` may run in other threads than the commits.
     """
 
     def __init__(self, run: Path, sync: Sync = "session") -> None:
@@ -102,7 +103,7 @@ class RunWriter:
         self._commits = threading.Lock()
         """Guards `_segments`, `_failed` and `_count`, and serialises commits."""
         self._syncs = threading.Lock()
-        """Serialises fdatasync. A thread that waited skips segments without commits newer than the last sync."""
+        """Serialises fdatasync. A thread that waited skips segments without newer commits."""
         self._sync_error: OSError | None = None
         """The first error of fdatasync. All later commits and syncs raise."""
         self._no_room = WriteOutage(run, "calls were refused")
@@ -110,7 +111,8 @@ class RunWriter:
         """Faults that could not be committed."""
         self._lost_events = WriteOutage(run, "events were lost")
         self._lost_routings = WriteOutage(run, "routings were lost")
-        pa.array([0])  # pyarrow imports pandas on the first call, which takes a second: not during a model call
+        # pyarrow imports pandas at the first call, which takes a second: not during a model call
+        pa.array([0])
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +134,8 @@ class RunWriter:
                 raise PermissionError(errno.EACCES, "the run folder is not writable", str(self.run))
             disk = os.statvfs(self.run)
             if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
-                raise OSError(errno.ENOSPC, f"less than {ROOM_BYTES >> 20} MiB are free", str(self.run))
+                why = f"less than {ROOM_BYTES >> 20} MiB are free"
+                raise OSError(errno.ENOSPC, why, str(self.run))
         except OSError as error:
             self._no_room.failed(error)
             raise
@@ -151,19 +154,23 @@ class RunWriter:
     def add_event(self, event: Event) -> None:
         """Commit one event, and the faults that could not be committed before."""
         self._add_row("events", event.to_row())
-        with suppress(IndexError):
-            while True:
+        while True:
+            try:
                 late = self._late.popleft()
-                try:
-                    self._add_row("events", late.to_row())
-                except OSError:
-                    return self._late.appendleft(late)
+            except IndexError:
+                return
+            try:
+                self._add_row("events", late.to_row())
+            except OSError:
+                self._late.appendleft(late)
+                return
 
     def note(self, event: Event) -> None:
-        """Commit one event. An `OSError` is not raised, so that a full disk does not prevent the reply.
+        """Commit one event, unless that raises `OSError`: a full disk does not prevent the reply.
 
-        A fault decides on a reward: it is committed later, after the next event that can be. Others are lost. The log
-        says when events begin to be lost, and how many were lost when one can be written again.
+        A fault decides on a reward: it is committed later, after the next event that can be. Others
+        are lost. The log says when events begin to be lost, and how many were lost when one can be
+        written again.
         """
         try:
             self.add_event(event)
@@ -176,7 +183,7 @@ class RunWriter:
             self._lost_events.passed()
 
     def note_routing(self, routing: Routing) -> None:
-        """Commit one routing. An `OSError` is not raised: the call is kept without it."""
+        """Commit one routing, unless that raises `OSError`: the call is kept without it."""
         try:
             self._add_row("routing", routing.to_row())
         except OSError as error:
@@ -202,8 +209,9 @@ class RunWriter:
     def sync(self) -> None:
         """Sync all commits so far. Concurrent calls share an fdatasync.
 
-        Raises `OSError`. After that every commit and sync raises: the kernel reports a failed write-back once and may
-        drop its pages, so that a later fdatasync would succeed without them.
+        Raises `OSError`. After that every commit and sync raises: the kernel reports a failed
+        write-back once and may drop its pages, so that a later fdatasync would succeed without
+        them.
         """
         with self._syncs:
             with self._commits:
@@ -211,16 +219,16 @@ class RunWriter:
             self._sync(segments)
 
     def end_session(self) -> None:
-        """Sync unless the policy is `never`; close and compact segments of at least `SEGMENT_BYTES`.
+        """Sync unless the policy is `never`; close and compact the large segments.
 
         Raises `OSError` as `sync` does.
         """
         self._close(SEGMENT_BYTES)
 
     def close(self) -> None:
-        """Sync unless the policy is `never`; close and compact all segments. Commits are readable without `close`.
+        """Sync unless the policy is `never`; close and compact all segments.
 
-        Raises `OSError` as `sync` does.
+        Commits are readable without `close`. Raises `OSError` as `sync` does.
         """
         self._close(0)
 
@@ -230,9 +238,11 @@ class RunWriter:
             with self._syncs:
                 with self._commits:
                     segments = [*self._failed, *self._segments.values()]
-                    closed += [*self._failed, *(s for s in self._segments.values() if s.size >= min_bytes)]
-                    self._segments = {table: s for table, s in self._segments.items() if s not in closed}
+                    closed += self._failed
                     self._failed = []
+                    for table, segment in list(self._segments.items()):
+                        if segment.size >= min_bytes:
+                            closed.append(self._segments.pop(table))
                 if self.sync_policy != "never":
                     self._sync(segments)
         finally:
@@ -249,11 +259,9 @@ class RunWriter:
 
     def _check(self) -> None:
         if self._sync_error is not None:
-            message = (
-                f"fdatasync failed, so that earlier commits may not be on the disk ({self._sync_error}): stop the "
-                "recorder, check the disk, and run `rolltap verify`"
-            )
-            raise OSError(errno.EIO, message, str(self.run))
+            what = f"earlier commits may not be on the disk ({self._sync_error})"
+            fix = "stop the recorder, check the disk, and run `rolltap verify`"
+            raise OSError(errno.EIO, f"fdatasync failed, so that {what}: {fix}", str(self.run))
 
     def _add_row(self, table: str, row: dict[str, Any]) -> None:
         self.add_batch(table, to_batch(row, TABLES[table]))
@@ -265,59 +273,69 @@ def _compact(segments: list[Segment]) -> None:
             if segment.size:
                 compact(segment.path)
         except (OSError, pa.ArrowException) as error:
-            logger.warning("%s was not compacted and stays readable as it is: %s", segment.path, error)
+            what = "was not compacted and stays readable as it is"
+            logger.warning("%s %s: %s", segment.path, what, error)
         finally:
             segment.close()
 
 
 def run_files(run: Path, table: str) -> list[Path]:
-    """Return the segments of one table (a name of `TABLES`), ordered by the start of their writers."""
+    """Return the segments of a table, ordered by the start of their writers."""
     return sorted(run.glob(f"{table}-*.arrow"))
 
 
-def read_batches(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of one table, file by file. Rows of a session that one writer committed are in commit order.
+def read_batches(
+    run: Path,
+    table: str,
+    sessions: Collection[str] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of one table, file by file; with `sessions`, only those of these ids.
 
-    With `sessions`, only the rows of these session ids. Uncommitted tails are skipped. Damage is skipped with a
-    warning. Raises `RunError` when `run` is not a run folder.
+    Rows of a session that one writer committed are in commit order. Uncommitted tails are skipped.
+    Damage is skipped with a warning. Raises `RunError` when `run` is not a run folder.
     """
     read_metadata(run)
-    wanted = None if sessions is None else pa.array(list(sessions), pa.string())
     for path in run_files(run, table):
         with SegmentReader(path, TABLES[table]) as reader:
             for _, batch in reader:
-                if wanted is not None:
+                if sessions is not None:
+                    wanted = pa.array(list(sessions), pa.string())
                     batch = batch.filter(pc.is_in(batch.column("session_id"), wanted))
                 if batch.num_rows:
                     yield batch
             reader.warn_of_damage()
 
 
-def read_rows(run: Path, table: str, sessions: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(
+    run: Path,
+    table: str,
+    sessions: Collection[str] | None = None,
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of `read_batches` one by one."""
     for batch in read_batches(run, table, sessions):
         yield from batch_rows(batch)
 
 
-_READ_AS_EMPTY = {"messages": CALL_SCHEMA, "revision": SESSION_SCHEMA}
-"""A column of the tables whose rows are read without their faults -> the schema."""
-
-
 def batch_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a batch. A value that no writer writes is read as that of an empty record, with a warning.
+    """Return the rows of a batch.
 
-    The digest of such a row does not match any more. Of other tables than calls and sessions, the row is left out.
-    Raises `RunError` as `checked_rows`.
+    A value that no writer writes is read as that of an empty record, with a warning. The digest of
+    such a row does not match any more. Of other tables than calls and sessions, the row is left
+    out. Raises `RunError` as `checked_rows`.
     """
     rows: list[dict[str, Any]] = []
     for row, faults in checked_rows(batch):
         if faults:
-            logger.warning("%s: %s: see `rolltap verify`", place_of(batch), named_fault(row, faults))
-            schema = next((schema for own, schema in _READ_AS_EMPTY.items() if own in row), None)
-            if schema is None:
+            fault = named_fault(row, faults)
+            logger.warning("%s: %s: see `rolltap verify`", place_of(batch), fault)
+            if "messages" in row:
+                empty = empty_row(records.CALL_SCHEMA)
+            elif "revision" in row:
+                empty = empty_row(records.SESSION_SCHEMA)
+            else:
                 continue
-            empty = empty_row(schema)
-            row.update({name: empty[name] for name in faults})
+            for name in faults:
+                row[name] = empty[name]
         rows.append(row)
     return rows
 
@@ -331,17 +349,17 @@ def named_fault(row: Mapping[str, Any], faults: Mapping[str, str]) -> str:
 def checked_rows(batch: pa.RecordBatch) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     """Yield each row of a batch with its faults, see `row_faults`.
 
-    Token columns are converted through NumPy, which is faster than `to_pylist`. Raises `RunError` for a value that
-    Python does not have, such as a year beyond 9999.
+    Lists of numbers are converted through NumPy, which is faster than `to_pylist`. Raises
+    `RunError` for a value that Python does not have, such as a year beyond 9999.
     """
     numbers = [field.name for field in batch.schema if _is_numbers(field.type)]
-    token_columns = {name: batch.column(name) for name in numbers}
     try:
-        rows: list[dict[str, Any]] = batch.drop_columns(list(token_columns)).to_pylist()
+        rows: list[dict[str, Any]] = batch.drop_columns(numbers).to_pylist()
     except (ValueError, OverflowError) as error:
-        raise RunError(f"{place_of(batch)}: a row cannot be read ({error}): see `rolltap verify`") from error
-    for name, column in token_columns.items():
-        for row, values in zip(rows, column, strict=True):
+        why = f"{place_of(batch)}: a row cannot be read ({error})"
+        raise RunError(f"{why}: see `rolltap verify`") from error
+    for name in numbers:
+        for row, values in zip(rows, batch.column(name), strict=True):
             whole = values.is_valid and not values.values.null_count
             row[name] = values.values.to_numpy().tolist() if whole else None
     for row in rows:
