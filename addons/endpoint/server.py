@@ -278,10 +278,10 @@ class Endpoint:
         """Return the model of a session's engine, and describe it in `run.json`. Raises `EngineError`."""
         if self._recorded is not None:
             return self._recorded
-        engine, window = await self.engines.ready(request.session_id)
+        engine, served = await self.engines.ready(request.session_id)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
-        return ServedModel(engine.lookup.model, window)
+        return ServedModel(served.model, served.max_model_len)
 
     async def _describe(self, engine: Engine) -> None:
         try:

@@ -1,36 +1,50 @@
-"""vLLM client: sends token ids, receives token ids, log-probabilities and weight versions.
+"""The client of vLLM: token ids in, token ids, log-probabilities and weight versions out.
 
-Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with `--enable-scale-out`). A request
-is JSON, its response a stream of server-sent events.
+Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with
+`--enable-scale-out`). A request is JSON, its response a stream of server-sent events.
 """
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import orjson
 
 from rolltap.addons.engine import connections
-from rolltap.addons.engine.connections import Connections
+from rolltap.addons.engine.connections import MOST_BYTES, Connections, Shared
 from rolltap.addons.engine.key import key_refused
-from rolltap.addons.engine.lookup import Lookup, OwnModel
+from rolltap.addons.engine.lookup import OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
+
+logger = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 ROUTED = "routed_experts_prompt_start"
 """Sampling parameter of the first token of the prompt whose experts are returned."""
+STREAM_INTERVAL = 8
+"""Tokens of an event of the engine, after the first token. An event costs the recorder as much as
+its tokens do."""
+AGAIN_SECONDS = 60.0
+"""Seconds after which an engine that is in use is asked again what it serves: another one may have
+its URL by then."""
+PAUSED_SECONDS = 0.5
+"""Seconds between the questions to a paused engine whether it is resumed."""
 REFUSAL_SECONDS = 10.0
 """Time limit for the body of a refusal, whose headers have arrived."""
-STREAM_INTERVAL = 8
-"""Tokens of an event of the engine, after the first token. An event costs the recorder as much as its tokens do."""
 END_SECONDS = 1.0
-"""Time limit for the end of a response whose last event has arrived. Only then its connection is used again."""
+"""Time limit for the end of a response whose last event has arrived. Only then its connection is
+used again."""
+MOST_ROUTED_BYTES = 1 << 30
+"""Maximum size of an event with the experts of all tokens of a request: some 500 bytes for each."""
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+"""Errors of decoding an answer that is not vLLM's."""
 
 
 class AdapterGone(EngineError):
@@ -41,20 +55,33 @@ class EnginePaused(EngineError):
     """The engine refuses requests until it is resumed, because it gets new weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model and the weights of an engine."""
+
+    model: str
+    max_model_len: int
+    """Context window in tokens."""
+    weight_version: str | None
+    """Name of the base weights (vLLM's `/weight_info`), None when the engine does not say."""
+
+
 @dataclass(slots=True)
 class Chunk:
-    """Newly sampled tokens. The chunk with the finish reason has the weight versions of the request's whole completion.
+    """Newly sampled tokens. The chunk with the finish reason has the weight versions of the
+    request's whole completion.
 
     A chunk may have no tokens: vLLM sends the usage in one of its own.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    """Natural-log probability of each of `token_ids`, or empty when the engine sent those of other tokens."""
+    """Natural-log probability of each of `token_ids`. Empty when the engine sent those of other
+    tokens."""
     finish_reason: str | None = None
     stop: str | None = None
     """The stop text that ended the completion."""
-    weight_versions: list[VersionSpan] | None = None
+    weight_versions: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int | None = None
     """Number of prompt tokens that came from the engine's prefix cache."""
     routed_experts: str | None = None
@@ -63,76 +90,104 @@ class Chunk:
     """A failure, after which the call waits for an engine."""
 
 
-class Engine:
-    """One vLLM server. Must be created inside the event loop that uses it.
+class Engine(Connections):
+    """One vLLM server. Create it inside the event loop that uses it.
 
-    With `own`, it is asked at first contact, after `forget`, and every `lookup.AGAIN_SECONDS` of use, whether it serves
-    that model. Until it has answered, and if it does not, every request raises `EngineError`.
+    With `own`, each request raises `EngineError` unless the engine serves that model. It is asked
+    at first contact, after `forget`, and every `AGAIN_SECONDS` of use.
     """
 
     def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
-        self.url = url.rstrip("/")
+        super().__init__(url, key)
+        self.warning: str | None = None
+        """Difference to `own` that the last answer showed and that refuses nothing."""
+        self.resumed = Shared(self._resumed)
+        """Returns when the engine is not paused, or does not say that it is: the next request finds
+        out."""
         self._key = key
-        self._compared = own is not None
-        self._connections = Connections(self.url, key)
-        self.lookup = Lookup(self._connections, key, own)
-        self.healthy = self._connections.healthy
-        self.resumed = self._connections.resumed
-        self.forget = self.lookup.forget
+        self._own = own
+        self._look_up_once = Shared(self._look_up)
+        self._served: Served | None = None
+        self._asked_at = 0.0
+        self._forgotten = False
 
     async def close(self) -> None:
-        """Close the connections. Running generations raise `EngineError`."""
-        await self.lookup.close()
-        await self._connections.close()
+        """Close the connections. Running requests raise `EngineError`."""
+        await self.resumed.close()
+        await self._look_up_once.close()
+        await super().close()
 
-    async def max_model_len(self) -> int:
-        """Return the engine's context window in tokens. Raises as `Lookup.served`."""
-        return (await self.lookup.served()).max_model_len
+    async def served(self) -> Served:
+        """Return what the engine serves.
 
-    async def weight_version(self) -> str | None:
-        """Return the name that the base weights had at the last look-up, or None. Raises as `Lookup.served`."""
-        return (await self.lookup.served()).weight_version
+        An engine that has answered before and now does not is taken to serve the same. Raises
+        `WrongModel`, and `EngineError` when it does not answer and is not healthy, refuses the key,
+        or its answer is not vLLM's.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._served is not None and now - self._asked_at <= AGAIN_SECONDS:
+            return self._served
+        try:
+            return await self._look_up_once()
+        except EngineError as error:
+            if self._served is None or isinstance(error, WrongModel):
+                raise
+            self._asked_at = now  # a request finds out whether the engine is down
+            return self._served
+
+    def forget(self) -> None:
+        """Ask again, because another server may answer from now on. An answer that is under way is
+        not kept."""
+        self._served = None
+        self._forgotten = True
 
     async def describe(self) -> dict[str, Any]:
-        """Return the served model, the context window in tokens, and vLLM's version and configuration.
+        """Return the served model, its context window in tokens, and vLLM's version and settings.
 
-        These are None when they are not served: the configuration needs VLLM_SERVER_DEV_MODE=1. Raises `EngineError`.
+        The last two are None when they are not served: the settings need VLLM_SERVER_DEV_MODE=1.
+        Raises `EngineError`.
         """
-        max_model_len = await self.max_model_len()
-        _, version = await self._connections.ask("/version")
-        _, information = await self._connections.ask("/server_info")
+        served = await self.served()
+        _, version = await self.ask("/version")
+        _, information = await self.ask("/server_info")
         return {
-            "model": self.lookup.model,
-            "max_model_len": max_model_len,
+            "model": served.model,
+            "max_model_len": served.max_model_len,
             "vllm": version.get("version"),
             "configuration": information.get("vllm_config"),
         }
 
-    async def generate(self, token_ids: list[int], sampling: dict[str, Any], model: str | None) -> AsyncIterator[Chunk]:
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling: dict[str, Any],
+        model: str | None,
+    ) -> AsyncIterator[Chunk]:
         """Sample a completion of `token_ids`. Yields chunks as they arrive.
 
-        `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels the generation. Raises
-        `AdapterGone`, `EnginePaused`, and `EngineError` when the engine cannot be reached, refuses the request,
-        violates the protocol, ends the stream without a finish reason, or is silent and not healthy.
+        `model` names a LoRA adapter, or is None for the base model. Closing the iterator cancels
+        the generation. Raises `AdapterGone`, `EnginePaused`, and `EngineError` when the engine
+        cannot be reached, refuses the request, violates the protocol, ends the stream without a
+        finish reason, or is silent and not healthy.
         """
-        body: dict[str, Any] = {"token_ids": token_ids, "stream": True, "stream_options": {"include_usage": True}}
-        body["sampling_params"] = {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL}
+        body: dict[str, Any] = {
+            "token_ids": token_ids,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "sampling_params": {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL},
+        }
         if model is not None:
             body["model"] = model
+        if self._own is not None:
+            await self.served()
+        most = MOST_ROUTED_BYTES if ROUTED in sampling else MOST_BYTES
+        most_in_all = most + 1024 * sampling["max_tokens"]
         finished = False
-        if self._compared:
-            await self.lookup.served()
         try:
-            async with await self._headers(body) as response:
-                if response.status != 200:
-                    async with asyncio.timeout(REFUSAL_SECONDS):
-                        said = await self._connections.read(response)
-                    raise self._refusal(response.status, said, body)
-                watch = asyncio.create_task(self._watch(response.content))
+            async with await self._post(body) as response:
+                watch = asyncio.create_task(self.watch(response.content))
                 try:
-                    async for data in self._connections.events(
-                        response, sampling["max_tokens"], routed=ROUTED in sampling
-                    ):
+                    async for data in self.events(response, most, most_in_all):
                         if data == b"[DONE]":
                             break
                         chunk = self._decode(data, body)
@@ -141,66 +196,159 @@ class Engine:
                 finally:
                     watch.cancel()
                 async with asyncio.timeout(END_SECONDS):
-                    await self._connections.read(response)
+                    await self.read(response)
         except (aiohttp.ClientError, TimeoutError, EngineError) as error:
             if finished:
                 return  # all tokens have arrived: at most the usage is lost
             if isinstance(error, EngineError):
                 raise
-            raise self._connections.failed("failed", error) from error
+            raise self.failed("failed", error) from error
         if not finished:
-            message = f"the engine at {self.url} ended the generation without a finish reason"
-            raise EngineError(message, status=502, retryable=True)
+            raise self.error("ended the generation without a finish reason", retryable=True)
 
-    async def _headers(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        headers = {"content-type": "application/json"}
-        post = partial(self._connections.request, "POST", GENERATE, data=encode(body), headers=headers)
-        async with self._connections.while_healthy():
-            try:
-                return await post()
-            except aiohttp.ServerDisconnectedError:
-                # uvicorn closes a keep-alive connection after an internal error; no token has arrived, so retry once
-                return await post()
+    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Return the response of a generation, once its headers have arrived."""
+        how = {"data": encode(body), "headers": {"content-type": "application/json"}}
+        try:
+            async with asyncio.timeout(None) as limit:
+                watch = asyncio.create_task(self.end_once_silent(limit))
+                try:
+                    response = await self.request("POST", GENERATE, **how)
+                except aiohttp.ServerDisconnectedError:
+                    # uvicorn closes a keep-alive connection after an internal error; no token has
+                    # arrived, so retry once
+                    response = await self.request("POST", GENERATE, **how)
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            if limit.expired():
+                raise self.silent() from None
+            raise
+        if response.status != 200:
+            async with response, asyncio.timeout(REFUSAL_SECONDS):
+                raise self._refusal(response.status, await self.read(response), body)
+        return response
 
-    async def _watch(self, content: aiohttp.StreamReader) -> None:
-        """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is not healthy."""
-        while True:
-            seen = content.total_bytes
-            await asyncio.sleep(connections.SILENCE_SECONDS)
-            if content.total_bytes == seen and not await self.healthy() and content.total_bytes == seen:
-                return content.set_exception(self._connections.silent())
+    async def _resumed(self) -> None:
+        paused = True
+        while paused:
+            await asyncio.sleep(PAUSED_SECONDS)
+            paused = False
+            with suppress(EngineError):
+                _, answer = await self.ask("/is_paused")
+                paused = answer.get("is_paused") is True
 
-    def _refusal(self, status: int, said: bytes, request: dict[str, Any]) -> EngineError:
-        """Return the error of a refused request. `said` may quote anything: only the names that we sent are kept."""
-        model: str | None = request.get("model")
-        if status == 404 and model is not None and f"`{model}` does not exist".encode() in said:  # vLLM 0.32
-            shown = f"the engine at {self.url} does not have the weights of this session"
-            message = f"the engine at {self.url} has no adapter {model}"
-            return AdapterGone(message, status=502, retryable=True, answered=True, for_harness=shown)
-        if status == 503 and b"Generation is paused" in said:  # vLLM 0.33; in 0.32 the request waits
-            return EnginePaused(f"the engine at {self.url} is paused", retryable=True, answered=True)
-        if status == 401 and (advice := key_refused(self.url, status, self._key)):
-            return EngineError(advice, status=502)
-        words = {*re.findall(rb"\w+", said[:4096])}
-        named = ", ".join(name for name in request["sampling_params"] if name.encode() in words)
-        about = f" and named {named}" if named else ""
-        hint = f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out" if status in (403, 404) else ""
-        message = f"the engine at {self.url} answered {status}{about}: its log says why (--log-error-stack){hint}"
-        shown_status = status if status in (400, 413, 503) else 502
-        return EngineError(message, status=shown_status, retryable=status >= 500, answered=True)
+    async def _look_up(self) -> Served:
+        self._forgotten = False
+        status, models = await self.ask("/v1/models")
+        advice = key_refused(self.url, status, self._key)
+        if advice is not None:
+            raise EngineError(advice, status=502)
+        try:
+            bases = [model for model in models["data"] if not model.get("parent")]
+            model = str(bases[0]["id"])
+            root = str(bases[0].get("root") or model)
+            max_model_len = int(bases[0]["max_model_len"])
+        except _MALFORMED as error:
+            why = f"a model with max_model_len ({type(error).__name__})"
+            raise self._no_vllm("/v1/models", why, status) from error
+        warning = await self._compare(root, model)
+        if warning is not None and warning != self.warning:
+            logger.warning("%s", warning)
+        self.warning = warning
+        served = Served(model, max_model_len, await self._weight_version())
+        if self._forgotten:
+            return await self._look_up()
+        self._served = served
+        self._asked_at = asyncio.get_running_loop().time()
+        return served
+
+    async def _compare(self, root: str, model: str) -> str | None:
+        """Return a warning if the engine's model has another name or folder (`root`) than `own`, or
+        cannot be compared. Raises `WrongModel`."""
+        own = self._own
+        if own is None:
+            return None
+        serves = f"the engine at {self.url} serves {root}"
+        for path, body, key, expected in own.questions:
+            status, answer = await self.ask(path, body)
+            if status in (404, 501):
+                why = f"it has no route {path} ({status})"
+                return f"{serves} (as {model}), which was not compared with {own.name}: {why}"
+            if key not in answer:
+                why = f"the {key}, by which the engine's model is compared with rolltap_model"
+                raise self._no_vllm(path, why, status)
+            if answer[key] != expected:
+                why = f"whose tokenizer is not that of {own.name}"
+                advice = (
+                    "give the model that the engine serves (--model, rolltap_model), or start the "
+                    f"engine with {own.name}"
+                )
+                shown = f"the engine at {self.url} serves another model than the recorder's"
+                raise WrongModel(f"{serves}, {why}: {advice}", status=502, for_harness=shown)
+        if own.is_named(root, model):
+            return None
+        rest = "their tokenizers agree; weights and chat templates were not compared"
+        return f"{serves} (as {model}), not {own.name}: {rest}"
+
+    async def _weight_version(self) -> str | None:
+        # vLLM does not answer in time while it loads weights
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(connections.HEALTH_SECONDS):
+                _, answer = await self.ask("/weight_info")
+            version = answer.get("weight_version")
+            if isinstance(version, str):
+                return version
+        return None
 
     def _decode(self, data: bytes, request: dict[str, Any]) -> Chunk:
-        """Return the chunk of one event. Raises `EngineError` for an error and for an event that is not vLLM's."""
+        """Return the chunk of one event. Raises `EngineError` for an error and for an event that is
+        not vLLM's."""
         try:
             event = orjson.loads(data)
             if "error" in event:
-                code = event["error"].get("code")
-                status = code if type(code) is int and 400 <= code < 600 else 500
+                status = event["error"].get("code")
+                if type(status) is not int or not 400 <= status < 600:
+                    status = 500
                 raise self._refusal(status, data, request)
             return decode(event, request["sampling_params"].get("stop", ()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            message = f"the engine at {self.url} sent an invalid event ({type(error).__name__})"
-            raise EngineError(message, status=502) from error
+        except _MALFORMED as error:
+            raise self.error(f"sent an invalid event ({type(error).__name__})") from error
+
+    def _refusal(self, status: int, said: bytes, request: dict[str, Any]) -> EngineError:
+        """Return the error of a refused request. `said` may quote anything: only the names that we
+        sent are kept."""
+        model = request.get("model")
+        if status == 404 and f"`{model}` does not exist".encode() in said:  # vLLM 0.32
+            return AdapterGone(
+                f"the engine at {self.url} has no adapter {model}",
+                status=502,
+                retryable=True,
+                answered=True,
+                for_harness=f"the engine at {self.url} does not have the weights of this session",
+            )
+        if status == 503 and b"Generation is paused" in said:
+            # vLLM 0.33; in 0.32 the request waits
+            message = f"the engine at {self.url} is paused"
+            return EnginePaused(message, retryable=True, answered=True)
+        advice = key_refused(self.url, status, self._key)
+        if status == 401 and advice is not None:
+            return EngineError(advice, status=502)
+        words = {*re.findall(rb"\w+", said[:4096])}
+        named = [name for name in request["sampling_params"] if name.encode() in words]
+        message = f"answered {status}"
+        if named:
+            message += f" and named {', '.join(named)}"
+        message += ": its log says why (--log-error-stack)"
+        if status in (403, 404):
+            message += f"; {GENERATE} needs vLLM 0.32 or newer with --enable-scale-out"
+        shown = status if status in (400, 413, 503) else 502
+        return self.error(message, status=shown, retryable=status >= 500, answered=True)
+
+    def _no_vllm(self, path: str, what: str, status: int) -> EngineError:
+        message = f"{self.url}{path} did not return {what} (status {status})"
+        advice = "check that rolltap_engine is a vLLM server"
+        return EngineError(f"{message}: {advice}", status=502, retryable=status >= 500)
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -208,36 +356,42 @@ def encode(body: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(body)  # ten times faster than json for a long list of token ids
     except TypeError:
-        return json.dumps(body).encode()  # a harness's schema may have integers of more than 64 bits
+        return json.dumps(body).encode()  # a harness's schema may have integers over 64 bits
 
 
 def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:
-    """Return the chunk of one event, with a stop text of `stops` or none. Any error is that of an invalid event."""
+    """Return the chunk of one event, with a stop text of `stops` or none. Any error is that of an
+    invalid event."""
     usage = event.get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    cached = None if cached is None else _int32(cached)
+    if cached is not None:
+        _require_int32(cached)
     if not event["choices"]:
         return Chunk([], [], cached_tokens=cached)
     choice = event["choices"][0]
-    token_ids = [_int32(i) for i in choice["token_ids"]]
-    content = (choice.get("logprobs") or {}).get("content") or []
-    # drop log-probabilities of other tokens: `find_violation` then marks the call for their wrong number
-    matching = [entry["token_id"] for entry in content] == token_ids
-    versions = choice.get("weight_versions")
-    return Chunk(
+    token_ids = list(choice["token_ids"])
+    _require_int32(*token_ids)
+    logprobs = (choice.get("logprobs") or {}).get("content") or []
+    if [entry["token_id"] for entry in logprobs] != token_ids:
+        logprobs = []  # of other tokens: `find_violation` marks the call for their number
+    stop = choice.get("stop_reason")
+    chunk = Chunk(
         token_ids=token_ids,
-        logprobs=[float(entry["logprob"]) for entry in content] if matching else [],
+        logprobs=[float(entry["logprob"]) for entry in logprobs],
         finish_reason=choice["finish_reason"],
-        stop=stop if (stop := choice.get("stop_reason")) in stops else None,
-        weight_versions=versions
-        and [VersionSpan(version=str(v["version"]), start=_int32(v["start"]), end=_int32(v["end"])) for v in versions],
+        stop=stop if stop in stops else None,
         cached_tokens=cached,
         routed_experts=choice.get("routed_experts"),
     )
+    for each in choice.get("weight_versions") or ():
+        _require_int32(each["start"], each["end"])
+        span = VersionSpan(version=str(each["version"]), start=each["start"], end=each["end"])
+        chunk.weight_versions.append(span)
+    return chunk
 
 
-def _int32(value: Any) -> int:
-    """Return a number of a column of the run: a token id, a count."""
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise ValueError("no int32")
-    return value
+def _require_int32(*values: Any) -> None:
+    """Raise `ValueError` for a value that no column of the run takes as a token id or a count."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise ValueError("no int32")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rolltap.addons.engine import connections
+from rolltap.addons.engine import pool
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.prompts.rendering import Rendering
 from tests.addons.harness import recording
@@ -52,7 +52,7 @@ def restart(rendering, scripted_engine, tmp_path):
 @pytest.fixture
 def patient(harness, monkeypatch):
     """Return a harness whose calls retry a failed engine without a pause."""
-    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(pool, "FIRST_PAUSE_SECONDS", 0)
     harness.endpoint.engines.patience = 60.0
     return harness
 

@@ -18,7 +18,7 @@ from rolltap.addons.endpoint.budget import Budgets, SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.request import PreparedCall
-from rolltap.addons.engine.client import Chunk
+from rolltap.addons.engine.client import Chunk, Engine, Served
 from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError
@@ -52,9 +52,10 @@ class ScriptedClient:
         self.requested_sampling, self.expected = [], []
 
     healthy = mock.AsyncMock(return_value=True)
-    weight_version = mock.AsyncMock(return_value="1")
+    served = mock.AsyncMock(return_value=Served("scripted", 8192, "1"))
     close = mock.AsyncMock()
     forget = mock.Mock()
+    error = Engine.error
 
     @property
     def _whole(self):

@@ -14,7 +14,7 @@ from rolltap.addons.dialects.routes import Route, find_route
 from rolltap.addons.endpoint import server
 from rolltap.addons.endpoint.request import SECRET_HEADER
 from rolltap.addons.endpoint.session import Session
-from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.client import Engine, Served
 from rolltap.addons.prompts.history import Conversations
 from rolltap.addons.prompts.reply import ReplyParser
 from rolltap.addons.store.metadata import read_metadata
@@ -193,11 +193,11 @@ class TestEndOfSession:
         assert event["detail"] == "This session has ended and takes no more calls: use another session id."
 
     async def test_a_call_that_waits_for_the_engine_at_the_end_is_refused(self, harness, scripted_engine, monkeypatch):
-        async def max_model_len(engine):
+        async def served(engine):
             await harness.end()
-            return 8192
+            return Served("scripted", 8192, None)
 
-        monkeypatch.setattr(Engine, "max_model_len", max_model_len)
+        monkeypatch.setattr(Engine, "served", served)
         assert (await harness.ask(user()))[0] == 410
         assert (scripted_engine.requests, harness.calls()) == ([], [])
 

@@ -79,12 +79,12 @@ async def test_a_reply_that_is_not_a_generation_is_an_error(scripted_engine, cli
 
 async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(scripted_engine, connect):
     with pytest.raises(EngineError, match="elsewhere/v1/models did not return a model"):
-        await connect(scripted_engine.url + "/elsewhere").max_model_len()
+        await connect(scripted_engine.url + "/elsewhere").served()
     engine = connect("http://127.0.0.1:9")
     with pytest.raises(EngineError, match="failed"):
         await generate(engine)
     with pytest.raises(EngineError, match="cannot be reached"):
-        await engine.max_model_len()
+        await engine.served()
 
 
 async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
@@ -125,14 +125,14 @@ class TestKey:
 
     async def test_every_request_has_the_key(self, locked, connect):
         engine = connect(locked.url, "open-sesame")
-        assert await engine.max_model_len() == 8192
+        assert (await engine.served()).max_model_len == 8192
         assert await generate(engine)
         assert await engine.describe()
 
     @pytest.mark.parametrize(("key", "message"), [(None, "requires a key"), ("guess", "does not accept the key")])
     async def test_a_wrong_key_is_an_error_that_says_what_to_do(self, locked, connect, key, message):
         engine = connect(locked.url, key)
-        for ask in (engine.max_model_len, lambda: generate(engine)):
+        for ask in (engine.served, lambda: generate(engine)):
             with pytest.raises(EngineError, match=rf"{message} \(401\): set ROLLTAP_ENGINE_KEY_FILE") as error:
                 await ask()
             assert (error.value.status, error.value.retryable) == (502, False)
@@ -211,7 +211,7 @@ class TestContract:
     async def test_vllm_says_what_it_is(self, real):
         described = await real.describe()
         assert described["model"] in described["configuration"]
-        assert described["max_model_len"] == await real.max_model_len()
+        assert described["max_model_len"] == (await real.served()).max_model_len
         assert re.match(r"0\.\d+", described["vllm"])
 
     async def test_the_client_reads_vllm(self, real):

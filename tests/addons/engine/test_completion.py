@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rolltap.addons.engine import connections
+from rolltap.addons.engine import pool
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.store.staging import write_atomically
 from tests.addons.harness import content, read_until, recording, spans, until, user
@@ -219,7 +219,7 @@ class TestPool:
     @pytest.fixture
     async def pooled(self, harness, rendering, scripted_engine, second, monkeypatch):
         """Yield a harness of another endpoint of the same run, with both engines."""
-        monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 0)
+        monkeypatch.setattr(pool, "FIRST_PAUSE_SECONDS", 0)
         async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60.0) as client:
             yield client
 

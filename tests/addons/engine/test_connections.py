@@ -3,8 +3,7 @@ from unittest import mock
 
 import pytest
 
-from rolltap.addons.engine import connections
-from rolltap.addons.engine.connections import Patience, Shared
+from rolltap.addons.engine.connections import Shared
 
 
 def question(*answers):
@@ -45,33 +44,3 @@ async def test_closing_ends_the_question():
     with pytest.raises(asyncio.CancelledError):
         await asked
     await shared.close()
-
-
-@pytest.fixture
-async def pauses(monkeypatch):
-    """Return the list of pauses. The clock goes on by them alone."""
-    pauses = []
-
-    async def sleep(seconds):
-        pauses.append(seconds)
-
-    monkeypatch.setattr(connections.asyncio, "sleep", sleep)
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sum(pauses))
-    return pauses
-
-
-class TestPatience:
-    @pytest.mark.parametrize(("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])])
-    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses, seconds, expected):
-        patience = Patience(seconds)
-        while await patience.wait():
-            pass
-        assert pauses == expected
-
-    async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(self, pauses):
-        patience = Patience(60.0)
-        assert await patience.wait()
-        pauses.append(59.0)
-        assert not await patience.wait()
-        patience.reset()
-        assert await patience.wait()

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rolltap.addons.engine import lookup, pool
+from rolltap.addons.engine import client as engine_client
+from rolltap.addons.engine import pool
 from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import EngineError
@@ -75,7 +76,7 @@ class TestVocabulary:
     ):
         scripted_engine.tokenizer = swapped(*pair)
         with pytest.raises(WrongModel):
-            await client.max_model_len()
+            await client.served()
 
     async def test_a_large_vocabulary_is_asked_for_in_few_bounded_answers(self, connect, tmp_path):
         words = [f"tokenization{number}" for number in range(150_000)]
@@ -85,15 +86,15 @@ class TestVocabulary:
         )
         with ScriptedEngine(tokenizer) as engine:
             own = OwnModel.of("model", tokenizer)
-            assert await connect(engine.url, own=own).max_model_len() == 8192
+            assert (await connect(engine.url, own=own).served()).max_model_len == 8192
         assert engine.asked.count("/detokenize") == 10
 
     async def test_an_engine_that_does_not_tell_texts_of_tokens_is_used_and_a_warning_names_it(
         self, client, scripted_engine
     ):
         scripted_engine.answers["/detokenize"] = Answer(404, "{}")
-        assert await client.max_model_len() == 8192
-        assert "it has no route /detokenize (404)" in client.lookup.warning
+        assert (await client.served()).max_model_len == 8192
+        assert "it has no route /detokenize (404)" in client.warning
 
 
 class TestStart:
@@ -156,7 +157,7 @@ class TestFirstContact:
                 (engine,) = harness.endpoint.engines._engines
                 harness.endpoint.engines.failed(engine, EngineError("it is down", retryable=True))
             else:
-                monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
+                monkeypatch.setattr(engine_client, "AGAIN_SECONDS", 0.0)
             assert (await harness.ask(user("More")))[0] == 502
             one.tokenizer = tokenizer
             assert (await harness.ask(user("More")))[0] == 200
@@ -165,42 +166,42 @@ class TestFirstContact:
         self, client, scripted_engine, monkeypatch
     ):
         begun, go = asyncio.Event(), asyncio.Event()
-        ask = client.lookup._ask
+        ask = client.ask
 
         async def slow(path, body=None):
             begun.set()
             await go.wait()
             return await ask(path, body)
 
-        monkeypatch.setattr(client.lookup, "_ask", slow)
-        asked = asyncio.create_task(client.max_model_len())
+        monkeypatch.setattr(client, "ask", slow)
+        asked = asyncio.create_task(client.served())
         await begun.wait()
         client.forget()
         go.set()
-        assert await asked == 8192
+        assert (await asked).max_model_len == 8192
         assert scripted_engine.asked.count("/v1/models") == 2
 
     async def test_an_engine_that_answered_once_and_is_too_busy_to_answer_again_is_used(
         self, client, scripted_engine, monkeypatch
     ):
-        await client.max_model_len()
-        monkeypatch.setattr(lookup, "AGAIN_SECONDS", 0.0)
+        await client.served()
+        monkeypatch.setattr(engine_client, "AGAIN_SECONDS", 0.0)
         scripted_engine.tokenize_status = 503
-        assert await client.max_model_len() == 8192
+        assert (await client.served()).max_model_len == 8192
 
     @pytest.mark.parametrize("status", [404, 501])
     async def test_an_engine_without_the_route_is_used_and_a_warning_names_it(self, client, scripted_engine, status):
         scripted_engine.tokenize_status = status
-        assert await client.max_model_len() == 8192
-        assert "was not compared" in client.lookup.warning
-        assert f"it has no route /tokenize ({status})" in client.lookup.warning
+        assert (await client.served()).max_model_len == 8192
+        assert "was not compared" in client.warning
+        assert f"it has no route /tokenize ({status})" in client.warning
 
     @pytest.mark.parametrize("status", [400, 500])
     async def test_an_engine_that_does_not_tell_its_tokens_is_not_used(self, client, scripted_engine, status):
         scripted_engine.tokenize_status = status
         message = rf"{scripted_engine.url}/tokenize did not return .*status {status}"
         with pytest.raises(EngineError, match=message) as error:
-            await client.max_model_len()
+            await client.served()
         assert error.value.retryable == (status >= 500)
 
 
@@ -216,13 +217,13 @@ class TestContract:
     async def test_vllm_serves_the_model_that_it_was_started_with(self, engine, connect, caplog):
         caplog.set_level(logging.WARNING)
         own = own_model(Rendering(str(engine.model_dir)))
-        assert await connect(engine.url, engine.key, own=own).max_model_len()
+        assert await connect(engine.url, engine.key, own=own).served()
         assert caplog.records == []
 
     async def test_vllm_is_refused_for_a_model_with_another_tokenizer(self, engine, connect, other_tokenizer):
         own = own_model(Rendering(other_tokenizer.name_or_path))
         with pytest.raises(WrongModel, match=str(engine.model_dir)):
-            await connect(engine.url, engine.key, own=own).max_model_len()
+            await connect(engine.url, engine.key, own=own).served()
 
     def test_the_scripted_engine_tokenizes_in_vllms_shape(self, engine, tokenizer):
         body = {"prompt": TEXT, "add_special_tokens": False}

@@ -6,7 +6,7 @@ import pytest
 from rolltap.addons.engine import connections
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.client import GENERATE
-from rolltap.addons.engine.pool import EnginePool
+from rolltap.addons.engine.pool import EnginePool, Patience
 from rolltap.addons.errors import EngineError
 from tests.addons.harness import said, until, user
 from tests.scripted_engine import Answer, Say
@@ -38,7 +38,7 @@ async def test_a_session_stays_with_one_engine_and_every_engine_has_sessions(eng
 def quick(monkeypatch):
     """Retry without a pause, and do not wait long for an engine that says nothing."""
     for where, name, seconds in (
-        (connections, "FIRST_PAUSE_SECONDS", 0.0),
+        (module, "FIRST_PAUSE_SECONDS", 0.0),
         (connections, "SILENCE_SECONDS", 0.01),
         (connections, "HEALTH_SECONDS", 0.2),
     ):
@@ -131,7 +131,7 @@ async def test_without_patience_calls_fail_and_the_engine_is_one_line_however_ma
 
 async def test_a_call_whose_engine_dies_goes_on_at_another_one(one, two, recorded, monkeypatch):
     """The call does not wait for the engine that died."""
-    monkeypatch.setattr(connections, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 1000.0)
     async with recorded(one.url, two.url) as harness:
         first, second = in_order(harness, one, two)
         first.replies += [Say("one two three", break_after=2), Answer(500, "down")]
@@ -232,3 +232,33 @@ class TestPaused:
             paused.deaf = True
             assert (await asked)[0] == 200
         assert (paused.requests, len(other.requests)) == ([], 1)
+
+
+@pytest.fixture
+async def pauses(monkeypatch):
+    """Return the list of pauses. The clock goes on by them alone."""
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: sum(pauses))
+    return pauses
+
+
+class TestPatience:
+    @pytest.mark.parametrize(("seconds", "expected"), [(60.0, [0.5, 1, 2, 4, 8, 10, 10, 10, 10]), (0.0, [])])
+    async def test_each_pause_is_twice_the_one_before_up_to_a_bound(self, pauses, seconds, expected):
+        patience = Patience(seconds)
+        while await patience.wait():
+            pass
+        assert pauses == expected
+
+    async def test_the_time_between_the_pauses_counts_and_a_call_that_went_on_is_waited_for_anew(self, pauses):
+        patience = Patience(60.0)
+        assert await patience.wait()
+        pauses.append(59.0)
+        assert not await patience.wait()
+        patience.reset()
+        assert await patience.wait()

@@ -142,7 +142,7 @@ async def test_the_words_of_an_engine_reach_neither_the_harness_nor_the_run(harn
 @pytest.mark.parametrize("parts", MALFORMED.values(), ids=MALFORMED)
 async def test_nor_does_what_is_no_http(connect, parts):
     async with raw(*parts) as (url, _):
-        for ask in (lambda: generate(connect(url)), connect(url).max_model_len):
+        for ask in (lambda: generate(connect(url)), connect(url).served):
             with pytest.raises(EngineError, match=url) as error:
                 await ask()
             assert "0123456789abcdef" not in str(error.value)
