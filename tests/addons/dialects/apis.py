@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import ReplyContext, Usage, message_tool_call
@@ -48,8 +49,27 @@ class Api:
     """A function of a reply. It returns the fields of a request in which a program sends it back."""
     assembled: Any
     """A function of a stream. It returns the whole reply to which its events add up."""
+    elements: tuple[dict[str, Any], ...] = ()
+    """Further elements of a conversation: media, and whatever depends on other elements and fields of a request."""
     count_target: str = ""
     stream_target: str = ""
+
+    @property
+    def conversations(self):
+        """A strategy for conversations, which are lists of elements."""
+        key = self.dialect.CONVERSATION
+        whole, (user, *_) = [*self.request[key], *self.talk[key]], self.talk[key]
+        begun = st.integers(0, len(whole)).map(lambda length: whole[:length])
+        others = st.lists(st.sampled_from([user, *self.elements]), max_size=4)
+        places = st.lists(st.integers(0, len(whole)), min_size=4, max_size=4)
+
+        def mixed(elements, inserted, places):
+            mixture = list(elements)
+            for place, element in zip(places, inserted, strict=False):
+                mixture.insert(place, element)
+            return [*mixture, user]
+
+        return st.builds(mixed, begun, others, places)
 
     def decode(self, body, target=""):
         return self.decode_bytes(json.dumps(body).encode(), target)
@@ -208,6 +228,11 @@ CHAT = Api(
     schema=lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
     echoing=lambda whole: {"messages": [USER, whole["choices"][0]["message"]]},
     assembled=_chat,
+    elements=(
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.example/a.png"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "patch"}}]},
+        {"role": "tool", "tool_call_id": "", "name": "wire", "content": "x"},
+    ),
 )
 RESPONSES = Api(
     routes.RESPONSES,
@@ -258,6 +283,12 @@ MESSAGES = Api(
     schema=lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
     echoing=lambda whole: _turn(whole["content"], USER),
     assembled=_messages,
+    elements=(
+        {"role": "assistant", "content": "One more."},
+        {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}]},
+        *({"role": role, "content": [of_messages.reference("later")]} for role in ("assistant", "user")),
+        {"role": "user", "content": [{**_RESULTS[0], "tool_use_id": "", "content": [of_messages.reference("later")]}]},
+    ),
     count_target="/v1/messages/count_tokens",
 )
 _ANSWERS = [{"id": i, "name": dict(CALLS)[i], "response": {"output": "x"}} for i in ANSWERED]

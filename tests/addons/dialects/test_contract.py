@@ -1,6 +1,7 @@
 """The contract of every dialect for requests and replies. The peculiarities of one are tested in its folder."""
 
 import contextlib
+import copy
 import json
 import time
 from dataclasses import asdict
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolltap.addons.dialects.call import DialectError, Reply, ToolCall, parse_arguments
+from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, ToolCall, parse_arguments
 from tests.addons.dialects import apis
 from tests.addons.dialects.apis import APIS, ARRAY, CHAT, GEMINI, MESSAGES, RESPONSES, USAGE, every_api, parse, streamed
 from tests.deep import examples
@@ -28,6 +29,45 @@ def test_any_body_is_a_model_call_or_a_refusal(api, data):
     else:
         orjson.loads(json.dumps(asdict(call), ensure_ascii=False).encode())
         assert call.messages
+
+
+def outcome(api, request, known=()):
+    """Return the call that a request decodes to, or the words of its refusal."""
+    try:
+        return api.dialect.decode(request, api.target, known)
+    except DialectError as refusal:
+        return str(refusal)
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+@examples(1000)
+@given(data=st.data(), offered=st.booleans())
+def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_common(api, data, offered):
+    key = api.dialect.CONVERSATION
+    elements = data.draw(api.conversations)
+    num_common = data.draw(st.integers(0, len(elements)))
+    earlier = {**api.request, key: elements[:num_common] + data.draw(api.conversations)}
+    later = {**api.request, key: elements}
+    if not offered:
+        earlier.pop("tools")
+    before = copy.deepcopy([earlier, later])
+    call = outcome(api, earlier)
+    known = call.parts[:num_common] if isinstance(call, ModelCall) else ()
+    absent = {**later, key: [None] * len(known) + elements[len(known) :]}
+    assert outcome(api, absent, known) == outcome(api, later)
+    assert [earlier, later] == before
+
+
+@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+def test_messages_of_known_elements_stay_the_same_objects(api):
+    key = api.dialect.CONVERSATION
+    first = api.decode(api.request)
+    grown = {**api.request, key: [None] * len(first.parts) + api.talk[key][:1]}
+    second = api.dialect.decode(grown, api.target, first.parts)
+    third = api.dialect.decode(grown, api.target, second.parts[:-1])
+    for later in (second, third):
+        pairs = zip(first.messages, later.messages[: len(first.messages)], strict=True)
+        assert all(one is other for one, other in pairs if one["role"] != "system")
 
 
 @every_api
