@@ -48,20 +48,23 @@ def _number(kind: type[float], text: str) -> float:
 
 
 _REAL = partial(_number, float)
-_loads = partial(json.loads, parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
+JSON = json.JSONDecoder(parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
+"""NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one has columns that
+others cannot read."""
 
 
 def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
 
-    NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one has columns that
-    others cannot read.
-
     Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and `RecursionError`.
     """
     check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     text = text.decode() if isinstance(text, bytes) else text
-    value = _loads(text)
+    return bounded_value(JSON.decode(text), text, most_levels)
+
+
+def bounded_value(value: Any, text: str, most_levels: int) -> Any:
+    """Return the value that was parsed from `text`, with all strings `well_formed`. Raises `TooManyLevels`."""
     if nests_deeper(value, most_levels):
         raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
     # `json.dumps` writes each emoji as a pair

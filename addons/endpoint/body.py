@@ -1,12 +1,21 @@
-"""Reads the bodies of requests: bounded on the wire, in time, in memory and after decompression."""
+"""Reads the bodies of requests: bounded on the wire, in time, in memory and after decompression.
+
+A conversation grows at its end: all but a few of its elements have the same bytes as in the last
+request of the same program. They are compared and not parsed, so that a request costs what is new
+in it (`RecentBodies`).
+"""
 
 import asyncio
 import io
+import re
 import zlib
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 import brotli  # type: ignore[import-untyped]
@@ -14,7 +23,10 @@ import zstandard
 from aiohttp import web
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.addons.dialects.call import DialectError
+from rolltap.addons.dialects.call import JSON, DialectError, ModelCall, Part, bounded_value
+from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, check_values
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's
@@ -31,6 +43,14 @@ A meta-block of 16 MiB has at least 77 bits before its first command, so 8 bytes
 more than one of them."""
 _MOST_MEMBERS = 16
 """Maximum number of members of a gzip file. Each costs a copy of what follows."""
+_RECENT = 4
+"""Conversations of a session that are kept: agents and sub-agents alternate."""
+_MOST_KEPT = 16 * 1024 * 1024
+"""Characters of their texts in total."""
+_FIRST_STEP = 4096
+"""Characters that are compared first. Then it is twice as many, again and again."""
+
+_BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 class Bodies:
@@ -211,3 +231,161 @@ _DECODERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
     "deflate": _deflate,
     "br": _brotli,
 }
+
+
+@dataclass(slots=True)
+class Elements:
+    """The elements of a conversation."""
+
+    text: str
+    """The list in JSON, from its bracket to the end of the last element."""
+    ends: list[int]
+    """The offset in the text at which each element ends."""
+    known: Sequence[Part] = ()
+    """The parts of the first elements."""
+    nearest: "Elements | None" = field(default=None, repr=False)
+    """The earlier ones of which these go on."""
+
+
+class RecentBodies:
+    """The conversations in the last requests of a session. Not thread-safe.
+
+    It holds the text of each and the messages in it: about twice its bytes.
+    """
+
+    def __init__(self) -> None:
+        self._recent: list[tuple[Dialect, Elements]] = []
+
+    def decode(self, dialect: Dialect, body: bytes, target: str) -> ModelCall:
+        """Return the decoded request. Raises as `parse_object` and `Dialect.decode`."""
+        recent = [elements for other, elements in self._recent if other is dialect]
+        found = read(body, dialect.CONVERSATION, recent)
+        if found is None:
+            return dialect.decode(parse_object(body), target)
+        request, elements = found
+        model_call = dialect.decode(request, target, elements.known)
+        if len(model_call.parts) == len(elements.ends):
+            self._keep(dialect, elements, model_call.parts)
+        return model_call
+
+    def _keep(self, dialect: Dialect, elements: Elements, parts: Sequence[Part]) -> None:
+        """Keep a conversation in place of the one that it goes on."""
+        kept = [entry for entry in self._recent if entry[1] is not elements.nearest]
+        kept.append((dialect, Elements(elements.text, elements.ends, parts)))
+        kept = kept[-_RECENT:]
+        while sum(len(entry[1].text) for entry in kept) > _MOST_KEPT:
+            del kept[0]
+        self._recent = kept
+
+
+def read(body: bytes, key: str, recent: Sequence[Elements]) -> tuple[dict[str, Any], Elements] | None:
+    """Return the request in a body, and the elements of its list `key`. Those of `recent` are None in the request.
+
+    Returns None for a body that is to be parsed as a whole: it has no such list of objects, or is invalid.
+    """
+    try:
+        check_values(body)
+        return _Reader(body.decode(), key, recent).read()
+    except (ValueError, IndexError, RecursionError):
+        return None
+
+
+class _Reader:
+    """Raises `ValueError` or `IndexError` for a text that is to be parsed as a whole."""
+
+    def __init__(self, text: str, key: str, recent: Sequence[Elements]) -> None:
+        self._text = text
+        self._key = key
+        self._recent = recent
+        self._at = 0
+
+    def read(self) -> tuple[dict[str, Any], Elements]:
+        text = self._text
+        request: dict[str, Any] = {}
+        elements: Elements | None = None
+        begin = 0
+        separator = "{"
+        while self._take(separator):
+            self._blanks()
+            name, self._at = JSON.raw_decode(text, self._at)
+            self._require(":")
+            self._blanks()
+            if not isinstance(name, str):
+                raise ValueError("no key")
+            if name == self._key:
+                if elements is not None:
+                    raise ValueError("two conversations")
+                begin = self._at
+                request[name], elements = self._elements()
+            else:
+                request[name], self._at = JSON.raw_decode(text, self._at)
+            separator = ","
+        self._require("}")
+        self._blanks()
+        if self._at != len(text) or elements is None:
+            raise ValueError("no conversation")
+        known_end = elements.ends[len(elements.known) - 1] if elements.known else 0
+        rest = text[:begin] + text[begin + known_end :]
+        return bounded_value(request, rest, MOST_LEVELS_OF_A_BODY), elements
+
+    def _elements(self) -> tuple[list[Any], Elements]:
+        """Read the list of the conversation."""
+        text, begin = self._text, self._at
+        shared, nearest = 0, None
+        for earlier in self._recent:
+            alike = bisect_right(earlier.ends, _alike(text, begin, earlier.text))
+            if alike > shared:
+                shared, nearest = alike, earlier
+        values: list[Any] = [None] * shared
+        ends: list[int] = []
+        known: Sequence[Part] = ()
+        separator = "["
+        if nearest is not None:
+            ends = nearest.ends[:shared]
+            known = nearest.known[:shared]
+            self._at = begin + ends[-1]
+            separator = ","
+        while self._take(separator):
+            self._blanks()
+            if text[self._at] != "{":
+                raise ValueError("no object")  # the end of an object needs no look at what follows
+            value, self._at = JSON.raw_decode(text, self._at)
+            values.append(value)
+            ends.append(self._at - begin)
+            separator = ","
+        self._require("]")
+        if nearest is not None and 2 * shared <= len(nearest.ends):
+            nearest = None  # another conversation with the same beginning
+        return values, Elements(text[begin : begin + ends[-1]], ends, known, nearest)
+
+    def _take(self, character: str) -> bool:
+        """Skip blanks and the character, if it follows them."""
+        self._blanks()
+        if self._text[self._at] != character:
+            return False
+        self._at += 1
+        return True
+
+    def _require(self, character: str) -> None:
+        if not self._take(character):
+            raise ValueError(f"no {character}")
+
+    def _blanks(self) -> None:
+        blanks = _BLANKS.match(self._text, self._at)
+        assert blanks is not None
+        self._at = blanks.end()
+
+
+def _alike(text: str, begin: int, earlier: str) -> int:
+    """Return the number of characters of `earlier` with which `text` goes on from `begin`."""
+    alike, step = 0, _FIRST_STEP
+    grows = True
+    while step:
+        piece = earlier[alike : alike + step]
+        start = begin + alike
+        if piece and text[start : start + len(piece)] == piece:
+            alike += len(piece)
+        else:
+            grows = False
+        step = step * 2 if grows else step // 2
+    return alike

@@ -14,9 +14,9 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
+from rolltap.addons.endpoint.body import RecentBodies
 from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
@@ -48,10 +48,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _decode(dialect: Dialect, body: bytes, target: str) -> ModelCall:
-    return dialect.decode(parse_object(body), target)
-
-
 @dataclass(kw_only=True, eq=False)
 class Session:
     """The conversations and generations of a session. For the event loop alone."""
@@ -80,6 +76,7 @@ class Session:
     _policy: SessionPolicy | None = field(default=None, init=False)
     _budget: SessionBudget | None = field(default=None, init=False)
     """None before the first call, as the policy, because it follows from the rows."""
+    _bodies: RecentBodies = field(default_factory=RecentBodies, init=False)
     _order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while a prompt is made, and while a call is added to the conversations.
 
@@ -109,7 +106,8 @@ class Session:
         async with self._order:
             recovered = await self._open()
             try:
-                model_call = await self.workers.run(len(body), _decode, dialect, body, request.target)
+                decode = self._bodies.decode
+                model_call = await self.workers.run(len(body), decode, dialect, body, request.target)
             except NamesStored as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
@@ -203,6 +201,7 @@ class Session:
         self.abort("the session ended")
         self.generations = []
         self._recovered = None
+        self._bodies = RecentBodies()
         self._policy = None
         self._budget = None
         if self._state != "recorded":

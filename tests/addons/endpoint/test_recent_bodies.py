@@ -1,0 +1,161 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolltap.addons.dialects import routes
+from rolltap.addons.dialects.call import DialectError
+from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.endpoint import body as bodies_of_requests
+from rolltap.addons.endpoint.body import Elements, RecentBodies, read
+from tests.deep import examples
+
+_TEXTS = st.sampled_from(["", "a", '"', "\\", "é", "😀", "\ud83d", "\ude00", "]}", "messages", ",{", "\n", "x" * 9000])
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+_OBJECTS = st.dictionaries(st.sampled_from(["role", "content", "é"]), _VALUES, max_size=3)
+_FIELDS = st.lists(st.tuples(st.sampled_from(["model", "tools", "messages", "é"]), _VALUES), max_size=2)
+
+
+@st.composite
+def writings(draw):
+    """Draw a function from a value to a JSON text of it."""
+    indent = draw(st.sampled_from([None, None, 1]))
+    separators = draw(st.sampled_from([None, (",", ":"), (" ,\r\n", "\t: ")]))
+    ascii_only = draw(st.booleans())
+    return lambda value: json.dumps(value, indent=indent, separators=separators, ensure_ascii=ascii_only)
+
+
+@st.composite
+def bodies(draw, messages, write):
+    """Draw a body with these messages. It may be no valid request, or no JSON."""
+    fields = [(key, write(value)) for key, value in draw(_FIELDS)]
+    fields.insert(draw(st.integers(0, len(fields))), ("messages", write(messages)))
+    keys = [json.dumps(key) for key, _ in fields]
+    if draw(st.booleans()):
+        keys = [key.replace("m", "\\u006d") for key in keys]
+    blank = draw(st.sampled_from(["", " ", "\n\t"]))
+    pairs = [f"{blank}{key}{blank}:{blank}{text}{blank}" for key, (_, text) in zip(keys, fields, strict=True)]
+    text = f"{blank}{{{','.join(pairs)}}}{blank}".encode("utf-8", "replace")
+    damage = draw(st.sampled_from(["", "", "", "cut", "more", "other"]))
+    at = draw(st.integers(0, len(text)))
+    return {"": text, "cut": text[:at], "more": text[:at] + b"," + text[at:], "other": text + b"1"}[damage]
+
+
+@st.composite
+def conversations(draw):
+    """Draw the bodies of several requests, of which each may go on with the one before."""
+    write = draw(writings())
+    messages = draw(st.lists(_OBJECTS, min_size=1, max_size=4))
+    drawn = [draw(bodies(messages, write))]
+    for _ in range(draw(st.integers(1, 3))):
+        messages = messages[: draw(st.integers(1, 5))] + draw(st.lists(_OBJECTS, max_size=3))
+        write = draw(st.just(write) | writings())
+        drawn.append(draw(bodies(messages, write)))
+    return drawn
+
+
+def whole(body):
+    try:
+        return parse_object(body)
+    except DialectError:
+        return None
+
+
+@given(conversations())
+@examples(300)
+def test_a_body_is_read_as_if_none_had_come_before(drawn):
+    recent = []
+    for body in drawn:
+        expected, found = whole(body), read(body, "messages", recent)
+        if found is None:
+            continue
+        request, shared = found
+        assert request["messages"][: len(shared.known)] == [None] * len(shared.known)
+        request["messages"][: len(shared.known)] = shared.known
+        assert (request, json.dumps(request)) == (expected, json.dumps(expected))
+        recent.append(Elements(shared.text, shared.ends, expected["messages"]))
+
+
+@pytest.mark.parametrize("write", [json.dumps, lambda body: json.dumps(body, ensure_ascii=False, indent=2)])
+def test_only_new_elements_are_parsed(write):
+    messages = [{"role": "user", "content": f"é {number}, \\"} for number in range(50)]
+    before = read(write({"messages": messages[:40], "model": "a"}).encode(), "messages", [])[1]
+    before.known = messages[:40]
+    request, after = read(write({"model": "other", "messages": messages}).encode(), "messages", [before])
+    assert request == {"model": "other", "messages": [None] * 40 + messages[40:]}
+    assert (after.known, after.nearest) == (messages[:40], before)
+    changed = [*messages[:30], {"role": "user"}, *messages[31:]]
+    assert len(read(write({"messages": changed}).encode(), "messages", [before])[1].known) == 30
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"messages": []}',
+        b'{"messages": "a"}',
+        b'{"messages": [1, 12]}',
+        b'{"messages": [{}], "messages": [{}]}',
+        b'{"messages": [{}][{}]}',
+        b'{"messages": [{}]} {}',
+        b'{"messages": [{}]',
+        b'\xef\xbb\xbf{"messages": [{}]}',
+        b'{"messages": [{"a": NaN}]}',
+        b'{"messages": [{}], "a": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"messages": [{}], "a": ' + b"[" * 100_000,
+        b'{"messages": [{}], "a": [' + b"0," * 600_000 + b"0]}",
+    ],
+    ids=lambda body: f"{body[:30]!r}",
+)
+def test_other_bodies_are_parsed_as_a_whole(body):
+    assert read(body, "messages", []) is None
+
+
+def body_of(*contents):
+    messages = [{"role": "user", "content": content} for content in contents]
+    return json.dumps({"messages": messages}).encode()
+
+
+class TestRecentBodies:
+    def test_messages_that_came_before_are_the_same_objects(self):
+        recent = RecentBodies()
+        first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
+        other = recent.decode(routes.CHAT, body_of("sub-agent"), "/")
+        second = recent.decode(routes.CHAT, body_of("a", "b", "c"), "/")
+        assert second.messages == routes.CHAT.decode(parse_object(body_of("a", "b", "c")), "/").messages
+        assert [a is b for a, b in zip(first.messages, second.messages, strict=False)] == [True, True]
+        assert recent.decode(routes.CHAT, body_of("sub-agent", "d"), "/").messages[0] is other.messages[0]
+
+    def test_a_request_to_another_api_shares_nothing(self):
+        recent = RecentBodies()
+        first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
+        body = json.dumps({"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}).encode()
+        assert recent.decode(routes.MESSAGES, body, "/v1/messages").messages[0] is not first.messages[0]
+
+    def test_an_invalid_request_is_refused_in_the_words_of_a_whole_parse_and_forgets_nothing(self):
+        recent = RecentBodies()
+        first = recent.decode(routes.CHAT, body_of("a"), "/")
+        for body in (b'{"messages": [}', b'{"messages": [{"role": "other"}]}', b'{"messages": [{}], "messages": 1}'):
+            with pytest.raises(DialectError) as refused:
+                recent.decode(routes.CHAT, body, "/")
+            with pytest.raises(DialectError) as expected:
+                routes.CHAT.decode(parse_object(body), "/")
+            assert str(refused.value) == str(expected.value)
+        assert recent.decode(routes.CHAT, body_of("a", "b"), "/").messages[0] is first.messages[0]
+
+    def test_few_conversations_and_a_bounded_text_are_kept(self, monkeypatch):
+        monkeypatch.setattr(bodies_of_requests, "_MOST_KEPT", 1000)
+        recent = RecentBodies()
+        for number in range(10):
+            recent.decode(routes.CHAT, body_of(f"conversation {number}", "a" * 300), "/")
+        kept = [json.loads(kept.text + "]")[0]["content"] for _, kept in recent._recent]
+        assert kept == ["conversation 8", "conversation 9"]
+        recent.decode(routes.CHAT, body_of("a" * 2000), "/")
+        assert recent._recent == []
