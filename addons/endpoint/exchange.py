@@ -1,6 +1,6 @@
 """One HTTP exchange: a request and its reply, streamed or plain."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -18,7 +18,10 @@ COALESCE_SECONDS = 0.1
 
 
 async def respond(
-    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: Generation,
+    dialect: Dialect,
+    context: ReplyContext,
+    request: web.Request,
 ) -> web.StreamResponse:
     """Answer with one JSON body.
 
@@ -26,23 +29,25 @@ async def respond(
     keep-alives. A later error then breaks the connection: SDKs retry after that, and would take
     an error with status 200 for an answer.
     """
+    headers = _headers(generation, "application/json")
     response: web.StreamResponse | None = None
     with generation.listening():
         while not await generation.finished(KEEP_ALIVE_SECONDS):
             if response is None:
-                response = web.StreamResponse(headers=_headers(generation, "application/json"))
+                response = web.StreamResponse(headers=headers)
                 await response.prepare(request)
             await response.write(b" ")
         if generation.reply is None:
             assert generation.error is not None
             if response is None:
-                return error_response(dialect, generation.error, _headers(generation, "application/json"))
-            if request.transport is not None:
+                response = error_response(dialect, generation.error)
+                response.headers.update(headers)
+            elif request.transport is not None:
                 request.transport.abort()
             return response
         body = dialect.encode_reply(context, generation.reply, generation.usage)
         if response is None:
-            response = web.Response(body=body, headers=_headers(generation, "application/json"))
+            response = web.Response(body=body, headers=headers)
             await response.prepare(request)
         else:
             await response.write(body)
@@ -51,7 +56,10 @@ async def respond(
 
 
 async def stream(
-    generation: Generation, dialect: Dialect, context: ReplyContext, request: web.Request
+    generation: Generation,
+    dialect: Dialect,
+    context: ReplyContext,
+    request: web.Request,
 ) -> web.StreamResponse:
     """Answer with a stream of events. Errors are events too: the status is 200."""
     encoder = dialect.stream_encoder(context)
@@ -90,14 +98,17 @@ async def send_events(generation: Generation, encoder: StreamEncoder, write: Wri
 def _headers(generation: Generation, content_type: str) -> dict[str, str]:
     """Return the reply's headers. The call id is the request id, under the names of OpenAI's and
     Anthropic's SDKs."""
-    ids = {"x-request-id": generation.call_id, "request-id": generation.call_id}
-    return {"content-type": content_type, "cache-control": "no-cache", **ids}
+    return {
+        "content-type": content_type,
+        "cache-control": "no-cache",
+        "x-request-id": generation.call_id,
+        "request-id": generation.call_id,
+    }
 
 
-def error_response(dialect: Dialect, error: DialectError, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return the HTTP response for an error, in the format of its API. `headers` are further
-    headers."""
-    fields = {"content-type": "application/json", **(headers or {})}
+def error_response(dialect: Dialect, error: DialectError) -> web.Response:
+    """Return the HTTP response for an error, in the format of its API."""
+    headers = {"content-type": "application/json"}
     if error.retry_after is not None:
-        fields["retry-after"] = str(error.retry_after)
-    return web.Response(body=dialect.encode_error(error), status=error.status, headers=fields)
+        headers["retry-after"] = str(error.retry_after)
+    return web.Response(body=dialect.encode_error(error), status=error.status, headers=headers)
