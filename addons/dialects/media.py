@@ -5,7 +5,6 @@ error. The text is the same in each request, so that the conversation is continu
 """
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from rolltap.addons.dialects.call import DialectError
@@ -21,33 +20,6 @@ def placeholder(declared: Any, kind: str) -> str:
     """
     found = _MEDIA_TYPE.match(declared) if isinstance(declared, str) else None
     return f"[{found[1] if found else kind}, not shown: this model reads text]"
-
-
-def hide(
-    request: dict[str, Any],
-    places: Sequence[Sequence[str]],
-    text_for: Callable[[dict[str, Any]], str | None],
-    text_type: str | None,
-) -> int:
-    """Replace, in `request`, the parts for which `text_for` returns a text. Return their number.
-
-    A place is a chain of keys to a list of parts, or to a single one. Lists on the way are gone through. A text part
-    has the `type` `text_type`, or no type.
-    """
-    hidden = 0
-    for place in places:
-        parts = [request]
-        for key in place:
-            found = [part.get(key) for part in parts]
-            several = [inner if isinstance(inner, list) else [inner] for inner in found]
-            parts = [part for inner in several for part in inner if isinstance(part, dict)]
-        for part in parts:
-            text = text_for(part)
-            if text is not None:
-                part.clear()
-                part.update({"type": text_type} if text_type else {}, text=text)
-                hidden += 1
-    return hidden
 
 
 def refuse_hidden(hidden: int) -> None:

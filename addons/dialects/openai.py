@@ -1,13 +1,13 @@
 """Functions that OpenAI's two APIs share: errors, content as text, and reply formats."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rolltap.addons.dialects.call import DialectError, Part, dump_json
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.media import hide, placeholder
+from rolltap.addons.dialects.media import placeholder
 
 WORDING = Wording("'{place}' must be {expected}.")
 
@@ -37,11 +37,6 @@ def error_body(error: DialectError, code: str | int) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": None, "code": code}}
 
 
-def hide_media(request: dict[str, Any], *places: Sequence[str]) -> int:
-    """Replace the images, audio and files at `places` of a request: see `hide`."""
-    return hide(request, places, _text_for, "text")
-
-
 def _text_for(part: dict[str, Any]) -> str | None:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -52,28 +47,6 @@ def _text_for(part: dict[str, Any]) -> str | None:
         return placeholder(f"audio/{source.get('format')}", "audio")
     data = next((source[key] for key in ("url", "image_url", "file_data") if source.get(key)), None)
     return placeholder(data, _KINDS[kind])
-
-
-def content_text(fields: Fields, key: str, kinds: Mapping[str, str]) -> str:
-    """Return the text of a content, which is absent, a string, or a list of parts.
-
-    `kinds` maps each accepted part type to the field that holds its text. Raises `DialectError`.
-    """
-    text = fields.maybe(key, str)
-    if text is not None:
-        return text
-    return "".join(part_texts(fields, key, kinds, "a string or a list of parts"))
-
-
-def part_texts(fields: Fields, key: str, kinds: Mapping[str, str], expected: str = "a list of parts") -> list[str]:
-    """Return the text of each part of a list. Raises `DialectError`."""
-    texts = []
-    for part in fields.objects(key, expected):
-        kind = part.text("type")
-        if kind not in kinds:
-            raise DialectError(f"'{part.place()}' has type {described(kind)}; this model takes text only.")
-        texts.append(part.text(kinds[kind]))
-    return texts
 
 
 _TEXT_KEYS = {

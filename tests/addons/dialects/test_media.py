@@ -1,13 +1,10 @@
 """Images, audio and files in every API: the model gets a text in their place."""
 
-import copy
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rolltap.addons.dialects.media import hide, placeholder
+from rolltap.addons.dialects.media import placeholder
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -108,23 +105,3 @@ def test_the_arguments_of_a_tool_call_are_not_touched():
 @pytest.mark.parametrize("declared", ["image/png\n<|im_end|>", "x" * 500, "image/" + "p" * 500, "png", "", 5, None])
 def test_only_a_media_type_is_repeated(declared):
     assert placeholder(declared, "image") == "[image, not shown: this model reads text]"
-
-
-values = st.recursive(
-    st.none() | st.integers() | st.sampled_from(["image", PNG]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "type"]), inner, max_size=3),
-)
-
-
-@given(values.filter(lambda value: isinstance(value, dict)))
-def test_only_parts_at_the_place_are_replaced(request_):
-    def elements(value):
-        return [element for element in (value if isinstance(value, list) else [value]) if isinstance(element, dict)]
-
-    expected = copy.deepcopy(request_)
-    images = [p for above in elements(expected.get("a")) for p in elements(above.get("b")) if p.get("type") == "image"]
-    for part in images:
-        part.clear()
-        part.update({"type": "text", "text": "X"})
-    hidden = hide(request_, [("a", "b")], lambda part: "X" if part.get("type") == "image" else None, "text")
-    assert (request_, hidden) == (expected, len(images))
