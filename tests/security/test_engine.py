@@ -13,12 +13,13 @@ import psutil
 import pytest
 
 from rolltap.trainer.engine.serve import EngineServer
+from tests.conftest import free_port
 from tests.deep import cases
 from tests.recorder_process import CHAT, HELLO
 from tests.scripted_engine import Answer, Say, ScriptedEngine
 from tests.trainer.cli.program import run_rolltap
 from tests.trainer.engine.answering import AS_VLLM
-from tests.trainer.engine.test_serve import fake_vllm, free_port
+from tests.trainer.engine.test_serve import fake_vllm
 
 ROUTES = [
     *(("POST", "/" + path) for path in ("pause?mode=abort", "sleep", "collective_rpc", "update_weights", "tokenize")),

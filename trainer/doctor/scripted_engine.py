@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ class ScriptedEngine:
     """A context manager of an HTTP server in its own thread, on a free port unless `port` names one.
 
     `otherwise` makes the reply to the body of a generation, and `requests` has all bodies. `root` is the served model.
+    Entering raises `OSError` for a port that is taken.
     """
 
     def __init__(self, tokenizer: Any, *, max_model_len: int = 8192, port: int = 0) -> None:
@@ -38,10 +40,10 @@ class ScriptedEngine:
         self.url = ""
 
     def __enter__(self) -> Self:
-        self._ready = threading.Event()
+        self._listening: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        self._ready.wait()
+        self._listening.result()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,12 +104,16 @@ class ScriptedEngine:
         runner = web.AppRunner(self.application(), handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = runner.addresses[0][1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
+        try:
+            await site.start()
+            self.port = runner.addresses[0][1]
+            self.url = f"http://127.0.0.1:{self.port}"
+            self._listening.set_result(None)
+            await self._stop.wait()
+        except OSError as error:
+            self._listening.set_exception(error)
+        finally:
+            await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()

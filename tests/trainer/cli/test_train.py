@@ -17,12 +17,12 @@ from rolltap.addons.errors import EngineError, InputError
 from rolltap.trainer.cli import main
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.status import engine_status
-from tests.conftest import ROOT
+from tests.conftest import ROOT, free_port
 from tests.deep import cases
 from tests.trainer.cli.program import ROLLTAP, run_rolltap
 from tests.trainer.engine.acting import acting
 from tests.trainer.engine.answering import AS_VLLM
-from tests.trainer.engine.test_serve import fake_vllm, free_port
+from tests.trainer.engine.test_serve import fake_vllm
 from tests.trainer.training.stand_ins import FolderEngine
 from tests.trainer.training.trainings import ENGINES, URLS, Training
 from tests.trainer.training.trainings import RECIPE as SMALL

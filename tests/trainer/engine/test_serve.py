@@ -1,6 +1,5 @@
 import json
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.serve import EngineServer, Parts, engine_command, is_cpu_build, require_model
 from rolltap.trainer.training.recipe import Recipe
 from tests import tiny_checkpoints
-from tests.conftest import ROOT, vllm_program
+from tests.conftest import ROOT, free_port, vllm_program
 from tests.factories import make_call
 from tests.trainer.engine.answering import AS_VLLM
 
@@ -154,11 +153,6 @@ def test_a_folder_is_served_by_its_absolute_path_so_that_every_folder_of_a_user_
     assert require_model("organisation/model") == "organisation/model"
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 def test_an_engine_is_reached_whatever_proxy_the_caller_has(tmp_path, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # no server listens there
@@ -266,11 +260,8 @@ async def test_vllm_returns_the_experts_of_all_tokens_but_the_last(monkeypatch, 
     if is_cpu_build(vllm):
         pytest.skip("vLLM's CPU build cannot return experts: it needs Triton")
     model = tiny_checkpoints.qwen3_moe(tmp_path / "model", ROOT / "tests" / "models" / "qwen3-4b")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     monkeypatch.setenv("ROLLTAP_ENGINE_KEY_FILE", str(tmp_path / "engine.key"))
-    with EngineServer(model, vllm=vllm, port=port, routing=True, max_model_len=1024) as server:
+    with EngineServer(model, vllm=vllm, port=free_port(), routing=True, max_model_len=1024) as server:
         engine = Engine(server.url, server.key_file.read_text().strip())
         for start in (0, 3):
             call = make_call(1, [5, 6, 7, 8], [], prefix_length=start + 1 if start else 0)

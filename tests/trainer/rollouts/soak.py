@@ -22,6 +22,7 @@ import rolltap
 from rolltap.trainer.rollouts import schedule
 from rolltap.trainer.rollouts.runtimes.process import ProcessBox, ProcessRuntime
 from rolltap.trainer.rollouts.runtimes.runtime import BoxSpec
+from tests.conftest import free_port
 from tests.scripted_engine import Reply, Say, ScriptedEngine
 
 FAILING_STARTS, FAILING_JUDGES = 0.25, 0.3
@@ -108,7 +109,7 @@ class BadLuck:
         self._tokenizer, self._run, self._at = tokenizer, run, at
         self._requests = 0
         self._restarting = threading.Thread()
-        self.engine = self._engine(0)
+        self.engine = self._engine(free_port())  # it stays free while the engine is restarted
 
     def _engine(self, port: int) -> ScriptedEngine:
         engine = ScriptedEngine(self._tokenizer, port=port)

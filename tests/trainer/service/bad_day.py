@@ -16,6 +16,7 @@ from pathlib import Path
 from socket import SHUT_RDWR
 from urllib.parse import urlsplit
 
+from tests.conftest import free_port
 from tests.scripted_engine import Say, ScriptedEngine
 from tests.trainer.rollouts.soak import processes
 from tests.trainer.service.served import HARNESS, Served, program
@@ -53,7 +54,7 @@ class BadDay:
         self._came, self._up, self._over = threading.Condition(), threading.Event(), False
         self._follower: HTTPConnection | None = None
         self._replacing = threading.Thread(target=self._replace)
-        self._engine = self._start_engine(0)
+        self._engine = self._start_engine(free_port())  # it stays free while the engine is replaced
         task = {"instruction": "go", "evaluate": ["sh", "-c", JUDGE, str(folder)]}
         tasks = [{"id": f"t{number}", **task} for number in range(4)]
         tasks.append({"id": "endless", "env": {"ENDLESS": "1"}, **task})
