@@ -1,13 +1,15 @@
 """Work on a reply is linear in what was sampled, for every family: a policy that loops stops nobody else."""
 
-import time
+import re
+from itertools import pairwise
 
 import pytest
 
 from rolltap.addons.dialects.call import ModelCall
+from rolltap.addons.prompts import families as module
 from rolltap.addons.prompts.choice import TOOLS
-from rolltap.addons.prompts.families import families
-from rolltap.addons.prompts.reply import ReplyParser
+from rolltap.addons.prompts.families import Family, families
+from rolltap.addons.prompts.reply import LONGEST_MARK, ReplyParser
 
 CALLS = {
     "hermes": ("<tool_call>", '{"a":', "</tool_call>"),
@@ -50,17 +52,63 @@ LOOPS = {
 }
 
 
-def seconds(family, text, piece):
-    """Return the CPU time that reading a text in pieces takes, of the best of three."""
-    best = float("inf")
-    for _ in range(3):
-        started = time.process_time()
-        parser = ReplyParser(family, "", ModelCall("m", [], TOOLS))
-        for begin in range(0, len(text), piece):
-            parser.feed(text[begin : begin + piece])
+OWN = {
+    "start_anchor": "<reply>",
+    "fields": {
+        "content": {"close": "<end>"},
+        "tool_calls": {"open_pattern": "<call.*?>", "close_pattern": "</call.*?>", "content": "json"},
+    },
+}
+"""A template of a tokenizer, whose marks have no bound."""
+
+
+class Counting:
+    """A pattern that counts the characters it may look at, in the two ways in which it is used."""
+
+    looked_at = 0
+
+    def __init__(self, pattern):
+        self.pattern = pattern
+
+    def search(self, text, begin=0, **options):
+        Counting.looked_at += len(text) - begin
+        return self.pattern.search(text, begin, **options)
+
+    def match(self, text, begin):
+        """A match of arguments looks at itself, and one that fails at all of the rest."""
+        found = self.pattern.match(text, begin)
+        Counting.looked_at += (len(text) if found is None else found.end()) - begin
+        return found
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} is not counted")
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Return a function from the name of a family, a text and a length to the characters that its patterns look at."""
+    read = {"own": Family("own", OWN), **families.__wrapped__()}
+    for family in read.values():
+        for field in family.template.fields.values():
+            field.open_re = field.open_re and Counting(field.open_re)
+            field.close_re = field.close_re and Counting(field.close_re)
+    tag_patterns = {family._calls.get("content_args", {}).get("tag_pattern") for family in read.values()} - {None}
+
+    def compiled(pattern, flags=0):
+        found = re.compile(pattern, flags)
+        return Counting(found) if any(tag in pattern for tag in tag_patterns) else found
+
+    monkeypatch.setattr(module, "re", type("Re", (), {**vars(re), "compile": staticmethod(compiled)}))
+
+    def count(name, text, piece):
+        Counting.looked_at = 0
+        parser = ReplyParser(read[name], "", ModelCall("m", [], TOOLS))
+        for begin, end in pairwise([*range(0, len(text), piece), len(text)]):
+            parser.feed(text[begin:end])
         parser.finish()
-        best = min(best, time.process_time() - started)
-    return best
+        return Counting.looked_at
+
+    return count
 
 
 def test_each_family_has_its_loops():
@@ -69,8 +117,23 @@ def test_each_family_has_its_loops():
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", CALLS)
-def test_four_times_the_text_takes_about_four_times_the_work(name, loop):
+def test_four_times_the_text_is_looked_at_about_four_times(counted, name, loop):
     """Quadratic work would be sixteen times as much."""
     small, large = (LOOPS[loop](*CALLS[name], size) for size in (10_000, 40_000))
     for piece in (32, len(large)):
-        assert seconds(families()[name], large, piece) < 10 * seconds(families()[name], small, piece)
+        assert counted(name, large, piece) < 6 * counted(name, small, piece)
+
+
+def test_a_mark_without_a_bound_is_none_after_a_while(counted):
+    for opening in ("<call", "<call>" + "</call"):
+        small, large = (opening + "x" * size for size in (10_000, 40_000))
+        assert counted("own", large, 32) < 6 * counted("own", small, 32)
+
+
+def test_marks_are_shorter_than_the_text_that_is_held_back():
+    """Each repetition in their patterns has a bound, so that a search is linear in the text."""
+    for family in families().values():
+        for field in family.template.fields.values():
+            for pattern in filter(None, (field.open_re, field.close_re)):
+                _, longest = re._parser.parse(pattern.pattern).getwidth()
+                assert longest < LONGEST_MARK
