@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from rolltap.addons.engine import connections
@@ -159,7 +160,7 @@ class Engine(Connections):
 
     async def generate(
         self,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         sampling: dict[str, Any],
         model: str | None,
     ) -> AsyncIterator[Chunk]:
@@ -171,7 +172,7 @@ class Engine(Connections):
         finish reason, or is silent and not healthy.
         """
         body: dict[str, Any] = {
-            "token_ids": token_ids,
+            "token_ids": np.asarray(token_ids, np.int32),
             "stream": True,
             "stream_options": {"include_usage": True},
             "sampling_params": {**sampling, "logprobs": 0, "stream_interval": STREAM_INTERVAL},
@@ -354,9 +355,9 @@ class Engine(Connections):
 def encode(body: dict[str, Any]) -> bytes:
     """Return a request as JSON."""
     try:
-        return orjson.dumps(body)  # ten times faster than json for a long list of token ids
-    except TypeError:
-        return json.dumps(body).encode()  # a harness's schema may have integers over 64 bits
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # a harness's schema may have integers over 64 bits
+        return json.dumps(body, default=np.ndarray.tolist).encode()
 
 
 def decode(event: dict[str, Any], stops: Sequence[str]) -> Chunk:

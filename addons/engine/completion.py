@@ -2,6 +2,7 @@
 samples the rest."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -102,7 +103,8 @@ async def _sample_rest(
     start = len(call.completion_ids)
     most = start + sampling["max_tokens"]
     finish_reason = None
-    prompt = [*call.prompt_ids, *call.completion_ids]
+    prompt = array("i", call.prompt_ids)
+    prompt.extend(call.completion_ids)
     async for chunk in engine.generate(prompt, sampling, weights.model):
         if chunk.token_ids and call.first_token_at is None:
             call.first_token_at = utc_now()
