@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.call import ReplyContext, Usage, message_tool_call
+from rolltap.addons.dialects.call import ReplyContext, Usage, message_tool_call, sign
 from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import test_anthropic as of_messages
 from tests.addons.dialects import test_openai_chat as of_chat
@@ -260,6 +260,14 @@ RESPONSES = Api(
     schema=lambda schema: {"text": {"format": {"type": "json_schema", "schema": schema}}},
     echoing=lambda whole: {"input": [USER, *whole["output"]], "tools": of_responses.REQUEST["tools"]},
     assembled=_responses,
+    elements=(
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}], "encrypted_content": sign("c7")},
+        {"role": "assistant", "content": "One more."},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "https://x.example/a.png"}]},
+        {"type": "additional_tools", "tools": [{"type": "custom", "name": "more"}]},
+        {"type": "compaction", "encrypted_content": of_responses.SUMMARY},
+        {"type": "compaction_trigger"},
+    ),
     count_target="/v1/responses/input_tokens",
 )
 
@@ -314,6 +322,13 @@ GEMINI = Api(
     schema=lambda schema: {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": schema}},
     echoing=lambda whole: {"contents": [{"parts": [{"text": "Hi"}]}, whole["candidates"][0]["content"]]},
     assembled=_gemini,
+    elements=(
+        {"role": "model", "parts": [{"functionCall": {"name": "look"}}, {"text": "Hm.", "thought": True}]},
+        {"role": "model", "parts": [{"text": "a"}, {"functionCall": {"name": "look"}, "thoughtSignature": sign("c7")}]},
+        {"role": "function", "parts": {"function_response": {"name": "look", "response": {}}}},
+        {"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "go", "response": {}}}]},
+        {"parts": [{"inline_data": {"mime_type": "image/png"}}]},
+    ),
     count_target="/v1beta/models/gemini-x:countTokens",
     stream_target="/v1beta/models/gemini-x:streamGenerateContent?alt=sse",
 )

@@ -39,7 +39,7 @@ def outcome(api, request, known=()):
         return str(refusal)
 
 
-@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+@every_api
 @examples(1000)
 @given(data=st.data(), offered=st.booleans())
 def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_common(api, data, offered):
@@ -58,7 +58,7 @@ def test_parts_of_an_earlier_request_stand_for_the_elements_that_it_has_in_commo
     assert [earlier, later] == before
 
 
-@pytest.mark.parametrize("api", [CHAT, MESSAGES, GEMINI], ids=lambda api: api.dialect.NAME)
+@every_api
 def test_messages_of_known_elements_stay_the_same_objects(api):
     key = api.dialect.CONVERSATION
     first = api.decode(api.request)

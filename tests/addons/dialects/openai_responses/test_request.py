@@ -1,3 +1,4 @@
+import base64
 import json
 
 import pytest
@@ -152,6 +153,8 @@ class TestDecode:
         assert message["tool_calls"][0]["function"]["name"] == "agents__spawn"
 
 
+SUMMARY = base64.b64encode(b"rolltap-summary:They greeted.").decode()
+"""The content of a compaction item, as it is issued."""
 TEXT = {"type": "input_text", "text": "See"}
 LOGPROBS = "message.output_text.logprobs"
 REFUSED = [
