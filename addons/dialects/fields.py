@@ -9,11 +9,18 @@ from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, TooManyVa
 
 T = TypeVar("T")
 
-_MOST_STOPS, _LONGEST_STOPS = 64, 4096
-"""Limits of stop texts, which are searched for in each new text of a reply. OpenAI takes 4 texts, Google 5."""
-LONGEST_NAME, LONGEST_ID = 256, 1024
-"""Characters of names, which each event of a stream repeats, and of ids. The APIs take names of 64 or 128. A model may
-sample a longer name of a tool, so calls are read with any name."""
+_MOST_STOPS = 64
+_LONGEST_STOPS = 4096
+"""Characters of all stop texts together, which are searched for in each new text of a reply.
+
+OpenAI takes 4 texts, Google 5.
+"""
+LONGEST_NAME = 256
+"""Characters of a name, which each event of a stream repeats. The APIs take 64 or 128.
+
+A model may sample a longer name of a tool, so calls are read with any name.
+"""
+LONGEST_ID = 1024
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -44,41 +51,42 @@ class Wording:
 class Fields:
     """The fields of an object in a request body, and the object's place in the request.
 
-    An absent field reads as None. "Raises" in a method's docstring means a `DialectError` that names the place and the
-    expected value.
+    An absent field reads as None. "Raises" in a method's docstring means a `DialectError` that names
+    the place and the expected value.
     """
 
-    __slots__ = ("_above", "_wording", "values")
+    __slots__ = ("_place", "_wording", "values")
 
-    def __init__(
-        self, values: dict[str, Any], wording: Wording, above: "tuple[Fields, str, int | None] | None" = None
-    ) -> None:
+    def __init__(self, values: dict[str, Any], wording: Wording, place: str = "") -> None:
         self.values = values
         self._wording = wording
-        self._above = above
+        self._place = place
 
     def __getitem__(self, key: str) -> Any:
         return self.values.get(key)
 
     def place(self, key: str | None = None, index: int | None = None) -> str:
-        """Return the place of the object, of its field `key`, or of an element of that field, in the API's wording."""
-        own = self._above[0].place(*self._above[1:]) if self._above else ""
-        if key is None:
-            return own
-        field = f"{own}.{self._wording.name(key)}".removeprefix(".")
-        return field if index is None else field + self._wording.index.format(index)
+        """Return the place of the object, of its field `key`, or of an element of that field."""
+        place = self._place
+        if key is not None:
+            name = self._wording.name(key)
+            place = f"{place}.{name}" if place else name
+        if index is not None:
+            place += self._wording.index.format(index)
+        return place
 
     def refusal(self, key: str, expected: str, index: int | None = None) -> DialectError:
         """Return the error that the field, or its element `index`, must be `expected`."""
-        return DialectError(self._wording.sentence.format(place=self.place(key, index), expected=expected))
+        place = self.place(key, index)
+        return DialectError(self._wording.sentence.format(place=place, expected=expected))
 
     def at(self, key: str, values: dict[str, Any]) -> "Fields":
         """Return `values` as fields whose place is that of the field `key`."""
-        return Fields(values, self._wording, (self, key, None))
+        return Fields(values, self._wording, self.place(key))
 
     def replaced(self, values: dict[str, Any]) -> "Fields":
         """Return `values` as fields whose place is that of this object."""
-        return Fields(values, self._wording, self._above)
+        return Fields(values, self._wording, self._place)
 
     def inner(self, key: str) -> "Fields":
         """Return the fields of an object. A value that is not an object has no fields."""
@@ -91,21 +99,19 @@ class Fields:
 
     def optional(self, key: str, read: "Callable[[Fields, str], T]") -> T | None:
         """Return `read(self, key)`, or None for an absent field. Raises what `read` raises."""
-        return None if self.values.get(key) is None else read(self, key)
+        return None if self[key] is None else read(self, key)
 
     def text(self, key: str) -> str:
         """Return a string, which may be empty. Raises."""
-        value = self.values.get(key)
-        if isinstance(value, str):
-            return value
-        raise self.refusal(key, "a string")
+        return self._required(key, str, "a string")
 
     def name(self, key: str) -> str:
         """Return a non-empty string. Raises."""
-        value = self.values.get(key)
-        if value and isinstance(value, str):
-            return value
-        raise self.refusal(key, "a non-empty string")
+        expected = "a non-empty string"
+        text = self._required(key, str, expected)
+        if not text:
+            raise self.refusal(key, expected)
+        return text
 
     def tool_name(self, key: str) -> str:
         """Return a non-empty string of at most `LONGEST_NAME` characters. Raises."""
@@ -125,7 +131,7 @@ class Fields:
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """Return one of the strings in `choices`. Raises."""
-        value = self.values.get(key)
+        value = self[key]
         if value in choices:
             return str(value)
         *others, last = map(repr, choices)
@@ -133,56 +139,62 @@ class Fields:
 
     def positive_integer(self, key: str) -> int:
         """Return an integer of at least 1. Raises."""
-        value = self.values.get(key)
+        value = self[key]
         if isinstance(value, int) and value is not True and value > 0:
             return value
         raise self.refusal(key, "a positive integer")
 
     def object(self, key: str) -> dict[str, Any]:
         """Return an object as a plain dict. Raises."""
-        value = self.values.get(key)
-        if isinstance(value, dict):
-            return value
-        raise self.refusal(key, "an object")
+        return self._required(key, dict, "an object")
 
     def elements(self, key: str, expected: str = "a list") -> list[Any]:
         """Return the elements of a list. An absent field is an empty list. Raises."""
-        value = self.values.get(key)
-        if isinstance(value, list | None):
-            return value or []
-        raise self.refusal(key, expected)
+        if self[key] is None:
+            return []
+        return self._required(key, list, expected)
 
     def objects(self, key: str, expected: str = "a list", start: int = 0) -> "Iterator[Fields]":
-        """Yield the elements of a list of objects from `start` on. An absent field is an empty list. Raises."""
+        """Yield the elements of a list of objects from `start` on. Raises.
+
+        An absent field is an empty list.
+        """
         for index, element in enumerate(self.elements(key, expected)[start:], start):
             yield self.element(key, index, element)
 
     def element(self, key: str, index: int, value: Any) -> "Fields":
-        """Return `value` as fields whose place is the element `index` of a list. Raises for no object."""
+        """Return `value` as fields whose place is the element `index` of a list. Raises."""
         if not isinstance(value, dict):
             raise self.refusal(key, "an object", index)
-        return Fields(value, self._wording, (self, key, index))
+        return Fields(value, self._wording, self.place(key, index))
 
     def texts(self, key: str) -> list[str]:
-        """Return the non-empty strings of a field that is absent, a string, or a list of strings. Raises."""
+        """Return the non-empty strings of a field: absent, a string, or a list of strings. Raises."""
         single = self.maybe(key, str)
         texts = self.elements(key) if single is None else [single]
-        for i, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise self.refusal(key, "a string", i)
+                raise self.refusal(key, "a string", index)
         return [text for text in texts if text]
 
     def stop_texts(self, key: str) -> list[str]:
-        """Return the `texts` of a field with stop texts. Raises, also beyond `_MOST_STOPS` and `_LONGEST_STOPS`."""
+        """Return the `texts` of a field with stop texts. Raises, also if they are too many or long."""
         texts = self.texts(key)
         if len(texts) > _MOST_STOPS or sum(map(len, texts)) > _LONGEST_STOPS:
-            raise self.refusal(key, f"at most {_MOST_STOPS} texts of {_LONGEST_STOPS} characters in total")
+            most = f"at most {_MOST_STOPS} texts of {_LONGEST_STOPS} characters in total"
+            raise self.refusal(key, most)
         return texts
 
     def chosen(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the fields among `keys` that are present, unchanged."""
-        return {key: self.values[key] for key in keys if self.values.get(key) is not None}
+        return {key: self[key] for key in keys if self[key] is not None}
 
     def texts_by_place(self, *keys: str) -> dict[str, str]:
         """Return place -> string for those fields among `keys` that are strings."""
-        return {self.place(key): text for key in keys if (text := self.maybe(key, str)) is not None}
+        return {self.place(key): self[key] for key in keys if isinstance(self[key], str)}
+
+    def _required(self, key: str, kind: type[T], expected: str) -> T:
+        value = self[key]
+        if isinstance(value, kind):
+            return value
+        raise self.refusal(key, expected)
