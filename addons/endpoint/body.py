@@ -11,14 +11,12 @@ import re
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
-import brotli  # type: ignore[import-untyped]
 import zstandard
 from aiohttp import web
 
@@ -37,12 +35,6 @@ BODY_SECONDS = 120.0
 """Maximum time in which a body arrives."""
 _RETRY_SECONDS = 5
 _PIECE = 64 * 1024
-_BROTLI_INPUT = 8
-"""Bytes that the Brotli decompressor gets at a time. Brotli 1.1 has no bound of what it returns.
-A meta-block of 16 MiB has at least 77 bits before its first command, so 8 bytes do not become
-more than one of them."""
-_MOST_MEMBERS = 16
-"""Maximum number of members of a gzip file. Each costs a copy of what follows."""
 _RECENT = 4
 """Conversations of a session that are kept: agents and sub-agents alternate."""
 _MOST_KEPT = 16 * 1024 * 1024
@@ -54,7 +46,7 @@ _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
 class Bodies:
-    """The bodies of all sessions, of which each decompresses one at a time.
+    """The bodies of all sessions.
 
     They take at most `of_session` bytes of each session, and `of_all` bytes together, for as
     long as they are read or worked on. A request over the quota waits `patience` seconds. Create
@@ -76,18 +68,16 @@ class Bodies:
         self._seconds = BODY_SECONDS
         self._freed = asyncio.Event()
         self._threads = ThreadPoolExecutor(2, "rolltap-decompress")
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """A lock lives as long as somebody uses it."""
 
     @asynccontextmanager
     async def read(self, request: web.Request, session_id: str) -> AsyncIterator[bytes]:
-        """Yield the body of a request, decompressed as its Content-Encoding says.
+        """Yield the body of a request, decompressed as its Content-Encoding says: zstd or gzip.
 
-        That is zstd, gzip, deflate or br. The body counts against the quota until the end of the
-        context. Raises `DialectError` with status 413 when the body is longer than the limit,
-        before or after decompression, 400 when it cannot be decompressed, 408 when it takes too
-        long to arrive, and over the quota 429 when the session itself holds too much, which is
-        no fault of ours, and else 503.
+        The body counts against the quota until the end of the context. Raises `DialectError`
+        with status 413 when the body is longer than the limit, before or after decompression,
+        400 when it cannot be decompressed, 408 when it takes too long to arrive, and over the
+        quota 429 when the session itself holds too much, which is no fault of ours, and else
+        503.
         """
         if (request.content_length or 0) > self._limit:
             raise too_large(self._limit)
@@ -108,10 +98,9 @@ class Bodies:
             body = received.getvalue()
             encoding = request.headers.get("content-encoding", "").strip().lower()
             if body and encoding not in ("", "identity"):
-                async with self._turns.setdefault(session_id, asyncio.Lock()):
-                    await self._take(session_id, self._limit)  # the size is not known yet
-                    held += self._limit
-                    body = await finished_in(self._threads, decompress, body, encoding, self._limit)
+                await self._take(session_id, self._limit)  # the size is not known yet
+                held += self._limit
+                body = await finished_in(self._threads, decompress, body, encoding, self._limit)
                 self._free(session_id, held - len(body))
                 held = len(body)
             yield body
@@ -164,7 +153,7 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
             plain.write(piece)
             if plain.tell() > limit:
                 raise too_large(limit)
-    except (EOFError, zlib.error, zstandard.ZstdError, brotli.error) as error:
+    except (EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DialectError(f"The request body cannot be decompressed: {error}") from error
     return plain.getvalue()
 
@@ -184,26 +173,7 @@ def _zstd(body: bytes) -> Iterator[bytes]:
 
 
 def _gzip(body: bytes) -> Iterator[bytes]:
-    for _ in range(_MOST_MEMBERS):
-        inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
-        body = yield from _inflate(inflater, body)
-        if not body:
-            return
-    raise EOFError(f"it has more than {_MOST_MEMBERS} members")
-
-
-def _deflate(body: bytes) -> Iterator[bytes]:
-    # clients send the format of zlib, as RFC 9110 says, or the bare one
-    try:
-        zlib.decompressobj().decompress(body[:2], 1)
-        inflater = zlib.decompressobj()
-    except zlib.error:
-        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    yield from _inflate(inflater, body)
-
-
-def _inflate(inflater: "zlib._Decompress", body: bytes) -> Generator[bytes, None, bytes]:
-    """Yield what the first member of `body` becomes, in pieces, and return the bytes after it."""
+    inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
     position = 0
     while not inflater.eof:
         given = inflater.unconsumed_tail
@@ -214,23 +184,15 @@ def _inflate(inflater: "zlib._Decompress", body: bytes) -> Generator[bytes, None
         if not (piece or given or inflater.eof):
             raise EOFError("the body ends early")
         yield piece
-    return inflater.unused_data + body[position:]
-
-
-def _brotli(body: bytes) -> Iterator[bytes]:
-    decompressor = brotli.Decompressor()
-    for start in range(0, len(body), _BROTLI_INPUT):
-        yield decompressor.process(body[start : start + _BROTLI_INPUT])
-    if not decompressor.is_finished():
-        raise EOFError("the body ends early")
+    if inflater.unused_data or position < len(body):
+        raise EOFError("it goes on after the end of the compressed text")
 
 
 _DECODERS: dict[str, Callable[[bytes], Iterator[bytes]]] = {
     "zstd": _zstd,
     "gzip": _gzip,
-    "deflate": _deflate,
-    "br": _brotli,
 }
+"""Codings in which clients send requests. No client is known that compresses one in another."""
 
 
 @dataclass(slots=True)
@@ -279,9 +241,11 @@ class RecentBodies:
 
 
 def read(body: bytes, key: str, recent: Sequence[Elements]) -> tuple[dict[str, Any], Elements] | None:
-    """Return the request in a body, and the elements of its list `key`. Those of `recent` are None in the request.
+    """Return the request in a body, and the elements of its list `key`. Those of `recent` are None
+    in the request.
 
-    Returns None for a body that is to be parsed as a whole: it has no such list of objects, or is invalid.
+    Returns None for a body that is to be parsed as a whole: it has no such list of objects, or
+    is invalid.
     """
     try:
         check_values(body)

@@ -1,15 +1,13 @@
 """An agent sends much, or little that becomes much: bodies, prompts, compressed bytes, JSON, unfinished requests."""
 
+import gzip
 import json
-import os
 import socket
 import threading
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import brotli
 import pytest
 import zstandard
 
@@ -168,7 +166,7 @@ NUMBERS = b'{"model":"m","messages":[],"tools":[{"parameters":{"enum":[' + b"1,"
 def test_json_of_millions_of_values_is_not_parsed(recorder, peak, body):
     with recorder.client() as client:
         for _ in range(3):
-            refused = client.post(CHAT, content=zlib.compress(body), headers={"content-encoding": "deflate"})
+            refused = client.post(CHAT, content=gzip.compress(body), headers={"content-encoding": "gzip"})
             assert refused.status_code == 413
             assert "more than 500,000 values" in refused.json()["error"]["message"]
     assert peak() < 200 * MEGABYTE
@@ -176,8 +174,8 @@ def test_json_of_millions_of_values_is_not_parsed(recorder, peak, body):
 
 @pytest.mark.deep  # a small body that becomes large keeps no other session waiting either
 def test_slow_decompression_keeps_no_other_session_waiting(recorder):
-    body = brotli.compress(os.urandom(6 * MEGABYTE), quality=0)
-    head = call().partition(b"Content-Length")[0] + b"Content-Encoding: br\r\n"
+    body = gzip.compress(bytes(31 * MEGABYTE))
+    head = call().partition(b"Content-Length")[0] + b"Content-Encoding: gzip\r\n"
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         attacks = [stack.enter_context(plain(recorder)) for _ in range(7)]
         for connection in attacks:

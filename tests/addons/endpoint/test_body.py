@@ -3,14 +3,11 @@
 import asyncio
 import gzip
 import os
-import struct
 import threading
 import tracemalloc
-import zlib
 from contextlib import asynccontextmanager, suppress
 from unittest import mock
 
-import brotli
 import pytest
 import zstandard
 from aiohttp import web
@@ -27,13 +24,8 @@ from tests.deep import examples
 LIMIT = 100_000
 
 
-def bare_deflate(body):
-    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return compressor.compress(body) + compressor.flush()
-
-
-ENCODERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress}
-ALL = [*ENCODERS.items(), ("deflate", bare_deflate)]
+ENCODERS = {"zstd": zstandard.compress, "gzip": gzip.compress}
+ALL = [*ENCODERS.items()]
 
 
 @asynccontextmanager
@@ -80,9 +72,8 @@ async def test_a_compressed_body_arrives_as_it_was(post, encoding, encode, body)
 
 
 async def test_several_frames_are_one_body(post):
-    for encoding in ("zstd", "gzip"):
-        encode = ENCODERS[encoding]
-        assert await post(encode(b"a") + encode(b"b"), encoding) == (200, b"ab")
+    encode = zstandard.compress
+    assert await post(encode(b"a") + encode(b"b"), "zstd") == (200, b"ab")
 
 
 async def chunks(body):
@@ -96,17 +87,18 @@ async def test_a_body_that_is_or_becomes_too_long_is_refused(post, encoding, enc
     assert (status, text) == (413, b"The request body is larger than 100,000 bytes.")
 
 
-@pytest.mark.parametrize(("encoding", "encode"), ALL[1:])  # what a cut zstd frame holds is read, as mitmproxy does
-async def test_a_body_that_ends_early_is_refused(post, encoding, encode):
-    status, text = await post(encode(os.urandom(1000))[:-5], encoding)
+@pytest.mark.parametrize("other", [lambda body: body[:-5], lambda body: body * 2], ids=["early", "later"])
+async def test_a_body_that_does_not_end_where_it_says_is_refused(post, other):
+    """What a cut zstd frame holds is read, as mitmproxy does."""
+    status, text = await post(other(gzip.compress(os.urandom(1000))), "gzip")
     assert (status, b"cannot be decompressed" in text) == (400, True), text
 
 
-@pytest.mark.parametrize("encoding", ["gzip, zstd", "rot13", "br;q=1"])
+@pytest.mark.parametrize("encoding", ["gzip, zstd", "deflate", "br", "gzip;q=1"])
 async def test_other_encodings_are_refused(post, encoding):
     status, text = await post(b"x", encoding)
     assert status == 400
-    assert b"use one of zstd, gzip, deflate, br" in text
+    assert b"use one of zstd, gzip." in text
 
 
 @pytest.fixture
@@ -178,11 +170,11 @@ async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
         return body
 
     monkeypatch.setattr(body_module, "decompress", decompress)
-    bodies = Bodies(LIMIT, 10 * LIMIT, 20 * LIMIT)
+    bodies = Bodies(LIMIT, 2 * LIMIT, 20 * LIMIT)
 
     def request(body):
         content = mock.Mock(iter_any=lambda: chunks(body))
-        return mock.Mock(content=content, content_length=len(body), headers={"content-encoding": "br"})
+        return mock.Mock(content=content, content_length=len(body), headers={"content-encoding": "gzip"})
 
     async def read(session):
         async with bodies.read(request(session.encode()), session) as body:
@@ -198,12 +190,10 @@ async def test_a_session_decompresses_one_body_at_a_time(monkeypatch):
 
 
 MEGABYTE = 1 << 20
-EMPTY_BLOCK = struct.pack("<BHH", 0, 0, 0xFFFF)
 NOTHING = {
     "gzip members": ("gzip", gzip.compress(b"") * 400_000),
     "gzip padding": ("gzip", gzip.compress(b"") + bytes(8 * MEGABYTE)),
     "zstd frames": ("zstd", zstandard.compress(b"") * 800_000),
-    "deflate blocks": ("deflate", b"\x78\x9c" + EMPTY_BLOCK * 1_600_000),
 }
 """Bodies of 8 MB that become nothing. A quadratic way takes minutes for each."""
 
@@ -222,20 +212,19 @@ def test_input_that_becomes_nothing_ends(encoding, body):
         assert decompress(body, encoding, 1000) == b""
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_long_body_that_was_not_compressed_is_read_in_linear_time(encoding):
+def test_a_long_body_that_was_not_compressed_is_read_in_linear_time():
     body = os.urandom(31 * MEGABYTE)
-    encoded = gzip.compress(body, 0) if encoding == "gzip" else zlib.compress(body, 0)
-    assert decompress(encoded, encoding, 32 * MEGABYTE) == body
+    assert decompress(gzip.compress(body, 0), "gzip", 32 * MEGABYTE) == body
 
 
-def test_brotli_that_becomes_a_quarter_of_a_gigabyte_takes_bounded_memory():
-    bomb = brotli.compress(bytes(1 << 28), quality=5)
-    assert len(bomb) < 2000
+@pytest.mark.parametrize("encoding", ENCODERS)
+def test_a_body_that_becomes_a_quarter_of_a_gigabyte_takes_bounded_memory(encoding):
+    bomb = ENCODERS[encoding](bytes(1 << 28))
+    assert len(bomb) < MEGABYTE
     tracemalloc.start()
     try:
         with pytest.raises(DialectError) as refused:
-            decompress(bomb, "br", MEGABYTE)
+            decompress(bomb, encoding, MEGABYTE)
         assert tracemalloc.get_traced_memory()[1] < 100 * MEGABYTE
     finally:
         tracemalloc.stop()
