@@ -41,7 +41,7 @@ TEXT_DROPPED = "the request shows the parent's reply without the text beside its
 _EXCERPT = 400
 """Characters of each recorded message that are kept to show a difference."""
 _RECENT = 4
-"""Number of requests whose messages are known again by identity: agents and sub-agents alternate."""
+"""Number of requests whose messages are not read again: agents and sub-agents alternate."""
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +214,7 @@ class History:
         """The newest requests, of which each path ends where a reply was recorded since."""
 
     def read(self, model_call: ModelCall) -> Conversation:
-        """Return the conversation of a request. Messages that are the same objects in a recent one are not read."""
+        """Return the conversation of a request. Messages that a recent one has too are not read."""
         root = self._nodes.get(first_digest(model_call))
         conversation = Conversation(model_call, [root] if root else [])
         nearest = None
@@ -387,10 +387,11 @@ class History:
 
 
 def _shared(ours: list[Message], theirs: list[Message]) -> int:
-    """Return the number of leading messages that are the same objects."""
+    """Return the number of leading messages that are the same objects, or of the same texts."""
     shared = 0
     for own, other in zip(ours, theirs, strict=False):
-        if own is not other:
+        # arguments of calls may be equal and have other types, as 1 and true have
+        if own is not other and ("tool_calls" in own or own != other):
             break
         shared += 1
     return shared
