@@ -172,13 +172,6 @@ def _recorded_from(text: str) -> RecordedFrom | None:
         raise ValueError(f'is {text!r}: give a JSON object such as {{"run": "runs/a", "session": "s1"}}') from error
 
 
-def _prefixes(prefixes: Sequence[str]) -> tuple[str, ...]:
-    for prefix in prefixes:
-        if not prefix.startswith(("/", "*")) or prefix.endswith("/"):
-            raise ValueError(f"is {prefix!r}: give the start of a path, such as /my/gateway, or *")
-    return tuple(prefixes)
-
-
 @dataclass(frozen=True)
 class RecorderOptions:
     """Options of the recorder. A field `NAME` is mitmproxy's option `rolltap_NAME`."""
@@ -220,17 +213,11 @@ class RecorderOptions:
         "`*.pythonhosted.org`. It stands for the ports 80 and 443, `pypi.org:8443` for another, `pypi.org:*` for all. "
         "No connection is made to a private or loopback address, unless a pattern is that very address or "
         "`localhost`. Repeat the option for more hosts. Model calls to any host are answered by the recorder and never "
-        "reach their host; a host that is named without a wildcard keeps its own paths behind `/api` and `/v2`, "
-        "because they may be no model API (the run gets an event `uncaptured` for a possible model call). Other "
-        "requests to other hosts get 404, and the run gets an event.",
+        "reach their host; a host that is named without a wildcard keeps the paths of its own which end as those of a "
+        "model API (the run gets an event `uncaptured` for a possible model call). Other requests to other hosts get "
+        "404, and the run gets an event.",
         live=True,
         parse=tuple,
-    )
-    prefix: tuple[str, ...] = _option(
-        [],
-        "Path before `/v1/...`, `/v1beta/...` or `/chat/completions` at a gateway of yours, for instance "
-        "`/my/gateway`; `*` stands for any text. Paths of well-known providers need no option. Repeat it for more.",
-        parse=_prefixes,
     )
     images: Images = _option(
         "hide",

@@ -6,11 +6,9 @@ A request that is not served and looks like a model call is answered with what w
 import json
 import posixpath
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import get_args
 from urllib.parse import unquote
 
 from rolltap.addons.dialects.anthropic import AnthropicMessages
@@ -23,34 +21,13 @@ from rolltap.addons.dialects.openai_responses import OpenAIResponses
 CHAT, GEMINI, MESSAGES, RESPONSES = OpenAIChat(), GoogleGenerateContent(), AnthropicMessages(), OpenAIResponses()
 DIALECTS: list[Dialect] = [CHAT, GEMINI, MESSAGES, RESPONSES]
 
-_PREFIXES = """
-Azure OpenAI, Groq, Bedrock:    /openai /openai/deployments/*
-Azure AI:                       /models /anthropic
-Gemini, Vertex AI:              /v1beta/openai /v1*/projects/*/locations/*/endpoints/*
-DeepSeek, Moonshot, MiniMax:    /anthropic /beta
-Zhipu:                          /api/anthropic /api/paas/v4 /api/coding/paas/v4
-DashScope:                      /apps/anthropic /compatible-mode
-Ark, Kimi:                      /api/v3 /api/coding/v3 /coding
-OpenRouter, Codex:              /api /backend-api/codex
-OpenCode, Kilo:                 /zen /zen/go /api/openrouter
-Qianfan:                        /v2
-Fireworks, GitHub:              /inference
-DeepInfra, Novita:              /v1/openai /v3/openai
-Cohere, Databricks, Cloudflare: /compatibility /serving-endpoints /client/v4/accounts/*/ai
-"""
-KNOWN_PREFIXES = tuple(dict.fromkeys(re.findall(r"/\S+", _PREFIXES)))
-"""Patterns of what the base URLs of well-known providers have before the paths of an API, `*` for any text."""
-
-ANY_PREFIX = ("*",)
-UNSPECIFIC_PREFIXES = frozenset({"/api", "/v2"})
-"""Known prefixes behind which many applications that are no model API have paths of their own."""
 _MOST_FOLDERS = 12
 """Number of folders that a prefix may have: a search for one takes no longer for a longer path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An API, the service that a request asks of it, and what its path has before the API's own path."""
+    """An API, the service that a request asks of it, and the prefix before the API's own path."""
 
     dialect: Dialect
     service: Operation
@@ -60,46 +37,31 @@ class Route:
         return f"{self.dialect.NAME} {self.service}"
 
 
-ROUTES = {str(route): route for dialect in DIALECTS for route in (Route(dialect, each) for each in get_args(Operation))}
-"""Route by its text, which the endpoint receives in a header. Holds every pair of an API and a service."""
-
-
-def find_route(method: str, target: str, headers: Mapping[str, str], prefixes: Collection[str] = ()) -> Route | None:
+def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | None:
     """Return the route of a request to `target` (path and query), or None when it is not served.
 
-    An API is served at its own paths, and behind the prefixes that match `KNOWN_PREFIXES` or a pattern in `prefixes`.
-    `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the header
-    `anthropic-version`, which Anthropic's API requires, selects Anthropic.
+    An API is served at its own paths, and behind any prefix, because providers and gateways have
+    such paths: `/openai/deployments/NAME`, `/api/anthropic`, `/api/paas/v4`. The shortest one counts.
+
+    `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the
+    header `anthropic-version`, which Anthropic's API requires, selects Anthropic.
     """
-    for prefix, path in _splits(target.partition("?")[0]):
-        route = _route(method, path, headers, prefix)
-        if route is not None and _is_served(prefix, prefixes):
-            return route
-    return None
-
-
-def _route(method: str, path: str, headers: Mapping[str, str], prefix: str) -> Route | None:
-    for dialect in [MESSAGES, *DIALECTS] if "anthropic-version" in headers else DIALECTS:
-        operation = dialect.operation(method, path)
-        if operation is not None:
-            return Route(dialect, operation, prefix)
-    return None
-
-
-def _splits(path: str) -> Iterator[tuple[str, str]]:
-    """Yield a path without a prefix, then behind each possible prefix, shortest first."""
+    dialects = DIALECTS
+    if "anthropic-version" in headers:
+        dialects = [MESSAGES, *DIALECTS]
+    path = target.partition("?")[0]
+    if not path.startswith("/"):
+        return None
     start = 0
     for _ in range(_MOST_FOLDERS + 1):
-        yield path[:start], path[start:]
+        for dialect in dialects:
+            operation = dialect.operation(method, path[start:])
+            if operation is not None:
+                return Route(dialect, operation, path[:start])
         start = path.find("/", start + 1)
         if start < 0:
-            return
-
-
-def _is_served(prefix: str, prefixes: Collection[str]) -> bool:
-    if not prefix:
-        return True
-    return not prefix.endswith("/") and any(fnmatchcase(prefix, pattern) for pattern in (*KNOWN_PREFIXES, *prefixes))
+            break
+    return None
 
 
 _SAMPLES = re.compile(
@@ -158,13 +120,10 @@ def looks_like_model_call(method: str, target: str) -> bool:
 def advice(method: str, target: str) -> str:
     """Return what would make a request that is not served a model call, or "" when it is probably none.
 
-    Either its API is behind a prefix that is not known, or is not served, or its path is mistyped.
+    Either its API is not served, or its path is mistyped.
     """
     if method != "POST":
         return ""
-    route = find_route(method, target, {}, ANY_PREFIX)
-    if route is not None and route.prefix.lower() != "/v1":  # a base URL with `/v1` for a client that adds its own
-        return f"set rolltap_prefix={route.prefix} to answer it"
     path = target.partition("?")[0]
     if name := api_not_served(target):
         use = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
@@ -180,12 +139,10 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
     """Return the body of a 404 in the format of the API that the request resembles, else an empty JSON object."""
     path, wanted = target.partition("?")[0], advice(method, target)
     why = f"{method} {path} is not served here{f': {wanted}' if wanted else '.'}"
-    route = find_route(method, target, headers, ANY_PREFIX)
+    dialect: Dialect
     if api_not_served(target) == _BEDROCK:
         return json.dumps({"__type": "ResourceNotFoundException", "message": why}).encode()
-    if route is not None:
-        dialect: Dialect = route.dialect
-    elif "anthropic-version" in headers:
+    if "anthropic-version" in headers:
         dialect = MESSAGES
     elif path.startswith("/v1beta"):
         dialect = GEMINI

@@ -16,10 +16,6 @@ from rolltap.addons.store.rows import printable
 SECRET_HEADER = "x-rolltap-secret"
 SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
-ROUTE_HEADER = "x-rolltap-route"
-PREFIX_HEADER = "x-rolltap-prefix"
-END = "end"
-"""Value of `ROUTE_HEADER` for a request that ends its session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +28,21 @@ class ClientRequest:
     """The host that the harness addressed."""
     method: str
     path: str
-    """The path that the harness requested, with the prefix of the route."""
     target: str
-    """Path and query without the prefix of the route."""
+    """Path and query, without what a gateway has before the API's own path."""
     headers: Mapping[str, str]
     """Looked up without case."""
 
     @classmethod
-    def of(cls, request: web.Request) -> Self:
-        """Return an HTTP request without its body."""
+    def of(cls, request: web.Request, prefix: str = "") -> Self:
+        """Return an HTTP request without its body. `prefix` is what its path has before the API's own path."""
         headers = request.headers
         return cls(
             session_id=headers[SESSION_HEADER],
             host=printable(headers[HOST_HEADER]),
             method=printable(request.method),
-            path=printable(headers.get(PREFIX_HEADER, "") + request.path),
-            target=request.raw_path,
+            path=printable(request.path),
+            target=request.raw_path.removeprefix(prefix),
             headers=headers,
         )
 

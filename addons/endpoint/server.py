@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ReplyContext, ServedModel
-from rolltap.addons.dialects.routes import ROUTES, Route
+from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
 from rolltap.addons.endpoint.budget import Budgets
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
@@ -25,10 +25,7 @@ from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import (
-    END,
     HOST_HEADER,
-    PREFIX_HEADER,
-    ROUTE_HEADER,
     SECRET_HEADER,
     SESSION_HEADER,
     ClientRequest,
@@ -45,7 +42,6 @@ from rolltap.addons.options import RecorderOptions
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.metadata import RUN_FILE, add_engine
 from rolltap.addons.store.rewards import GivenReward, give_reward
-from rolltap.addons.store.rows import printable
 from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
@@ -175,14 +171,12 @@ class Endpoint:
             await asyncio.sleep(IDLE_SECONDS / 10)
             self.forget_idle(IDLE_SECONDS)
 
-    def headers(self, session_id: str, host: str, route: Route | None) -> dict[str, str]:
-        """Return the headers of a redirected request: secret, session, host and route. None ends the session."""
+    def headers(self, session_id: str, host: str) -> dict[str, str]:
+        """Return the headers of a redirected request: secret, session and host."""
         return {
             SECRET_HEADER: self._secret,
             SESSION_HEADER: session_id,
             HOST_HEADER: host,
-            ROUTE_HEADER: END if route is None else str(route),
-            PREFIX_HEADER: "" if route is None else printable(route.prefix),
         }
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -191,16 +185,16 @@ class Endpoint:
             refusal = web.Response(status=403, text=why)
             refusal.force_close()
             return refusal
-        asked = ClientRequest.of(request)
-        if request.headers[ROUTE_HEADER] == END:
-            return await self._end(request, asked)
-        route = ROUTES[request.headers[ROUTE_HEADER]]
+        route = find_route(request.method, request.raw_path, request.headers)
+        if route is None:  # the proxy redirects model calls and the end of a session
+            return await self._end(request, ClientRequest.of(request))
+        asked = ClientRequest.of(request, route.prefix)
         try:
             match route.service:
                 case "models":
                     served = await self._engine(asked)
                     models = [ServedModel(served.name, self.budgets.window(served.context_window))]
-                    return _json(route.dialect.encode_models(request.raw_path, models, int(time.time())))
+                    return _json(route.dialect.encode_models(asked.target, models, int(time.time())))
                 case "count_tokens":
                     async with self._bodies.read(request, asked.session_id) as body:
                         session = self._session(asked)
@@ -217,7 +211,7 @@ class Endpoint:
         except Exception as error:
             return error_response(route.dialect, self._reject(asked, error))
         num_prompt, now = generation.usage.prompt, int(time.time())
-        context = ReplyContext(generation.call_id, now, request.raw_path, model_call, num_prompt)
+        context = ReplyContext(generation.call_id, now, asked.target, model_call, num_prompt)
         answer = stream if model_call.stream else respond
         try:
             return await answer(generation, route.dialect, context, request)

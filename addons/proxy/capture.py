@@ -2,14 +2,12 @@
 
 import string
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from mitmproxy import ctx, http
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError
-from rolltap.addons.dialects.routes import Route
 from rolltap.addons.endpoint.refusals import event_kind
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.proxy.sessions import SESSION
@@ -34,8 +32,8 @@ _PATH_CHARACTERS = string.punctuation
 class Capture:
     """Redirects model calls to the recorder's endpoint.
 
-    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps its own paths
-    where a request is recognised only behind one of `UNSPECIFIC_PREFIXES`.
+    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps its
+    paths that have a prefix before the path of a model API: it may be an application of another kind.
     """
 
     def __init__(self, recorder: Recorder, is_named: Callable[[str, int], bool] = lambda host, port: False) -> None:
@@ -54,7 +52,7 @@ class Capture:
             return
         if request.host == CONTROL_HOST:
             if ends_session(request):
-                _redirect(flow, endpoint, None)
+                _redirect(flow, endpoint)
             return
         if request.headers.get("upgrade", "").lower() == "websocket":
             # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
@@ -64,26 +62,21 @@ class Capture:
             else:
                 self._recorder.record(event_of(flow, "refused", WEBSOCKET))
             return
-        route = routes.find_route(request.method, request.path, request.headers, ctx.options.rolltap_prefix)
-        if route is None:
-            return
-        chosen = any(fnmatchcase(route.prefix, pattern) for pattern in ctx.options.rolltap_prefix)
-        if route.prefix in routes.UNSPECIFIC_PREFIXES and not chosen and self._is_named(request.host, request.port):
-            return  # a path of a host of the user's that may be no model API
-        _redirect(flow, endpoint, route)
+        route = routes.find_route(request.method, request.path, request.headers)
+        if route is not None and not (route.prefix and self._is_named(request.host, request.port)):
+            _redirect(flow, endpoint)
 
 
-def _redirect(flow: http.HTTPFlow, endpoint: Endpoint, route: Route | None) -> None:
+def _redirect(flow: http.HTTPFlow, endpoint: Endpoint) -> None:
     request = flow.request
     fields = [
         (name, printable(value, None))
         for name, value in request.headers.items(multi=True)
         if name.lower() not in _CREDENTIALS and not name.lower().startswith("x-rolltap-")
     ]
-    ours = endpoint.headers(flow.metadata[SESSION], printable(request.host), route)
+    ours = endpoint.headers(flow.metadata[SESSION], printable(request.host))
     request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
-    path = request.path.removeprefix(route.prefix) if route else request.path
-    request.path = quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
+    request.path = quote(request.path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
     request.scheme, request.host, request.port = "http", "127.0.0.1", endpoint.port
     flow.metadata[CAPTURED] = True
 
@@ -98,7 +91,7 @@ def refuse(flow: http.HTTPFlow, error: DialectError) -> Event:
     request = flow.request
     headers = {"content-type": "application/json", "retry-after": str(error.retry_after)}
     body = b"{}"
-    route = routes.find_route(request.method, request.path, request.headers, routes.ANY_PREFIX)
+    route = routes.find_route(request.method, request.path, request.headers)
     if route is not None:
         body = route.dialect.encode_error(error)
     flow.response = http.Response.make(error.status, body, headers)

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.options import RecorderOptions
 from rolltap.addons.store.metadata import write_metadata
@@ -96,7 +95,7 @@ class Harness:
         return f"http://127.0.0.1:{self.endpoint.port}{path}"
 
     def post(self, body, *, path=PATH, session="s1", headers=None):
-        headers = {**self.endpoint.headers(session, "api", find_route("POST", path, {})), **(headers or {})}
+        headers = {**self.endpoint.headers(session, "api"), **(headers or {})}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.client.post(self.url(path), data=data, headers=headers)
 
@@ -124,12 +123,12 @@ class Harness:
         return asked
 
     async def get(self, path, headers=None):
-        headers = self.endpoint.headers("s1", "api", find_route("GET", path, headers or {}))
+        headers = {**self.endpoint.headers("s1", "api"), **(headers or {})}
         async with self.client.get(self.url(path), headers=headers) as response:
             return await response.json()
 
     async def end(self, session="s1", body=None):
-        headers = self.endpoint.headers(session, "session.rolltap", None)
+        headers = self.endpoint.headers(session, "session.rolltap")
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         async with self.client.post(self.url("/end"), data=data, headers=headers) as response:
             return response.status, await response.text()

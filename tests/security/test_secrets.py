@@ -7,7 +7,6 @@ import operator
 
 import pytest
 
-from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.tables import read_rows
 from tests.addons.conftest import harness, rendering  # noqa: F401 - fixtures
 from tests.scripted_engine import Say
@@ -157,10 +156,9 @@ def variants(request):
 async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(path, harness, scripted_engine, caplog):  # noqa: F811
     scripted_engine.otherwise = lambda request: Say("Hi.")
     statuses = []
-    route = find_route("POST", path, {"anthropic-version": "1"} if path == "/v1/messages" else {})
 
     async def send(body, headers, query=""):
-        headers = {**harness.endpoint.headers("s1", "api", route), **headers}
+        headers = {**harness.endpoint.headers("s1", "api"), **headers}
         url = harness.url(path + query)
         async with harness.client.post(url, data=json.dumps(body).encode(), headers=headers) as response:
             await response.read()

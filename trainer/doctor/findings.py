@@ -116,9 +116,8 @@ _CANNOT_CONNECT = (
     "aiohttp without trust_env=True and Node before 22.21 do."
 )
 _UNCAPTURED = (
-    "Correct the path or the base URL in the program's settings. For an API behind a gateway give --set "
-    "rolltap_prefix=/my/gateway, what its paths begin with. Or choose another API in the program: OpenAI's Chat "
-    "Completions or Responses, Anthropic's Messages, Gemini's generateContent."
+    "Correct the path or the base URL in the program's settings, or choose another API in the program: OpenAI's "
+    "Chat Completions or Responses, Anthropic's Messages, Gemini's generateContent."
 )
 _RENDERED = {
     "fit equally well": "The program asked the same question several times, and the replies were alike.",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
-from rolltap.addons.dialects.routes import ANY_PREFIX, find_route
+from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.store.records import CallRole, CallStatus
 from rolltap.trainer.traces.reader import SessionRows
 
@@ -129,7 +129,7 @@ def _is_side_question(fault: EventFact, roles: Mapping[str, CallRole]) -> bool:
     """Return True for a fault of a side question, or of a request that asks for no sample."""
     if fault.call_id is not None and fault.call_id in roles:
         return roles[fault.call_id] == "auxiliary"
-    route = find_route(fault.method, fault.path, {}, ANY_PREFIX)
+    route = find_route(fault.method, fault.path, {})
     return route is not None and route.service in ("models", "count_tokens")
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.routes import ROUTES, Route, advice, find_route, looks_like_model_call, not_served
+from rolltap.addons.dialects.routes import Route, advice, find_route, looks_like_model_call, not_served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -78,15 +78,10 @@ POST /v1beta/models
 POST /v1beta/models/:generateContent
 POST /v1beta/models/gemini-x:embedContent
 POST /v1beta/models/gemini-x:generateContent/more
-POST /x/v1beta/models/gemini-x:generateContent
 POST /v1beta/projects/p/models/gemini-x:generateContent
 GET  /v1beta/models/
 POST /openai/v1/chat/completions/
-POST /openai//v1/chat/completions
-POST /OpenAI/v1/chat/completions
 POST /openai/v1/chat/completions/x
-POST /openai/x/../v1/chat/completions
-POST /x/openai/v1/chat/completions
 POST openai/v1/chat/completions
 POST /slack/messages
 POST /api/messages
@@ -129,35 +124,28 @@ def test_the_list_of_models_is_anthropics_only_for_its_clients():
 
 
 @pytest.mark.parametrize(("dialect", "path", "prefix"), rows(PROVIDERS))
-def test_an_api_is_recognised_behind_the_prefix_of_a_known_provider(dialect, path, prefix):
+def test_an_api_is_recognised_behind_the_prefix_of_a_provider(dialect, path, prefix):
     prefix = prefix.removeprefix("-")
     route = find_route("POST", prefix + path, {})
-    assert (str(route), route.prefix) == (f"{dialect} generate", prefix)
-    assert ROUTES[str(route)] == Route(route.dialect, "generate")
+    assert (str(route), route.prefix + path) == (f"{dialect} generate", prefix + path)
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "prefixes", "route"),
+    ("method", "path", "route"),
     [
-        ("GET", "/openai/v1/models", (), Route(routes.CHAT, "models", "/openai")),
-        ("POST", "/openai/v1/responses/input_tokens", (), Route(routes.RESPONSES, "count_tokens", "/openai")),
-        ("POST", "/anthropic/v1/messages/count_tokens", (), Route(routes.MESSAGES, "count_tokens", "/anthropic")),
-        ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", ["*"], Route(routes.GEMINI, "generate")),
-        ("POST", "/x" * 100_000 + CHAT, ["*"], None),
+        ("GET", "/openai/v1/models", Route(routes.CHAT, "models", "/openai")),
+        ("POST", "/openai/v1/responses/input_tokens", Route(routes.RESPONSES, "count_tokens", "/openai")),
+        ("POST", "/anthropic/v1/messages/count_tokens", Route(routes.MESSAGES, "count_tokens", "/anthropic")),
+        ("POST", "/my/gateway" + CHAT, Route(routes.CHAT, "generate", "/my/gateway")),
+        ("POST", "/v1" + MESSAGES, Route(routes.MESSAGES, "generate", "/v1")),
+        ("POST", "//v1/x/../chat/completions", Route(routes.CHAT, "generate", "//v1/x/..")),
+        ("POST", "/v1beta/models/a/v1/chat/completions:generateContent", Route(routes.GEMINI, "generate")),
+        ("POST", "/x" * 100_000 + CHAT, None),
     ],
     ids=lambda value: value[:50] if isinstance(value, str) else None,
 )
-def test_every_operation_of_an_api_is_behind_its_prefix(method, path, prefixes, route):
-    assert find_route(method, path, {}, prefixes) == route
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, "/v1beta/models/m:generateContent"])
-def test_an_unknown_prefix_is_served_only_if_the_option_names_it(path):
-    asked = "/my/gateway" + path
-    assert find_route("POST", asked, {}) is None
-    assert find_route("POST", asked, {}, ["/other"]) is None
-    for pattern in ("/my/gateway", "/my/*", "*"):
-        assert find_route("POST", asked, {}, [pattern]).prefix == "/my/gateway"
+def test_every_operation_of_an_api_is_behind_a_prefix_too(method, path, route):
+    assert find_route(method, path, {}) == route
 
 
 OTHER_APIS = """
@@ -180,9 +168,9 @@ def test_a_model_call_of_another_api_and_a_batch_of_calls_are_recognised(path):
 SPELLINGS = r"""
 /v1/chat/%63ompletions /v1/chat%2fcompletions /v1/chat/%2563ompletions /v1/chat/completions/ /v1/chat/completions//
 /v1/chat/completions;a=b /v1/chat;a=b/completions /v1/chat/completions.json /v1//chat//completions
-//v1/chat/completions /V1/Chat/COMPLETIONS /v1/./chat/completions /v1/x/../chat/completions
+/V1/Chat/COMPLETIONS /v1/chat/./completions /v1/chat/x/../completions
 /v1/x/%2e%2e/chat/completions/. /v1/chat\completions /v1/chat/completions%20 /v1/chat/completions%00
-/v1/chat/completions%3fa=b /v1/chat/completions%23a /v1/chat/completions. /v1/chat/..;/chat/completions
+/v1/chat/completions%3fa=b /v1/chat/completions%23a /v1/chat/completions. /v1/chat/..;/chat/completions;
 /v1/chat/completions#a /v1/messages/?beta=true /v1/Responses/ /v1beta/models/m%3AgenerateContent
 /v1beta/models/gpt-4.1:generateContent; /openai/v1/Batches/ /API/Chat/
 """
@@ -234,7 +222,6 @@ BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE
         ("/V1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/response", "did you mean /v1/responses?"),
         ("/v1/mesages", "did you mean /v1/messages?"),
-        ("/my/gateway/v1/chat/completions?x=1", "set rolltap_prefix=/my/gateway to answer it"),
         ("/v1/chat/" + "completion" * 100_000, ""),
         ("/model/us.amazon.nova-pro-v1%3A0/converse", BEDROCK),
         ("/model/arn%3Aaws%3Abedrock%3A%3A1%3Ax%2Fy/converse-stream", BEDROCK),
@@ -244,7 +231,7 @@ BEDROCK = f"the recorder does not serve Bedrock's Converse and InvokeModel. {USE
     ],
     ids=lambda text: text[:40],
 )
-def test_a_mistyped_path_is_answered_with_the_nearest_one_or_the_option(path, said):
+def test_a_mistyped_path_is_answered_with_the_nearest_one(path, said):
     assert advice("POST", path) == said
     assert advice("GET", path) == ""
 

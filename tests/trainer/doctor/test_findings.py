@@ -36,7 +36,6 @@ SEEN = {
     "died on loopback": run(output="ConnectError: http://localhost:1/v1", exit_status=1),
     "uncaptured only": run(events=[Event(kind="uncaptured", **OTHER)] * 3),
     "mistyped": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: did you mean /v1/responses?")]),
-    "a gateway": run(events=[Event(kind="uncaptured", **OTHER, detail="refused: set rolltap_prefix=/x to answer it")]),
     "distrusts": run(events=[Event(kind="refused", host="api.openai.com", detail="TLS failed: unknown ca")]),
     "telemetry distrusts": run(
         calls=GOOD, events=[Event(kind="refused", host="t.example", detail="TLS failed: unknown ca")]
@@ -76,9 +75,8 @@ SAID = {
     "died": ("problem", "The program ended with status 1: ModuleNotFoundError: no httpx. No model", "placeholder key"),
     "died in silence": ("problem", "The program ended with status 5. No model call came.", "It printed nothing."),
     "died on loopback": ("problem", "'http://localhost:1/v1' in its output", "http://model.rolltap/v1"),
-    "uncaptured only": ("problem", "3 times not captured: POST api.x.com/v2/responses", "rolltap_prefix"),
+    "uncaptured only": ("problem", "3 times not captured: POST api.x.com/v2/responses", "the base URL"),
     "mistyped": ("problem", "did you mean /v1/responses?", "Correct the path"),
-    "a gateway": ("problem", "set rolltap_prefix=/x", "--set rolltap_prefix="),
     "distrusts": ("problem", "TLS failed", "SSL_CERT_FILE"),
     "telemetry distrusts": ("note", "TLS failed", "SSL_CERT_FILE"),
     "other credentials": ("problem", "another user name and password", "HTTPS_PROXY"),
