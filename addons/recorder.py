@@ -18,7 +18,7 @@ from mitmproxy.optmanager import OptManager, load_paths
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import read_key
-from rolltap.addons.engine.lookup import OwnModel, WrongModel
+from rolltap.addons.engine.own_model import OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import InputError, RunError
 from rolltap.addons.options import OPTIONS, PREFIX, RecorderOptions, typed, unknown

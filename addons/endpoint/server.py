@@ -34,7 +34,7 @@ from rolltap.addons.endpoint.rerun import served_model
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.engine.client import Engine
-from rolltap.addons.engine.lookup import OwnModel
+from rolltap.addons.engine.own_model import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError, InputError, RunError

@@ -20,7 +20,7 @@ import orjson
 from rolltap.addons.engine import connections
 from rolltap.addons.engine.connections import MOST_BYTES, Connections, Shared
 from rolltap.addons.engine.key import key_refused
-from rolltap.addons.engine.lookup import OwnModel, WrongModel
+from rolltap.addons.engine.own_model import OwnModel, WrongModel
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 
@@ -94,8 +94,8 @@ class Chunk:
 class Engine(Connections):
     """One vLLM server. Create it inside the event loop that uses it.
 
-    With `own`, each request raises `EngineError` unless the engine serves that model. It is asked
-    at first contact, after `forget`, and every `AGAIN_SECONDS` of use.
+    With `own`, `served` raises `WrongModel` unless the engine serves that model. It is asked at
+    first contact, after `forget`, and every `AGAIN_SECONDS` of use.
     """
 
     def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
@@ -179,8 +179,6 @@ class Engine(Connections):
         }
         if model is not None:
             body["model"] = model
-        if self._own is not None:
-            await self.served()
         most = MOST_ROUTED_BYTES if ROUTED in sampling else MOST_BYTES
         most_in_all = most + 1024 * sampling["max_tokens"]
         finished = False
@@ -293,14 +291,13 @@ class Engine(Connections):
         return f"{serves} (as {model}), not {own.name}: {rest}"
 
     async def _weight_version(self) -> str | None:
+        version = None
         # vLLM does not answer in time while it loads weights
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(connections.HEALTH_SECONDS):
                 _, answer = await self.ask("/weight_info")
-            version = answer.get("weight_version")
-            if isinstance(version, str):
-                return version
-        return None
+                version = answer.get("weight_version")
+        return version if isinstance(version, str) else None
 
     def _decode(self, data: bytes, request: dict[str, Any]) -> Chunk:
         """Return the chunk of one event. Raises `EngineError` for an error and for an event that is

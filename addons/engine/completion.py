@@ -55,8 +55,8 @@ async def sample(
         if engines.routing:
             request[ROUTED] = first_routed(call)
         try:
-            if policy.model is None:
-                weights.expected = (await engine.served()).weight_version
+            served = await engine.served()
+            weights.expected = served.weight_version
             async for chunk in _sample_rest(call, request, engine, weights, vocabulary):
                 if chunk.token_ids:
                     patience.reset()

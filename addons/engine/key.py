@@ -1,4 +1,7 @@
-"""The key of an engine, which its clients send with every request. It is kept in a file, never in a run or a log."""
+"""The key of an engine, which its clients send with every request.
+
+It is kept in a file, never in a run or a log.
+"""
 
 import os
 import secrets
@@ -8,13 +11,14 @@ from pathlib import Path
 from rolltap.addons.errors import InputError
 
 KEY_FILE = "ROLLTAP_ENGINE_KEY_FILE"
-"""Environment variable with the path of the key file, read by the recorder, the trainer and the commands."""
+"""Environment variable with the path of the key file, for the recorder and all commands."""
 
 
 def read_key(file: str | Path | None = None) -> str | None:
-    """Return the engine's key from a file, by default from the one that `KEY_FILE` names; None when none is named.
+    """Return the engine's key from a file, by default from the one that `KEY_FILE` names; None when
+    none is named.
 
-    Raises `InputError` when the file cannot be read, or does not hold one word of printable ASCII.
+    Raises `InputError` if the file cannot be read, or does not hold one word of printable ASCII.
     """
     path = str(file or os.environ.get(KEY_FILE, ""))
     if not path:
@@ -23,14 +27,17 @@ def read_key(file: str | Path | None = None) -> str | None:
     try:
         key = Path(path).expanduser().read_bytes().decode("latin-1").strip()
     except OSError as error:
-        raise InputError(f"the engine's key file {path} cannot be read: {error.strerror}; {advice}") from error
+        why = f"cannot be read: {error.strerror}; {advice}"
+        raise InputError(f"the engine's key file {path} {why}") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"the engine's key file {path} does not hold one word of printable ASCII: {advice}")
+        why = f"does not hold one word of printable ASCII: {advice}"
+        raise InputError(f"the engine's key file {path} {why}")
     return key
 
 
 def make_key(file: Path) -> None:
-    """Write a new key, which only this user can read. A file that exists is kept. Raises `OSError`."""
+    """Write a new key, which only this user can read. A file that exists is kept. Raises
+    `OSError`."""
     with suppress(FileExistsError):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as opened:
@@ -47,7 +54,6 @@ def key_refused(url: str, status: int, key: str | None) -> str | None:
     if status not in (401, 403):
         return None
     what = "requires a key" if key is None else "does not accept the key"
-    return (
-        f"the engine at {url} {what} ({status}): set {KEY_FILE} (for mitmdump alone: rolltap_engine_key_file) to the "
-        "file that `rolltap serve` names"
-    )
+    option = "for mitmdump alone: rolltap_engine_key_file"
+    advice = f"set {KEY_FILE} ({option}) to the file that `rolltap serve` names"
+    return f"the engine at {url} {what} ({status}): {advice}"

@@ -1,6 +1,7 @@
-"""The policy of a run and of a session, and the weights that sampled each token.
+"""The published policy of a run, and the policy of a session.
 
-The trainer publishes weights in `policy.json` of the run folder. It imports this file, which needs no aiohttp.
+The trainer publishes weights in `policy.json` of the run folder. It imports this file, which needs
+no aiohttp.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ POLICY_FILE = "policy.json"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Published weights. `model` is the LoRA adapter's name in the engine, or None for the base model."""
+    """Published weights. `model` is the adapter's name in the engine, None for the base model."""
 
     version: str
     model: str | None = None
+
+
+UNPUBLISHED = Policy("default")
+"""The engine's own weights, under vLLM's name for them: taken before anything is published."""
 
 
 class _Written(BaseModel):
@@ -27,13 +32,9 @@ class _Written(BaseModel):
     model: str | None = None
 
 
-UNPUBLISHED = Policy("default")
-"""The engine's own weights, under vLLM's name for them: what is taken before anything is published."""
-
-
 class PolicyFile:
-    """Reader of a run's `policy.json`. The file is replaced atomically, and parsed again when its modification time or
-    inode changes."""
+    """Reader of a run's `policy.json`. The file is replaced atomically, and parsed again when its
+    modification time or inode changes."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / POLICY_FILE
@@ -58,14 +59,21 @@ class PolicyFile:
 
 
 class SessionPolicy:
-    """The policy of one session. It keeps the first adapter that `choose` returns, whatever is published later.
+    """The policy of one session, which keeps the first adapter that `choose` returns.
 
-    New weights in the middle of a session would cost it its prefix cache in the engine. The base model is not kept: the
-    engine has one set of base weights. Without `keep` each request gets the published policy. `last_version` is the
-    version that sampled the session's last recorded call, None if there is none: its adapter is kept after a restart.
+    New weights in the middle of a session would cost it its prefix cache in the engine. The base
+    model is not kept: the engine has one set of base weights. Without `keep` each request gets the
+    published policy. `last_version` is the version that sampled the session's last recorded call,
+    None if there is none: its adapter is kept after a restart.
     """
 
-    def __init__(self, published: PolicyFile, *, keep: bool, last_version: str | None = None) -> None:
+    def __init__(
+        self,
+        published: PolicyFile,
+        *,
+        keep: bool,
+        last_version: str | None = None,
+    ) -> None:
         self.published = published
         self._keep = keep
         self._last_version = last_version
@@ -74,25 +82,34 @@ class SessionPolicy:
     def choose(self) -> Policy:
         """Return the policy for the next request to the engine. Raises as `PolicyFile.read`."""
         published = self.published.read()
-        if self._keep and self._kept is None:
-            self._kept = _adapter_of(self._last_version, published) or (published if published.model else None)
+        if self._kept is not None:
+            return self._kept
+        if not self._keep:
+            return published
+        policy = _adapter_of(self._last_version, published)
         self._last_version = None
-        return self._kept or published
+        if policy.model is not None:
+            self._kept = policy
+        return policy
 
     def lost(self, policy: Policy) -> Policy | None:
-        """Forget an adapter that no engine has any more. Return the policy to go on with, or None if it is the same."""
+        """Forget an adapter that no engine has any more. Return the policy to go on with, or None
+        if it is the same."""
         if self._kept == policy:
             self._kept = None
         successor = self.choose()
         return successor if successor != policy else None
 
 
-def _adapter_of(version: str | None, published: Policy) -> Policy | None:
-    """Return the adapter of a recorded version, or None.
+def _adapter_of(version: str | None, published: Policy) -> Policy:
+    """Return the adapter of a recorded version, or `published` if that is not known.
 
-    Its name follows from the published one, `policy-<version>`, of the same training (the text before the first dot).
+    Its name follows from the published one, `policy-<version>`, of the same training (the text
+    before the first dot).
     """
-    if version is None or published.model != f"policy-{published.version}":
-        return None
-    same_training = version.partition(".")[0] == published.version.partition(".")[0]
-    return Policy(version, f"policy-{version}") if same_training else None
+    training, _, _ = published.version.partition(".")
+    if version is None or version.partition(".")[0] != training:
+        return published
+    if published.model != f"policy-{published.version}":
+        return published
+    return Policy(version, f"policy-{version}")

@@ -25,7 +25,7 @@ from rolltap.trainer.engine.in_vllm.rolltap_owner import PATH as OWNER
 from rolltap.trainer.engine.in_vllm.rolltap_scores import HEADER
 
 if TYPE_CHECKING:
-    from rolltap.addons.engine.lookup import OwnModel
+    from rolltap.addons.engine.own_model import OwnModel
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 
-from rolltap.addons.engine.lookup import OwnModel
+from rolltap.addons.engine.own_model import OwnModel
 from rolltap.addons.errors import EngineError
 from tests.addons.engine.test_client import generate
 from tests.addons.harness import user

@@ -69,7 +69,7 @@ class Teacher:
     def __init__(self, urls: str, model: str, adapter: str | None = None, *, run: Path | None = None) -> None:
         """Raises `EngineError`, and `InputError` for engines that differ, or have another tokenizer than `model`."""
         entries, tokenizer = named_model(model)
-        from rolltap.addons.engine.lookup import OwnModel  # it needs the recorder's packages, as tokenizers do
+        from rolltap.addons.engine.own_model import OwnModel  # it needs the recorder's packages, as tokenizers do
 
         if run is not None and read_metadata(run).get("tokenizer_sha256") != entries["tokenizer_sha256"]:
             raise InputError(f"{run} was not recorded with the tokenizer that its model {model} has now: put it back")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolltap.addons.engine import client as engine_client
 from rolltap.addons.engine import pool
-from rolltap.addons.engine.lookup import TEXT, OwnModel, WrongModel
+from rolltap.addons.engine.own_model import TEXT, OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import EngineError
 from rolltap.addons.prompts.rendering import Rendering
