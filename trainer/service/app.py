@@ -12,7 +12,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
@@ -39,6 +39,8 @@ from rolltap.trainer.viewer.reader import RunReader
 
 BODY_BYTES = 4 * 1024 * 1024
 """Largest body of a request."""
+WAIT_SECONDS = 60.0
+"""Longest time for which a request may wait for the end of a group."""
 BODY_SECONDS = 60.0
 """Longest time that a body may take."""
 _OPEN = ("/health", "/docs", "/openapi.json")
@@ -116,9 +118,10 @@ def make_app(groups: Groups, token: str) -> FastAPI:
         return view
 
     @app.get("/groups/{name}", **secured)
-    async def group(name: str) -> GroupView:
-        """Return a group and its sessions that have ended."""
-        return found(name)
+    async def group(name: str, wait: float = Query(0.0, ge=0.0, le=WAIT_SECONDS)) -> GroupView:
+        """Return a group and its sessions that have ended. With `wait`, when it has ended or after these seconds."""
+        found(name)
+        return await groups.wait(name, wait)
 
     @app.delete("/groups/{name}", **secured)
     async def cancel(name: str) -> GroupView:

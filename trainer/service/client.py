@@ -8,8 +8,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, wraps
@@ -37,6 +36,8 @@ PAUSES = (8, 0.25, 8.0)
 """Arguments of `backoff`: a service that does not answer is given up after half a minute."""
 _TIMEOUT = httpx.Timeout(120.0, connect=10.0)
 """Timeouts of a request. In a stream of events a silent service sends a comment every 15 seconds."""
+_WAIT_SECONDS = 60
+"""Time for which the service waits for the end of a group before it answers: its longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,6 @@ class AsyncClient:
             advice = "give the file that `rolltap service` names"
             raise InputError(f"the token file {token_file} cannot be read: {error.strerror}; {advice}") from error
         self.url = url.rstrip("/")
-        self._seen: str | None = None
-        """Cursor of an event that has been seen: `wait` need not see the ones before."""
         # Without keep-alive nothing is left to close. No environment: the service is reached directly.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(headers=authorization(token), timeout=_TIMEOUT, limits=limits, trust_env=False)
@@ -109,22 +108,33 @@ class AsyncClient:
 
     async def wait(self, id: str, timeout: float | None = None) -> GroupView:
         """Return a group when all its sessions have ended. Raises `TimeoutError` after `timeout` seconds."""
-        async with asyncio.timeout(timeout), aclosing(self._follow(self._seen)) as events:
-            async for event in events:
-                self._seen = self._seen if event is None else event.cursor
-                # it may have ended before the stream was opened
-                if event is None or (event.kind == "ended" and event.data["id"] == id):
-                    view = await self.get(id)
-                    if view.ended_at is not None:
-                        return view
-        raise AssertionError("the stream has no end")
+        path = f"/groups/{quote(id, safe='')}?wait={_WAIT_SECONDS}"
+        async with asyncio.timeout(timeout):
+            while True:
+                view = GroupView.model_validate(await self._ask("GET", path))
+                if view.ended_at is not None:
+                    return view
 
     async def events(self, after: str | None = None) -> AsyncIterator[Event]:
         """Yield the service's events after a cursor, by default from the first one of the run, without end."""
-        async with aclosing(self._follow(after)) as events:
-            async for event in events:
-                if event is not None:
-                    yield event
+        pauses = backoff(*PAUSES)
+        while True:
+            error: Exception | None = None
+            try:
+                params = {"after": after} if after else {}
+                async with self._http.stream("GET", f"{self.url}/events", params=params) as response:
+                    await _check(response)
+                    rest = b""
+                    async for chunk in response.aiter_bytes():
+                        pauses = backoff(*PAUSES)
+                        *blocks, rest = (rest + chunk).split(b"\n\n")
+                        for block in blocks:
+                            if event := _event(block):
+                                after = event.cursor
+                                yield event
+            except httpx.TransportError as broken:
+                error = broken
+            await self._pause(pauses, error)
 
     async def policy(self, version: str | None = None, adapter: str | None = None) -> Policy:
         """Let sessions that begin from now on use an adapter of the engines, None for the base model, and return it.
@@ -165,28 +175,6 @@ class AsyncClient:
                 if response.status_code != expected:
                     await _check(response)
                 return response.json()
-
-    async def _follow(self, after: str | None) -> AsyncGenerator[Event | None, None]:
-        """Yield the events after a cursor, and None whenever the stream has been opened."""
-        pauses = backoff(*PAUSES)
-        while True:
-            error: Exception | None = None
-            try:
-                params = {"after": after} if after else {}
-                async with self._http.stream("GET", f"{self.url}/events", params=params) as response:
-                    await _check(response)
-                    yield None
-                    rest = b""
-                    async for chunk in response.aiter_bytes():
-                        pauses = backoff(*PAUSES)
-                        *blocks, rest = (rest + chunk).split(b"\n\n")
-                        for block in blocks:
-                            if event := _event(block):
-                                after = event.cursor
-                                yield event
-            except httpx.TransportError as broken:
-                error = broken
-            await self._pause(pauses, error)
 
     async def _pause(self, pauses: Iterator[float | None], error: Exception | None) -> None:
         if (pause := next(pauses)) is None:

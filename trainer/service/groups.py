@@ -15,6 +15,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -71,7 +72,7 @@ class _Accepted:
 
 @dataclass(slots=True)
 class _Open:
-    """A group that has not ended. `known` are the ids of its sessions that have an event.
+    """A group that has not ended. `known` are the ids of its sessions that have an event. `over` is set at its end.
 
     Without a `task` it is not run, because of its `problem`.
     """
@@ -82,6 +83,7 @@ class _Open:
     problem: str | None = None
     known: set[str] = field(default_factory=set)
     writes: list[asyncio.Task[None]] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Groups:
@@ -276,6 +278,13 @@ class Groups:
             problem=None if is_open is None else is_open.problem,
         )
 
+    async def wait(self, name: str, seconds: float) -> GroupView:
+        """Return a group when it has ended, or after so many seconds. Raises `KeyError` for an unknown name."""
+        if name in self._open:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._open[name].over.wait(), seconds)
+        return self.view(name)
+
     async def publish(self, request: PolicyRequest) -> Policy:
         """Make weights that the engines have the policy of sessions that begin from here on, and return it.
 
@@ -331,7 +340,7 @@ class Groups:
 
     def _close(self, name: str, number: int) -> None:
         self._accepted[name].ended = number
-        del self._open[name]
+        self._open.pop(name).over.set()
 
     async def _start(self, schedule: GroupSchedule, name: str) -> None:
         """Run what is missing of an open group."""

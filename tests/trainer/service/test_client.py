@@ -134,7 +134,7 @@ async def test_events_go_on_after_a_broken_connection_where_they_broke(client, t
 async def test_a_group_that_ends_while_the_connection_is_broken_is_waited_for(client, through, passing, held, scripted):
     view = await client.submit("words", sessions=1)
     waiting = asyncio.create_task(through.wait(view.id, timeout=60))
-    await passing.reached(2)  # the stream, and the look at the group
+    await passing.reached(1)
     passing.lost = 1
     passing.cut()
     scripted.release()
