@@ -92,8 +92,6 @@ _STATUS = {
     404: "NOT_FOUND",
     409: "ABORTED",
     429: "RESOURCE_EXHAUSTED",
-    499: "CANCELLED",
-    501: "UNIMPLEMENTED",
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
@@ -106,7 +104,6 @@ class GoogleGenerateContent(dialect.Dialect):
     CONVERSATION = "contents"
 
     def operation(self, method: str, path: str) -> dialect.Operation | None:
-        """Return the operation that the end of the path names. The host is not checked."""
         if method == "GET" and _MODELS.fullmatch(path):
             return "models"
         match = _METHOD.fullmatch(path)
@@ -115,7 +112,6 @@ class GoogleGenerateContent(dialect.Dialect):
         return "count_tokens" if match["method"] == "countTokens" else "generate"
 
     def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
-        """Decode a request whose path has the model and the method. Raises `DialectError`."""
         match = _METHOD.fullmatch(target.partition("?")[0])
         assert match is not None
         model = Fields({"model": unquote(match["model"])}, WORDING).label("model")
@@ -159,8 +155,8 @@ class GoogleGenerateContent(dialect.Dialect):
         return dialect.decoded(call)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-        """Return one candidate. A text without calls carries the signature itself."""
         parts = _text_parts(context, reply.reasoning, reply.content)
+        # a text without calls carries the signature itself
         if reply.content and not reply.tool_calls:
             parts[-1]["thoughtSignature"] = sign(context.call_id)
         else:
@@ -168,26 +164,22 @@ class GoogleGenerateContent(dialect.Dialect):
         return dump_json(_response(context, parts, reply, usage))
 
     def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
-        """Return an encoder of events if the query has `alt=sse`, else of a JSON array."""
         query = parse_qs(context.target.partition("?")[2])
         if query.get("alt", query.get("$alt")) == ["sse"]:
             return _EventStreamEncoder(context)
         return _ArrayStreamEncoder(context)
 
     def encode_error(self, error: DialectError) -> bytes:
-        """Return the body of an error reply. It is also the last chunk of a stream that failed."""
         return dump_json(_error(error))
 
     def encode_token_count(self, num_tokens: int) -> bytes:
-        """Return the body of a reply to countTokens."""
         return dump_json({"totalTokens": num_tokens})
 
     def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        """Return the list of `/v1beta/models`, or the model with any name of a path below it."""
-        name = unquote(target.partition("?")[0].partition("/models/")[2])
-        if name:
-            return dump_json(_model(name, models[0].context_window))
-        return dump_json({"models": [_model(each.name, each.context_window) for each in models]})
+        one = dialect.asked_model(target, models)
+        if one is not None:
+            return dump_json(_model(one))
+        return dump_json({"models": [_model(model) for model in models]})
 
 
 def _refuse_unsupported(fields: Fields, config: Fields, model: str) -> None:
@@ -291,16 +283,18 @@ def _result(response: Fields, part: Part) -> Message:
     keys: the fields of a protobuf struct have no order, and clients may send them in another order
     each time.
     """
-    name = response.name("name")
-    match response.optional("response", Fields.object) or {}:
-        case {"output": str(text), **others} | {"result": str(text), **others} if not others:
-            texts = [text]
-        case fields:
-            texts = [json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))]
+    fields = response.optional("response", Fields.object) or {}
+    text = fields.get("output", fields.get("result"))
+    if len(fields) != 1 or not isinstance(text, str):
+        text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     for piece in repeated_field(response, "parts"):
-        texts.append(_text(piece, part))
-    call_id = response.optional("id", Fields.identifier) or ""
-    return {"role": "tool", "content": "\n".join(texts), "tool_call_id": call_id, "name": name}
+        text += "\n" + _text(piece, part)
+    return {
+        "role": "tool",
+        "content": text,
+        "tool_call_id": response.optional("id", Fields.identifier) or "",
+        "name": response.name("name"),
+    }
 
 
 def _text(piece: Fields, part: Part) -> str:
@@ -415,13 +409,13 @@ def _error(error: DialectError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-def _model(name: str, context_window: int) -> dict[str, Any]:
+def _model(model: ServedModel) -> dict[str, Any]:
     return {
-        "name": f"models/{name}",
+        "name": f"models/{model.name}",
         "version": "001",
-        "displayName": name,
-        "inputTokenLimit": context_window,
-        "outputTokenLimit": context_window,
+        "displayName": model.name,
+        "inputTokenLimit": model.context_window,
+        "outputTokenLimit": model.context_window,
         "supportedGenerationMethods": ["generateContent", "countTokens"],
     }
 
@@ -443,12 +437,10 @@ class _EventStreamEncoder(dialect.StreamEncoder):
         return b"\n"
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """Return the last chunk, with the function calls and the usage."""
         parts = _last_parts(self._context, reply)
         return self._chunk(_response(self._context, parts, reply, usage))
 
     def error(self, error: DialectError) -> bytes:
-        """Return the chunk of a failure after `start`."""
         return self._chunk(_error(error))
 
     def _chunk(self, value: dict[str, Any]) -> bytes:
@@ -462,15 +454,12 @@ class _ArrayStreamEncoder(_EventStreamEncoder):
     _separator = b""
 
     def start(self) -> bytes:
-        """Return the beginning of the array."""
         return b"["
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """Return the last chunk and the end of the array."""
         return super().finish(reply, usage) + b"]"
 
     def error(self, error: DialectError) -> bytes:
-        """Return the chunk of a failure and the end of the array."""
         return super().error(error) + b"]"
 
     def _chunk(self, value: dict[str, Any]) -> bytes:

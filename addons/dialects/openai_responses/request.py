@@ -141,7 +141,13 @@ def _decode(
         before = ids.previous_messages(fields.identifier("previous_response_id"), find)
     if not fields["input"] and not before:
         raise fields.refusal("input", "a non-empty string or list of items")
-    parts = _parts(fields, known, find)
+    text = fields.maybe("input", str)
+    if text is not None:
+        fields = fields.replaced({**fields.values, "input": [{"role": "user", "content": text}]})
+    read = _part
+    if find is not None:
+        read = partial(_stored_part, ids.StoredItems(find))
+    parts = dialect.decode_parts(fields, "input", known, read)
     offered: _Offered = {}
     hosted: list[Any] = []
     _read_tools(fields, offered, hosted)
@@ -221,20 +227,11 @@ def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[
     return messages
 
 
-def _parts(fields: Fields, known: Sequence[Part], find: FindCall | None) -> list[Part]:
-    text = fields.maybe("input", str)
-    if text is not None:
-        return [Part([{"role": "user", "content": text}])]
-    if find is None:
-        return dialect.decode_parts(fields, "input", known, _part)
-    stored = ids.StoredItems(find)
-
-    def read(item: Fields) -> Part:
-        if ids.is_reference(item.values):
-            item = item.replaced(stored.item(item.identifier("id")))
-        return _part(item)
-
-    return dialect.decode_parts(fields, "input", known, read)
+def _stored_part(stored: ids.StoredItems, item: Fields) -> Part:
+    """Return the part of an item, or of the item that a reference stands for."""
+    if ids.is_reference(item.values):
+        item = item.replaced(stored.item(item.identifier("id")))
+    return _part(item)
 
 
 def _part(item: Fields) -> Part:
@@ -307,10 +304,8 @@ def _add_tool(tool: Fields, namespace: str | None, offered: _Offered) -> None:
     is_freeform = tool.choice("type", ("function", "custom")) == "custom"
     wire = WireTool(tool.tool_name("name"), namespace, is_freeform)
     shown = _shown_name(namespace, wire.name)
-    if shown in offered:
-        _, earlier = offered[shown]
-        if (earlier.namespace, earlier.name) != (namespace, wire.name):
-            raise tool.refusal("name", f"another one: two tools are shown as {described(shown)}")
+    if shown in offered and offered[shown][1].namespace != namespace:
+        raise tool.refusal("name", f"another one: two tools are shown as {described(shown)}")
     description = tool.maybe("description", str)
     if is_freeform:
         grammar = tool.inner("format").maybe("definition", str)

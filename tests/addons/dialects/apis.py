@@ -11,8 +11,8 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import ReplyContext, Usage, message_tool_call, sign
 from rolltap.addons.dialects.fields import parse_object
 from tests.addons.dialects import test_anthropic as of_messages
+from tests.addons.dialects import test_google as of_gemini
 from tests.addons.dialects import test_openai_chat as of_chat
-from tests.addons.dialects.google import test_request as of_gemini
 from tests.addons.dialects.openai_responses import test_request as of_responses
 
 USAGE = Usage(prompt=7, completion=3, cached=4)

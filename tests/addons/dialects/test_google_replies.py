@@ -6,7 +6,7 @@ import pytest
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage, sign
 from tests.addons.dialects.apis import ARRAY, GEMINI, chunks_of, streamed
-from tests.addons.dialects.google.test_request import CALL, GENERATE, STREAM
+from tests.addons.dialects.test_google import CALL, GENERATE, STREAM
 
 SIGNED = {"thoughtSignature": sign("call-9")}
 
