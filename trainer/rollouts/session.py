@@ -304,7 +304,8 @@ async def _prepared(
 ) -> AsyncIterator[tuple[JudgeJob, Box]]:
     """Yield the box of a session, with its workspace, and what its judge will need. Raises `OSError` and `InputError`.
 
-    The copy and the box have a time limit of their own. What sessions share has others: starts, versions and images.
+    The copy and the box have a time limit of their own, which begins with the copy: to wait for a thread is no part of
+    it. What sessions share has other limits: starts, versions and images.
     """
     recorder, runtime, seconds = stage.recorder, stage.runtime, stage.config.preparing_timeout
     (await stage.provenances.of(task.image)).set_in(session)
@@ -330,12 +331,21 @@ async def _prepared(
         limits=task.limits,
         proxy=proxy.address,
     )
+    loop = asyncio.get_running_loop()
+    limit = asyncio.timeout(None)
+
+    def begin() -> None:
+        limit.reschedule(loop.time() + seconds)
+
+    def copy() -> None:
+        loop.call_soon_threadsafe(begin)
+        start.copy_to(made.workspace)
+
     async with AsyncExitStack() as stack:
-        limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 made.home.mkdir(parents=True)
-                await in_folder_thread(start.copy_to, made.workspace)
+                await in_folder_thread(copy)
                 box = await stack.enter_async_context(runtime.box(spec))
         except TimeoutError as error:
             if not limit.expired():

@@ -254,7 +254,9 @@ async def test_a_record_has_the_path_that_was_asked_with_the_prefix_of_its_provi
     path = "/chat/completions"
     headers = harness.endpoint.headers("s1", "azure")
     for body in ({"messages": [user()]}, {}):
-        async with harness.client.post(URL(harness.url(prefix + path), encoded=True), json=body, headers=headers) as response:
+        async with harness.client.post(
+            URL(harness.url(prefix + path), encoded=True), json=body, headers=headers
+        ) as response:
             await response.read()
     (call,) = harness.calls()
     (rejected,) = harness.events("rejected")

@@ -1,5 +1,6 @@
 """The way of one session, on a real recorder."""
 
+import asyncio
 import shlex
 import sys
 from collections.abc import AsyncIterator
@@ -50,6 +51,30 @@ async def test_a_session_is_begun_before_it_runs_and_its_row_is_complete(play, r
     assert (row.status, row.reward, row.runtime) == ("completed", 1.0, "process")
     assert row.evidence["changed"] == ["made.txt"]
     assert row.suspicions == {}
+
+
+async def test_the_time_limit_of_preparing_begins_when_its_copy_does(play, monkeypatch):
+    limits, copied = [], []
+    timeout, in_folder_thread = asyncio.timeout, session_module.in_folder_thread
+
+    def noted(seconds):
+        limit = timeout(seconds)
+        if seconds is None:
+            limits.append(limit)
+        return limit
+
+    async def queued(function, *arguments):
+        if function.__name__ != "copy":
+            return await in_folder_thread(function, *arguments)
+        assert [limit.when() for limit in limits] == [None]
+        await in_folder_thread(function, *arguments)
+        copied.append(limits[0].when())
+
+    monkeypatch.setattr(session_module.asyncio, "timeout", noted)
+    monkeypatch.setattr(session_module, "in_folder_thread", queued)
+    assert (await play(ONE_CALL)).status == "completed"
+    (end,) = copied
+    assert end is not None
 
 
 AROUND = "http://127.0.0.1:9"  # the recorder's win
