@@ -1,7 +1,7 @@
 """The Anthropic Messages API, which the Anthropic SDKs and Claude Code use.
 
-Field names follow Anthropic's API reference. A conversation must decode to the same messages in each
-request. The requests of one Claude Code session differ, and so do replies and their echoes:
+Field names follow Anthropic's API reference. A conversation must decode to the same messages in
+each request. The requests of one Claude Code session differ, and so do replies and their echoes:
 
 | on the wire | here |
 | --- | --- |
@@ -66,7 +66,7 @@ _SAMPLING_FIELDS = [
     "speed",
     "inference_geo",
 ]
-_PREFILL = "This model does not support assistant message prefill. The conversation must end with a user message."
+_PREFILL = "This model does not support assistant message prefill."
 _ORPHAN = (
     "messages: unexpected `tool_use_id` found in `tool_result` blocks: {}. "
     "Each `tool_result` block must have a corresponding `tool_use` block in the previous message."
@@ -131,10 +131,10 @@ class AnthropicMessages(dialect.Dialect):
             raise fields.refusal(self.CONVERSATION, "a list of at least one message")
         dialect.name_parts(parts, _ORPHAN)
         model_call.parts = parts
-        model_call.hidden = sum(part.hidden for part in parts)
-        model_call.messages = system + dialect.join_turns(parts, separator="")
+        model_call.hidden = sum(part.hidden for part in [system, *parts])
+        model_call.messages = system.messages + dialect.join_turns(parts, separator="")
         if model_call.messages[-1]["role"] == "assistant" and not counting:
-            raise DialectError(_PREFILL)
+            raise DialectError(f"{_PREFILL} The conversation must end with a user message.")
         return dialect.decoded(model_call)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
@@ -150,7 +150,8 @@ class AnthropicMessages(dialect.Dialect):
             content.append({"type": "text", "text": reply.content})
         for call in reply.tool_calls:
             arguments = as_object(call.arguments)
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+            use = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+            content.append(use)
         return dump_json({**_message(context, usage), "content": content, **_stop(reply)})
 
     def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
@@ -195,8 +196,8 @@ def _reasoning(thinking: Fields) -> Literal["shown", "signed", "hidden"]:
 def _read_tools(fields: Fields, model_call: ModelCall) -> dict[str, Tool]:
     """Add the tools of a request to `model_call`. Return all that can be called, by name.
 
-    A tool with a type of its own counts as hosted. That includes bash and the text editor, which the
-    harness runs: they come without a schema, which only the provider's models know.
+    A tool with a type of its own counts as hosted. That includes bash and the text editor, which
+    the harness runs: they come without a schema, which only the provider's models know.
     """
     tools: dict[str, Tool] = {}
     hosted = model_call.hosted_tools
@@ -224,19 +225,19 @@ class _Blocks:
     def __init__(self, tools: dict[str, Tool]) -> None:
         self._tools = tools
         self._part = Part()
-        """The part of the message that is read."""
+        """The part that is made: of the system prompt, then of each message."""
         self._has_reference = False
 
-    def read_system(self, fields: Fields) -> list[Message]:
-        """Return the system prompt as a list of at most one message."""
+    def read_system(self, fields: Fields) -> Part:
+        """Return the system prompt as at most one message."""
         texts = []
         for block in _blocks(fields, "system"):
             text = self._text(block)
             if text and not text.startswith(_BILLING):
                 texts.append(text)
-        if not texts:
-            return []
-        return [{"role": "system", "content": "\n\n".join(texts)}]
+        if texts:
+            self._part.messages.append({"role": "system", "content": "\n\n".join(texts)})
+        return self._part
 
     def read_message(self, message: Fields) -> Part:
         """Return the part of a message. Raises `DialectError`."""
@@ -295,7 +296,8 @@ class _Blocks:
     def _text(self, block: Fields) -> str:
         """Return the text of a block that is allowed in any message.
 
-        A `tool_reference` becomes the definition of the tool as JSON, a later one to the same tool its name.
+        A `tool_reference` becomes the definition of the tool as JSON, a later one to the same tool
+        its name.
         """
         kind = block.text("type")
         if kind == "text":
@@ -311,7 +313,9 @@ class _Blocks:
             name = block.label("tool_name")
             return _json(self._tools.pop(name, {"name": name}))
         if kind in _HOSTED_BLOCKS or kind.endswith("_tool_result"):
-            return _json({key: value for key, value in block.values.items() if key != "cache_control"})
+            fields = {**block.values}
+            fields.pop("cache_control", None)
+            return _json(fields)
         expected = f"text here, not {described(kind)}; this model takes text only"
         raise block.refusal("type", expected)
 
@@ -337,7 +341,10 @@ class _StreamEncoder(dialect.StreamEncoder):
         self._open: Literal["thinking", "text"] | None = None
 
     def start(self) -> bytes:
-        """Return the message without content. Its usage does not know yet how much of the prompt is cached."""
+        """Return the message without content.
+
+        Its usage does not know yet how much of the prompt is cached.
+        """
         message = _message(self._context, Usage(self._context.prompt_tokens, 0))
         message |= {"content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message=message)

@@ -1,4 +1,4 @@
-"""Types that all dialects decode to and encode from, and functions on JSON and text that they share."""
+"""Types that all dialects decode to and encode from, and their functions on JSON and text."""
 
 import base64
 import binascii
@@ -12,22 +12,29 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
-from rolltap.addons.dialects.json_values import MOST_LEVELS, TooManyLevels, check_values, nests_deeper
+from rolltap.addons.dialects.json_values import (
+    MOST_LEVELS,
+    TooManyLevels,
+    check_values,
+    nests_deeper,
+)
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Message = dict[str, Any]
-"""A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text), and optionally
-`reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name", "arguments"}}`, arguments parsed),
-and for a tool's result `tool_call_id` and the tool's `name` (absent when the call is unknown). An assistant message may
-have `call_id`: the id of the model call that issued it, as found in the opaque fields of the message."""
+"""A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text),
+and optionally `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name",
+"arguments"}}`, arguments parsed), and for a tool's result `tool_call_id` and the tool's `name`
+(absent when the call is unknown). An assistant message may have `call_id`: the id of the model call
+that issued it, as found in the opaque fields of the message."""
 
 Tool = dict[str, Any]
-"""A tool in the OpenAI form, `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""A tool in the OpenAI form, `{"type": "function", "function": {"name", "description",
+"parameters"}}`."""
 
 EchoRule = Callable[[dict[str, Any], Tool | None], dict[str, Any]]
-"""(arguments of a tool call, the tool if the request has it) -> a normal form of the arguments. Sampled arguments and
-their echo by a harness that rewrites them have the same normal form."""
+"""(arguments of a tool call, the tool if the request has it) -> a normal form of the arguments.
+Sampled arguments and their echo by a harness that rewrites them have the same normal form."""
 
 FREEFORM_ARGUMENT = "input"
 """The name of the only argument, a string, of the function that represents a freeform tool."""
@@ -49,14 +56,15 @@ def _number(kind: type[float], text: str) -> float:
 
 _REAL = partial(_number, float)
 JSON = json.JSONDecoder(parse_int=partial(_number, int), parse_float=_REAL, parse_constant=_REAL)
-"""NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one has columns that
-others cannot read."""
+"""NaN, Infinity and numbers beyond the doubles are no JSON, unlike in Python: a run that holds one
+has columns that others cannot read."""
 
 
 def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of a JSON text, which may be UTF-8, with all strings `well_formed`.
 
-    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and `RecursionError`.
+    Raises `ValueError`, `TooManyValues` and `TooManyLevels` (two kinds of it), and
+    `RecursionError`.
     """
     check_values(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
     text = text.decode() if isinstance(text, bytes) else text
@@ -64,7 +72,10 @@ def parse_json(text: str | bytes, most_levels: int = MOST_LEVELS) -> Any:
 
 
 def bounded_value(value: Any, text: str, most_levels: int) -> Any:
-    """Return the value that was parsed from `text`, with all strings `well_formed`. Raises `TooManyLevels`."""
+    """Return the value that was parsed from `text`, with all strings `well_formed`.
+
+    Raises `TooManyLevels`.
+    """
     if nests_deeper(value, most_levels):
         raise TooManyLevels(f"it is nested more than {most_levels} levels deep")
     # `json.dumps` writes each emoji as a pair
@@ -74,7 +85,7 @@ def bounded_value(value: Any, text: str, most_levels: int) -> Any:
 
 
 def parse_arguments(text: str) -> Any:
-    """Return the value of arguments in JSON, or `text` unchanged: not JSON, or too many values or levels."""
+    """Return the value of arguments in JSON, or `text` unchanged if that is refused."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -82,9 +93,9 @@ def parse_arguments(text: str) -> Any:
 
 
 def javascript_number(value: float) -> float:
-    """Return `value` rounded to a double, JavaScript's only number type, and as an int when it is integral.
+    """Return `value` rounded to a double, JavaScript's only number type.
 
-    An int outside the range of doubles is returned unchanged.
+    An integral value is an int. An int outside the range of doubles is returned unchanged.
     """
     try:
         value = float(value)
@@ -96,8 +107,8 @@ def javascript_number(value: float) -> float:
 def well_formed(text: str) -> str:
     """Return `text` with each lone surrogate replaced by U+FFFD.
 
-    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot be encoded as UTF-8,
-    which tokenizers and Arrow strings require.
+    JavaScript harnesses send lone surrogates when they cut a text inside a character. They cannot
+    be encoded as UTF-8, which tokenizers and Arrow strings require.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
@@ -108,42 +119,50 @@ def dump_json(value: Any) -> bytes:
 
 
 def sign(call_id: str) -> str:
-    """Return the opaque field (signature, encrypted content) that is issued with the reply of a call.
+    """Return the opaque field (signature, encrypted content) of the reply of a call.
 
-    It contains the call's id and is not authenticated: `Conversations` looks the id up among the calls of the sending
-    session. It is base64, because Google's SDK decodes it.
+    It contains the call's id and is not authenticated: `Conversations` looks the id up among the
+    calls of the sending session. It is base64, because Google's SDK decodes it.
     """
     return base64.b64encode((_SIGNATURE + call_id).encode()).decode()
 
 
 def signed_call(signature: str | None) -> str | None:
-    """Return the id of the call that an opaque field was issued with, or None when `sign` did not write the field."""
-    if len(signature or "") > _LONGEST_SIGNATURE:
+    """Return the id of the call whose `sign` wrote an opaque field, or None for another field."""
+    if signature is None or len(signature) > _LONGEST_SIGNATURE:
         return None
     try:
-        text = base64.b64decode(signature or "", validate=True).decode()
+        text = base64.b64decode(signature, validate=True).decode()
     except (binascii.Error, ValueError):
         return None
-    return text.removeprefix(_SIGNATURE) if text.startswith(_SIGNATURE) else None
+    call_id = text.removeprefix(_SIGNATURE)
+    return None if call_id == text else call_id
 
 
 def tool_call_id(call_id: str, index: int) -> str:
     """Return the id of the tool call number `index` (from 0) of a call's reply.
 
-    It can be derived again from the reply's opaque field (`signed_call`), for a program that does not send it back.
+    It can be derived again from the reply's opaque field (`signed_call`), for a program that does
+    not send it back.
     """
-    return f"call_{hashlib.blake2b(f'{call_id} {index}'.encode(), digest_size=12).hexdigest()}"
+    digest = hashlib.blake2b(f"{call_id} {index}".encode(), digest_size=12)
+    return f"call_{digest.hexdigest()}"
 
 
 class DialectError(Exception):
     """An error that is sent to the harness.
 
-    `status` is the HTTP status, `code` the short name of the error. `retry_after`, in seconds, becomes the header
-    `retry-after`, unless the reply is a stream that has begun.
+    `status` is the HTTP status, `code` the short name of the error. `retry_after`, in seconds,
+    becomes the header `retry-after`, unless the reply is a stream that has begun.
     """
 
     def __init__(
-        self, message: str, *, status: int = 400, code: str = "invalid_request_error", retry_after: int | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -152,15 +171,16 @@ class DialectError(Exception):
 
 
 class ContextOverflow(DialectError):
-    """A prompt of `prompt_tokens` tokens that leaves no room for a reply in a context window of `limit` tokens.
+    """A prompt that leaves no room for a reply in a context window of `limit` tokens.
 
-    Each dialect uses the wording of its API: harnesses search for it to decide whether to compact their history.
+    Each dialect uses the wording of its API: harnesses search for it to decide whether to compact
+    their history.
     """
 
     def __init__(self, prompt_tokens: int, limit: int) -> None:
         super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            f"This model's maximum context length is {limit} tokens. However, your messages "
+            f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
             code="context_length_exceeded",
         )
         self.prompt_tokens = prompt_tokens
@@ -171,18 +191,25 @@ def assistant_message(
     content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
 ) -> Message:
     """Return an assistant message. Empty fields other than `content` are left out."""
-    others: Message = {"reasoning_content": reasoning, "tool_calls": tool_calls, "call_id": call_id}
-    return {"role": "assistant", "content": content, **{key: value for key, value in others.items() if value}}
+    message: Message = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    if call_id:
+        message["call_id"] = call_id
+    return message
 
 
 def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Return a tool call of an assistant message."""
-    return {"id": tool_call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": name, "arguments": arguments}
+    return {"id": tool_call_id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class WireTool:
-    """A tool's name and form on the wire, where they differ from the function that the model sees."""
+    """A tool's name and form on the wire, where they differ from the model's function."""
 
     name: str
     namespace: str | None = None
@@ -198,9 +225,9 @@ class Part:
     hidden: int = 0
     """Number of images, audio parts and files in the element, which have a text in their place."""
     element: dict[str, Any] | None = None
-    """The element, if its messages depend on the rest of the request: each request decodes it again."""
+    """The element, if its messages depend on the rest of the request. It is decoded again."""
     turn: Message | None = None
-    """The turn of the model that ends with this part, if it has several: see `dialect.join_turns`."""
+    """The turn of the model that ends with this part: see `dialect.join_turns`."""
 
 
 @dataclass(slots=True)
@@ -212,41 +239,63 @@ class ModelCall:
     tools: list[Tool]
     stream: bool = False
     include_usage: bool = False
-    """True when a stream is to end with the token usage. Chat Completions only: other dialects always send it."""
+    """True when a stream is to end with the token usage.
+
+    Chat Completions only: other dialects always send it.
+    """
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     """Stop texts. A stop text ends the reply and is not part of it."""
     schema: dict[str, Any] | None = None
-    """The JSON schema that the harness wants the reply to match; `{}` for any JSON object. See `grammar`."""
+    """The JSON schema that the harness wants the reply to match; `{}` for any JSON object.
+
+    See `grammar`.
+    """
     bare: bool = False
-    """True when the reply is to be one of the texts in the `enum` of the schema, without the quotes of JSON."""
+    """True when the reply is to be one of the texts in the `enum` of the schema, without the quotes
+    of JSON."""
     may_call: bool = True
     """False when the request forbids tool calls, although the model sees the tools."""
     reasoning: Literal["shown", "signed", "hidden"] = "shown"
-    """The harness's share of the reply's reasoning: all of it, only the opaque field issued with it, or nothing."""
+    """The harness's share of the reply's reasoning: all of it, only the opaque field issued with
+    it, or nothing."""
     requested_sampling: dict[str, Any] = field(default_factory=dict)
-    """Sampling and decoding options of the request, in their `recordable` form. Other fields of this class hold those
-    that are applied."""
+    """Sampling and decoding options of the request, in their `recordable` form. Other fields of
+    this class hold those that are applied."""
     hosted_tools: list[Any] = field(default_factory=list)
-    """Tools that the provider would run itself, in their `recordable` form. The model does not see them."""
+    """Tools that the provider would run itself, in their `recordable` form.
+
+    The model does not see them.
+    """
     wire_tools: dict[str, WireTool] = field(default_factory=dict)
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
     """Place of a field in the body -> its text, for fields that hint at the role of the call."""
     repeated: dict[str, Any] = field(default_factory=dict)
-    """Fields of the request that its reply repeats, as they came. They may hold secrets, and are never recorded."""
+    """Fields of the request that its reply repeats, as they came.
+
+    They may hold secrets, and are never recorded.
+    """
     hidden: int = 0
     """Number of images, audio parts and files in the messages, which have a text in their place."""
     parts: list[Part] = field(default_factory=list, compare=False, repr=False)
-    """One part for each element of the conversation: see `Dialect.decode`. Empty when a dialect does not give them."""
+    """One part for each element of the conversation: see `Dialect.decode`.
+
+    Empty when a dialect does not give them.
+    """
     echo_rule: EchoRule | None = None
-    """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for other harnesses."""
+    """The rule for a harness that rewrites the arguments of tool calls in its echoes; None for
+    other harnesses."""
     again: bool = False
-    """True in a rerun: what differs between two starts of one program does not matter (`canonical.steady`)."""
+    """True in a rerun: what differs between two starts of one program does not matter
+    (`canonical.steady`)."""
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """vLLM's form of the `schema` if the engine is held to it. Not beside tools: the model could call none."""
+        """vLLM's form of the `schema` if the engine is held to it.
+
+        Not beside tools: the model could call none.
+        """
         if self.schema is None or self.tools:
             return None
         if self.bare:
@@ -256,13 +305,18 @@ class ModelCall:
     @property
     def tool_names(self) -> set[str]:
         """The names of the tools, as the model sees them and on the wire."""
-        return {tool["function"]["name"] for tool in self.tools} | {wire.name for wire in self.wire_tools.values()}
+        names = {tool["function"]["name"] for tool in self.tools}
+        names.update(wire.name for wire in self.wire_tools.values())
+        return names
 
     def unapplied(self) -> dict[str, Any]:
         """Return what the harness asked for and did not get, for the record."""
-        hosted = {"hosted_tools": self.hosted_tools} if self.hosted_tools else {}
-        schema = {"json_schema": True} if self.schema is not None and self.grammar is None else {}
-        return self.requested_sampling | hosted | schema
+        unapplied = {**self.requested_sampling}
+        if self.hosted_tools:
+            unapplied["hosted_tools"] = self.hosted_tools
+        if self.schema is not None and self.grammar is None:
+            unapplied["json_schema"] = True
+        return unapplied
 
 
 @dataclass(slots=True)
@@ -285,15 +339,19 @@ class Reply:
     stop: str | None = None
     """The stop text that ended the reply, if any."""
     unread: str | None = None
-    """The reason for which a part that looks like a tool call is text; None when there is no such part."""
+    """The reason for which a part that looks like a tool call is text, if there is such a part."""
 
     @classmethod
     def of_message(cls, message: Message, finish_reason: str | None) -> "Reply":
         """Return the reply in a recorded message. `finish_reason` is the engine's."""
-        functions = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
-        calls = [ToolCall(call_id, function["name"], function["arguments"]) for call_id, function in functions]
-        reason: FinishReason = "length" if finish_reason == "length" else "tool_calls" if calls else "stop"
-        return cls(message["content"], message.get("reasoning_content", ""), calls, reason)
+        reply = cls(message["content"], message.get("reasoning_content", ""))
+        for call in message.get("tool_calls", ()):
+            reply.tool_calls.append(ToolCall(call["id"], **call["function"]))
+        if finish_reason == "length":
+            reply.finish_reason = "length"
+        elif reply.tool_calls:
+            reply.finish_reason = "tool_calls"
+        return reply
 
     def issue(self, call_id: str) -> None:
         """Give each tool call the id that belongs to the reply of a call."""
@@ -302,16 +360,16 @@ class Reply:
 
     def to_message(self) -> Message:
         """Return the reply as a message, with the arguments of tool calls as text."""
-        tool_calls = [message_tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
-        return assistant_message(self.content, self.reasoning, tool_calls)
+        calls = [message_tool_call(call.id, call.name, call.arguments) for call in self.tool_calls]
+        return assistant_message(self.content, self.reasoning, calls)
 
 
 @dataclass(slots=True)
 class Usage:
     """Token counts of one call, and its end.
 
-    `cached` is the part of `prompt` that came from the engine's prefix cache, `reasoning` that of `completion` which is
-    reasoning (`SampledReply.reasoning_tokens`).
+    `cached` is the part of `prompt` that came from the engine's prefix cache, `reasoning` that of
+    `completion` which is reasoning (`SampledReply.reasoning_tokens`).
     """
 
     prompt: int

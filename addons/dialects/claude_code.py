@@ -1,4 +1,5 @@
-"""A normal form for tool call arguments that Claude Code rewrites between a reply and its echo of the reply.
+"""A normal form for tool call arguments that Claude Code rewrites between a reply and its echo of
+the reply.
 
 The rewriting was observed on the wire with Claude Code 2.1.329:
 
@@ -86,7 +87,8 @@ def _without_cd(match: re.Match[str]) -> str:
 def _is_default(value: Any, schema: Any) -> bool:
     """Return True when `value`, as plain text, is the default in an argument's schema.
 
-    Long texts and objects with fields do not count: they would be compared with each call of a conversation.
+    Long texts and objects with fields do not count: they would be compared with each call of a
+    conversation.
     """
     match schema:
         case {"default": str(default)}:

@@ -1,8 +1,9 @@
 """The base class of the model APIs, and the steps of decoding that all of them share.
 
-A dialect decodes each element of a conversation to a `Part`, from the element alone. What depends on other elements,
-such as the names of tool results, is done over the parts. So a request that repeats the elements of the last one can
-give their parts in place of them, and its cost is that of the new elements.
+A dialect decodes each element of a conversation to a `Part`, from the element alone. What depends
+on other elements, such as the names of tool results, is done over the parts. So a request that
+repeats the elements of the last one can give their parts in place of them, and its cost is that of
+the new elements.
 """
 
 import json
@@ -33,7 +34,8 @@ Operation = Literal["generate", "count_tokens", "models"]
 class StreamEncoder(ABC):
     """Stateful encoder of one streamed reply.
 
-    Call `start` once, then `delta` and `keep_alive` any number of times, then `finish` or `error` once.
+    Call `start` once, then `delta` and `keep_alive` any number of times, then `finish` or `error`
+    once.
     """
 
     content_type = "text/event-stream"
@@ -47,18 +49,22 @@ class StreamEncoder(ABC):
 
     @abstractmethod
     def delta(self, reasoning: str, content: str) -> bytes:
-        """Return the events of new text, reasoning before content. At least one of the two is not empty.
+        """Return the events of new text, reasoning before content. One of the two may be empty.
 
-        Bytes are returned even for text that is not sent, so that idle timers do not end a reply that grows.
+        Bytes are returned even for text that is not sent, so that idle timers do not end a reply
+        that grows.
         """
 
     @abstractmethod
     def keep_alive(self) -> bytes:
-        """Return bytes that reset the idle timers of this API's clients and add nothing to the reply."""
+        """Return bytes that reset the idle timers of clients and add nothing to the reply."""
 
     @abstractmethod
     def finish(self, reply: Reply, usage: Usage) -> bytes:
-        """Return the events of the tool calls and of the end. The reply's text was sent by `delta` before."""
+        """Return the events of the tool calls and of the end.
+
+        The reply's text was sent by `delta` before.
+        """
 
     @abstractmethod
     def error(self, error: DialectError) -> bytes:
@@ -91,7 +97,8 @@ class Dialect(ABC):
     def operation(self, method: str, path: str) -> Operation | None:
         """Return the operation of a request, or None when it is not served.
 
-        `path` has neither a query nor what the base URL of a provider has before the API's own paths.
+        `path` has neither a query nor what the base URL of a provider has before the API's own
+        paths.
         """
         if method == "POST" and path in self.GENERATE:
             return "generate"
@@ -103,11 +110,12 @@ class Dialect(ABC):
 
     @abstractmethod
     def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
-        """Decode the JSON object of a request to `target` (path and query), for a reply or a count of tokens.
+        """Decode the JSON object of a request to `target` (path and query).
 
-        `known` are `ModelCall.parts` of an earlier request to this API. Its first `len(known)` elements had the same
-        bytes as those of `request`, which may have None in their place. The messages of these parts are in the result
-        as the same objects, except where elements are joined to one message. `request` is not changed.
+        `known` are `ModelCall.parts` of an earlier request to this API. Its first `len(known)`
+        elements had the same bytes as those of `request`, which may have None in their place. The
+        messages of these parts are in the result as the same objects, except where elements are
+        joined to one message. `request` is not changed.
 
         Raises `DialectError` for an invalid or unsupported request, and its kind `NamesStored`.
         """
@@ -125,19 +133,25 @@ class Dialect(ABC):
         """Return the body of an error reply."""
 
     def encode_token_count(self, num_tokens: int) -> bytes:
-        """Return the body of a reply to a `count_tokens` request. APIs without that operation raise."""
+        """Return the body of a reply to a `count_tokens` request.
+
+        APIs without that operation raise.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        """Return the body of a reply that lists `models`, or that describes the one model which `target` names.
+        """Return the body of a list of `models`, or of the one model which `target` names.
 
         `created` is in seconds since the epoch.
         """
 
 
 def asked_model(target: str, models: list[ServedModel]) -> ServedModel | None:
-    """Return the model that a request to `.../models/NAME` describes, under any name. None for the list of all."""
+    """Return the model that a request to `.../models/NAME` describes, under any name.
+
+    None for the list of all.
+    """
     name = unquote(target.partition("?")[0].partition("/models/")[2])
     if not name:
         return None
@@ -145,7 +159,10 @@ def asked_model(target: str, models: list[ServedModel]) -> ServedModel | None:
 
 
 _LONGEST_SCHEMA = 256 * 1024
-"""Characters of the JSON schema of a reply. It is written to the run, and the engine makes a grammar of it."""
+"""Characters of the JSON schema of a reply.
+
+It is written to the run, and the engine makes a grammar of it.
+"""
 
 
 def decoded(model_call: ModelCall) -> ModelCall:
@@ -154,19 +171,21 @@ def decoded(model_call: ModelCall) -> ModelCall:
     Raises `DialectError` when the JSON schema of the reply is too long.
     """
     if model_call.schema and len(json.dumps(model_call.schema)) > _LONGEST_SCHEMA:
-        raise DialectError(f"The JSON schema of the reply is longer than {_LONGEST_SCHEMA:,} characters.")
+        why = f"is longer than {_LONGEST_SCHEMA:,} characters"
+        raise DialectError(f"The JSON schema of the reply {why}.")
     model_call.requested_sampling = recordable(model_call.requested_sampling, model_call.tool_names)
     model_call.hosted_tools = recordable_tools(model_call.hosted_tools)
     return model_call
 
 
 def name_results(messages: Iterable[Message], orphan: str = "") -> list[Message]:
-    """Return the messages with the `name` of its tool in each tool message that answers a tool call before it.
+    """Return the messages with the `name` of its tool in each one that answers a call before it.
 
-    Chat templates print this name. A continued prompt is made from the new messages alone, which lack the call. If
-    several calls have the same id, the result answers the last one. Names longer than a tool can have are not repeated:
-    many results may answer one call. A result of an unknown id is a `DialectError` in the words of `orphan`, in which
-    `{}` stands for the id; without such words, and without an id, it keeps its own name.
+    Chat templates print this name. A continued prompt is made from the new messages alone, which
+    lack the call. If several calls have the same id, the result answers the last one. Names longer
+    than a tool can have are not repeated: many results may answer one call. A result of an unknown
+    id is a `DialectError` in the words of `orphan`, in which `{}` stands for the id; without such
+    words, and without an id, it keeps its own name.
 
     A message that has its name already is returned as the same object.
     """
@@ -187,8 +206,13 @@ def name_results(messages: Iterable[Message], orphan: str = "") -> list[Message]
     return named
 
 
-def decode_parts(request: Fields, key: str, known: Sequence[Part], decode: Callable[[Fields], Part]) -> list[Part]:
-    """Return one part for each element of the conversation in the field `key`: the known ones, then the others'.
+def decode_parts(
+    request: Fields,
+    key: str,
+    known: Sequence[Part],
+    decode: Callable[[Fields], Part],
+) -> list[Part]:
+    """Return a part for each element of the conversation in the field `key`: known ones, others.
 
     `decode` returns the part of an element, which it does not change. Raises what it raises.
     """
@@ -203,7 +227,10 @@ def decode_parts(request: Fields, key: str, known: Sequence[Part], decode: Calla
 
 
 def name_parts(parts: Sequence[Part], orphan: str = "") -> None:
-    """Apply `name_results` to the messages of all parts. The parts keep the named messages for later requests."""
+    """Apply `name_results` to the messages of all parts.
+
+    The parts keep the named messages for later requests.
+    """
     messages = chain.from_iterable(part.messages for part in parts)
     named = iter(name_results(messages, orphan))
     for part in parts:
@@ -211,9 +238,10 @@ def name_parts(parts: Sequence[Part], orphan: str = "") -> None:
 
 
 def join_turns(parts: Sequence[Part], separator: str) -> list[Message]:
-    """Return the messages of all parts. Consecutive assistant messages become one, a turn of the model.
+    """Return the messages of all parts, consecutive ones of the assistant as one: a turn.
 
-    Their texts are joined with `separator`. The message of a turn names the first call that one of them names.
+    Their texts are joined with `separator`. The message of a turn names the first call that one of
+    them names.
     """
     messages: list[Message] = []
     for assistant, group in groupby(parts, key=_is_assistant):

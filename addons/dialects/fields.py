@@ -1,4 +1,7 @@
-"""Typed access to the fields of a request body. Errors name the field's place in the wording of the API."""
+"""Typed access to the fields of a request body.
+
+Errors name the field's place in the wording of the API.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,7 +31,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         request = parse_json(body, MOST_LEVELS_OF_A_BODY)
     except TooManyValues as error:
-        raise DialectError(f"The request body is too large: {error}.", status=413, code="request_too_large") from None
+        why = f"The request body is too large: {error}."
+        raise DialectError(why, status=413, code="request_too_large") from None
     except (ValueError, RecursionError) as error:
         raise DialectError(f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(request, dict):
@@ -51,8 +55,8 @@ class Wording:
 class Fields:
     """The fields of an object in a request body, and the object's place in the request.
 
-    An absent field reads as None. "Raises" in a method's docstring means a `DialectError` that names
-    the place and the expected value.
+    An absent field reads as None. "Raises" in a method's docstring means a `DialectError` that
+    names the place and the expected value.
     """
 
     __slots__ = ("_place", "_wording", "values")
@@ -169,7 +173,10 @@ class Fields:
         return Fields(value, self._wording, self.place(key, index))
 
     def texts(self, key: str) -> list[str]:
-        """Return the non-empty strings of a field: absent, a string, or a list of strings. Raises."""
+        """Return the non-empty strings of a field: absent, a string, or a list of strings.
+
+        Raises.
+        """
         single = self.maybe(key, str)
         texts = self.elements(key) if single is None else [single]
         for index, text in enumerate(texts):
@@ -178,7 +185,10 @@ class Fields:
         return [text for text in texts if text]
 
     def stop_texts(self, key: str) -> list[str]:
-        """Return the `texts` of a field with stop texts. Raises, also if they are too many or long."""
+        """Return the `texts` of a field with stop texts.
+
+        Raises, also if they are too many or long.
+        """
         texts = self.texts(key)
         if len(texts) > _MOST_STOPS or sum(map(len, texts)) > _LONGEST_STOPS:
             most = f"at most {_MOST_STOPS} texts of {_LONGEST_STOPS} characters in total"

@@ -1,9 +1,10 @@
-"""Bounds of JSON before it is parsed, and the part of a request's options that a run folder may hold.
+"""Bounds of JSON before it is parsed, and the part of a request's options that a run folder may
+hold.
 
 A few compressed bytes can be millions of values, in one call of C.
 
-Options are free JSON. A harness may put a secret or a personal text anywhere in them, for instance the `authorization`
-of an MCP server. Numbers, flags and short words are recorded.
+Options are free JSON. A harness may put a secret or a personal text anywhere in them, for instance
+the `authorization` of an MCP server. Numbers, flags and short words are recorded.
 """
 
 import json
@@ -14,15 +15,16 @@ from typing import Any
 import numpy as np
 
 MOST_VALUES = 500_000
-"""Maximum number of values of a JSON text, about. They take 0.1 s and 60 MB; the largest requests of harnesses have
-some 10,000. Each value that is not the first follows one of `_BEFORE_A_VALUE`."""
+"""Maximum number of values of a JSON text, about. They take 0.1 s and 60 MB; the largest requests
+of harnesses have some 10,000. Each value that is not the first follows one of `_BEFORE_A_VALUE`."""
 MOST_WITHIN = 4_000_000
-"""The same for a body and the JSON within its texts, such as arguments, together. Prose has a comma in 20 bytes or
-more, so this refuses texts only that no context window holds."""
+"""The same for a body and the JSON within its texts, such as arguments, together. Prose has a comma
+in 20 bytes or more, so this refuses texts only that no context window holds."""
 MOST_LEVELS = 100
 """Maximum number of levels in the JSON within a text. Chat templates and renderers recurse."""
 MOST_LEVELS_OF_A_BODY = 128
-"""The same for a body. It is more: bodies repeat the arguments of calls, which were sampled as text, as objects."""
+"""The same for a body. It is more: bodies repeat the arguments of calls, which were sampled as
+text, as objects."""
 
 _BEFORE_A_VALUE = b"[{,:"
 
@@ -39,20 +41,24 @@ def nests_deeper(value: Any, levels: int) -> bool:
     """Return True when objects and lists in `value` are nested more than `levels` deep."""
     nested = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
-        within = (outer.values() if isinstance(outer, dict) else outer for outer in nested)
-        nested = [inner for values in within for inner in values if isinstance(inner, dict | list)]
+        within: list[Any] = []
+        for outer in nested:
+            within += outer.values() if isinstance(outer, dict) else outer
+        nested = [inner for inner in within if isinstance(inner, dict | list)]
     return bool(nested)
 
 
 def check_values(text: bytes) -> None:
-    """Raise `TooManyValues` for a JSON text of more than `MOST_VALUES` values, or `MOST_WITHIN` with those in texts.
+    """Raise `TooManyValues` for a JSON text of more than `MOST_VALUES` values.
 
+    With those in texts it may have `MOST_WITHIN`.
     Most requests have fewer bytes than that, and cost nothing.
     """
     if len(text) <= MOST_VALUES:
         return
     array = np.frombuffer(text, np.uint8)
-    within = sum(int(np.count_nonzero(array == mark)) for mark in _BEFORE_A_VALUE)  # ten times faster than `_marks`
+    # ten times faster than `_marks`
+    within = sum(int(np.count_nonzero(array == mark)) for mark in _BEFORE_A_VALUE)
     if within > MOST_VALUES and _outside_of_texts(text) > MOST_VALUES:
         raise TooManyValues(f"it has more than {MOST_VALUES:,} values")
     # an escape such as \u002c hides a comma of the JSON within a text
@@ -65,7 +71,10 @@ def _marks(text: bytes) -> int:
 
 
 def _outside_of_texts(text: bytes) -> int:
-    """Return the number of marks outside of texts, or that of texts if it is greater. Ends soon after `MOST_VALUES`."""
+    """Return the number of marks outside of texts, or that of texts if it is greater.
+
+    Ends soon after `MOST_VALUES`.
+    """
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = texts = begin = 0
     while begin < len(plain) and max(marks, texts) <= MOST_VALUES:
@@ -79,8 +88,14 @@ def _outside_of_texts(text: bytes) -> int:
 
 
 _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
-"""Names of an API, for instance `web_search_20250305`. The keys and tokens that services issue are longer."""
-_ORIGIN = re.compile(r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)(?=[/?#]|$)", re.ASCII)
+"""Names of an API, for instance `web_search_20250305`.
+
+Keys and tokens that services issue are longer.
+"""
+_ORIGIN = re.compile(
+    r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)(?=[/?#]|$)",
+    re.ASCII,
+)
 """Scheme, and host with port, of a URL."""
 _LONGEST = 4096
 """Characters of an option as JSON."""
@@ -91,34 +106,42 @@ _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
 _URLS = frozenset({"server_url", "url"})
 _HOSTED_FIELDS = """
 type name enabled environment filters strict
-server_label connector_id mcp_server_name tool_configuration allowed_tools tool_names read_only require_approval always
-never defer_loading allowed_callers
-max_uses max_num_results max_characters max_content_tokens allowed_domains blocked_domains search_context_size
-external_web_access display_width_px display_height_px display_number
-googleSearch googleSearchRetrieval enterpriseWebSearch googleMaps urlContext codeExecution computerUse fileSearch
-retrieval mcpServers streamableHttpTransport excludeDomains topK
+server_label connector_id mcp_server_name tool_configuration allowed_tools tool_names read_only
+require_approval always never defer_loading allowed_callers
+max_uses max_num_results max_characters max_content_tokens allowed_domains blocked_domains
+search_context_size external_web_access display_width_px display_height_px display_number
+googleSearch googleSearchRetrieval enterpriseWebSearch googleMaps urlContext codeExecution
+computerUse fileSearch retrieval mcpServers streamableHttpTransport excludeDomains topK
 """
 _TOOL_KEYS = _URLS | set(_HOSTED_FIELDS.split())
-"""Fields of hosted tools that hold no secret: of all APIs, of MCP, of search, files and computers, of Google."""
+"""Fields of hosted tools that hold no secret: of all APIs, of MCP, of search, files and computers,
+of Google."""
 
 
 def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
-    """Return options of a request as they are recorded. `names` are texts that may be recorded: the tools' names.
+    """Return options of a request as they are recorded. `names` may be recorded: the tools' names.
 
-    Other texts than short words become their number of characters, as does an option of more than `_LONGEST`. JSON
-    schemas are left out.
+    Other texts than short words become their number of characters, as does an option of more than
+    `_LONGEST`. JSON schemas are left out.
     """
-    return {key: _bounded(_cleaned(value, names, None)) for key, value in options.items() if key not in _APPLIED}
+    recorded: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in _APPLIED:
+            recorded[key] = _bounded(_cleaned(value, names, None))
+    return recorded
 
 
 def recordable_tools(tools: list[dict[str, Any]]) -> list[Any]:
-    """Return hosted tools as they are recorded: their known fields, and the names of the others under `left_out`.
+    """Return hosted tools as they are recorded: their known fields, the names of others in
+    `left_out`.
 
-    Of more than `_MOST_TOOLS` tools, the others become their number. Of a URL, only scheme, host and port are kept:
-    user, path and query may be secret.
+    Of more than `_MOST_TOOLS` tools, the others become their number. Of a URL, only scheme, host
+    and port are kept: user, path and query may be secret.
     """
     recorded = [_bounded(_cleaned(tool, (), _TOOL_KEYS)) for tool in tools[:_MOST_TOOLS]]
-    return recorded if len(tools) <= _MOST_TOOLS else [*recorded, f"({len(tools) - _MOST_TOOLS} more)"]
+    if len(tools) > _MOST_TOOLS:
+        recorded.append(f"({len(tools) - _MOST_TOOLS} more)")
+    return recorded
 
 
 def is_word(text: str) -> bool:
@@ -127,14 +150,31 @@ def is_word(text: str) -> bool:
 
 
 def described(value: Any) -> str:
-    """Return a value for an error message, which is recorded: a short word in quotes, or the kind of value it is."""
-    if isinstance(value, str):
-        return repr(value) if is_word(value) else f"a text of {len(value)} characters"
-    return {dict: "an object", list: "a list", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    """Return a value for an error message, which is recorded: a short word, or its kind."""
+    match value:
+        case str():
+            return repr(value) if is_word(value) else f"a text of {len(value)} characters"
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+        case bool():
+            return "a boolean"
+        case None:
+            return "null"
+    return "a number"
 
 
-def _cleaned(value: Any, names: Collection[str], keys: Collection[str] | None, depth: int = 0) -> Any:
-    """Return a value without texts that are not short words. With `keys`, objects keep those fields only."""
+def _cleaned(
+    value: Any,
+    names: Collection[str],
+    keys: Collection[str] | None,
+    depth: int = 0,
+) -> Any:
+    """Return a value without texts that are not short words.
+
+    With `keys`, objects keep those fields only.
+    """
     if depth > _DEEPEST:
         return "(deeper)"
     if isinstance(value, str):
@@ -143,13 +183,18 @@ def _cleaned(value: Any, names: Collection[str], keys: Collection[str] | None, d
         return [_cleaned(inner, names, keys, depth + 1) for inner in value]
     if not isinstance(value, dict):
         return value
-    left_out = [_short(key) for key in value if keys is not None and key not in keys]
-    kept = {
-        _short(key): _origin(inner) if keys and key in _URLS else _cleaned(inner, names, keys, depth + 1)
-        for key, inner in value.items()
-        if key not in _APPLIED and (keys is None or key in keys)
-    }
-    return {**kept, "left_out": left_out} if left_out else kept
+    cleaned: dict[str, Any] = {}
+    left_out: list[str] = []
+    for key, inner in value.items():
+        if keys is not None and key not in keys:
+            left_out.append(_short(key))
+        elif keys is not None and key in _URLS:
+            cleaned[key] = _origin(inner)
+        elif key not in _APPLIED:
+            cleaned[_short(key)] = _cleaned(inner, names, keys, depth + 1)
+    if left_out:
+        cleaned["left_out"] = left_out
+    return cleaned
 
 
 def _bounded(value: Any) -> Any:

@@ -1,7 +1,10 @@
-"""Parts of a conversation that are no text: images, audio, files. The model gets a text in their place.
+"""Parts of a conversation that are no text: images, audio, files.
 
-A policy makes its harness send an image by accident, for instance by reading a PNG, and programs end when that is an
-error. The text is the same in each request, so that the conversation is continued.
+The model gets a text in their place.
+
+A policy makes its harness send an image by accident, for instance by reading a PNG, and programs
+end when that is an error. The text is the same in each request, so that the conversation is
+continued.
 """
 
 import re
@@ -18,13 +21,16 @@ def placeholder(declared: Any, kind: str) -> str:
 
     `declared` is its media type or `data:` URL, `kind` a word for a part that has neither.
     """
-    found = _MEDIA_TYPE.match(declared) if isinstance(declared, str) else None
-    return f"[{found[1] if found else kind}, not shown: this model reads text]"
+    if isinstance(declared, str):
+        found = _MEDIA_TYPE.match(declared)
+        if found:
+            kind = found[1]
+    return f"[{kind}, not shown: this model reads text]"
 
 
 def refuse_hidden(hidden: int) -> None:
-    """Raise `DialectError` for a conversation with so many images, audio parts and files, unless it has none."""
+    """Raise `DialectError` for a conversation with this number of images, audio parts and files,
+    unless it is 0."""
     if hidden:
-        raise DialectError(
-            f"This model takes text only. The conversation has other parts (images, audio, files): {hidden}."
-        )
+        others = f"The conversation has other parts (images, audio, files): {hidden}."
+        raise DialectError(f"This model takes text only. {others}")

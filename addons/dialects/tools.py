@@ -1,4 +1,5 @@
-"""Tools as the model sees them: functions in the OpenAI form, independent of their form on the wire."""
+"""Tools as the model sees them: functions in the OpenAI form, independent of their form on the
+wire."""
 
 import json
 from typing import Any
@@ -12,8 +13,10 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
     """Return a tool whose arguments are described by a JSON schema."""
-    described = {} if description is None else {"description": description}
-    function = {"name": name, **described, "parameters": _NO_PARAMETERS if parameters is None else parameters}
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = _NO_PARAMETERS if parameters is None else parameters
     return {"type": "function", "function": function}
 
 
@@ -25,26 +28,33 @@ def freeform_tool(name: str, description: str | None, grammar: str | None) -> To
     text = description or ""
     if grammar:
         text = f"{text}\n\nThe input must match this grammar:\n{grammar}".strip()
-    argument = {FREEFORM_ARGUMENT: {"type": "string"}}
-    return function_tool(name, text, {"type": "object", "properties": argument, "required": [FREEFORM_ARGUMENT]})
+    parameters = {
+        "type": "object",
+        "properties": {FREEFORM_ARGUMENT: {"type": "string"}},
+        "required": [FREEFORM_ARGUMENT],
+    }
+    return function_tool(name, text, parameters)
 
 
 def freeform_input(arguments: str) -> str:
-    """Return the string argument of a call to a freeform tool, or `arguments` unchanged when they have none."""
-    parsed = parse_arguments(arguments)
-    text = parsed.get(FREEFORM_ARGUMENT) if isinstance(parsed, dict) else None
-    return text if isinstance(text, str) else arguments
+    """Return the text of a call to a freeform tool, or `arguments` if they have none."""
+    match parse_arguments(arguments):
+        case {"input": str(text)}:  # FREEFORM_ARGUMENT
+            return text
+    return arguments
 
 
 def calls_as_text(reply: Reply) -> None:
     """Replace the tool calls of a reply, in place, by lines of JSON at the end of its content.
 
-    For requests that forbid tool calls. Their APIs never reply with a call, and harnesses read the text of the reply.
+    For requests that forbid tool calls. Their APIs never reply with a call, and harnesses read the
+    text of the reply.
     """
-    lines = [
-        json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in reply.tool_calls
-    ]
-    reply.content = "\n".join(filter(None, [reply.content, *lines]))
+    lines = [reply.content] if reply.content else []
+    for call in reply.tool_calls:
+        fields = {"name": call.name, "arguments": call.arguments}
+        lines.append(json.dumps(fields, ensure_ascii=False))
+    reply.content = "\n".join(lines)
     reply.tool_calls = []
 
 
@@ -54,7 +64,9 @@ def as_object(arguments: str) -> dict[str, Any]:
     Text that is not a JSON object is wrapped; `from_object` unwraps it.
     """
     parsed = parse_arguments(arguments)
-    return parsed if isinstance(parsed, dict) and not _is_wrapped(parsed) else wrapped(arguments)
+    if isinstance(parsed, dict) and not _is_wrapped(parsed):
+        return parsed
+    return wrapped(arguments)
 
 
 def wrapped(arguments: str) -> dict[str, Any]:
@@ -67,7 +79,9 @@ def from_object(arguments: dict[str, Any]) -> Any:
 
     `from_object(as_object(text))` equals `parse_arguments(text)`.
     """
-    return parse_arguments(arguments[_UNPARSED]) if _is_wrapped(arguments) else arguments
+    if _is_wrapped(arguments):
+        return parse_arguments(arguments[_UNPARSED])
+    return arguments
 
 
 def _is_wrapped(arguments: dict[str, Any]) -> bool:
