@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, parse_arguments
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, parse_arguments
 from rolltap.addons.dialects.json_values import described
 
 _ID = re.compile(r"(resp|msg|fc|ctc|rs|cmp)_\w{1,64}", re.ASCII)
@@ -22,17 +22,12 @@ class StoredCall:
     messages: str
     reply: str
     sampling: str
-    finish_reason: str | None
 
     @property
     def asked(self) -> dict[str, Any]:
         """The options of the request, in their recorded form."""
         asked: dict[str, Any] = json.loads(self.sampling).get("asked", {})
         return asked
-
-    def as_reply(self) -> Reply:
-        """Return the reply as it was sent."""
-        return Reply.of_message(json.loads(self.reply), self.finish_reason)
 
     def as_message(self) -> Message:
         """Return the reply as a message of a later request."""
@@ -47,7 +42,7 @@ FindCall = Callable[[str], StoredCall | None]
 
 
 def conversation(call: StoredCall, find: FindCall) -> list[Message] | None:
-    """Return the messages of a call's request and its reply, or None when they are not all known."""
+    """Return the messages of a call's request and its reply, or None if they are not all known."""
     path = {call.call_id: call}
     while call.parent_id is not None:
         parent = find(call.parent_id)
@@ -56,21 +51,24 @@ def conversation(call: StoredCall, find: FindCall) -> list[Message] | None:
         path[parent.call_id] = call = parent
     messages: list[Message] = []
     for each in reversed(path.values()):
-        messages += [*json.loads(each.messages), each.as_message()]
+        messages += json.loads(each.messages)
+        messages.append(each.as_message())
     return messages
 
 
 class NamesStored(DialectError):
     """Raised by `decode` for a request that names replies by their ids.
 
-    `complete` decodes it with the calls of the session. It raises `DialectError`, also for an id of no call.
+    `complete` decodes it with the calls of the session. It raises `DialectError`, also for an id of
+    no call.
     """
 
     def __init__(self, complete: Callable[[FindCall], ModelCall]) -> None:
-        super().__init__("The request names a reply, and none is known.", status=404, code="not_found")
+        why = "The request names a reply, and none is known."
+        super().__init__(why, status=404, code="not_found")
         self.complete = complete
 
 
 def shown_id(object_id: str) -> str:
-    """Return an id for an error message, which is recorded. A text that is none may be a secret."""
+    """Return an id for an error message, which is recorded. Another text may be a secret."""
     return f"'{object_id}'" if _ID.fullmatch(object_id) else described(object_id)

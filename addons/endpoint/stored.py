@@ -12,7 +12,7 @@ from rolltap.addons.endpoint.recovery import undamaged
 from rolltap.addons.store.index import Place, SessionIndex
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST
 
-_COLUMNS = ("call_id", "parent_id", "messages", "reply", "sampling", "finish_reason")
+_COLUMNS = ("call_id", "parent_id", "messages", "reply", "sampling")
 
 
 class Archive:

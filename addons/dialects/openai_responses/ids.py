@@ -14,11 +14,12 @@ All replies can be named, also if their requests have `store: false`. Errors are
 OpenAI's API.
 """
 
+import json
 import re
 from functools import cache, partial
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, Message, ModelCall, ReplyContext
+from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, ReplyContext
 from rolltap.addons.dialects.openai_responses.reply import output_items
 from rolltap.addons.dialects.stored import FindCall, conversation, shown_id
 
@@ -76,6 +77,6 @@ def _issued_items(find: FindCall, call_id: str) -> dict[str, dict[str, Any]]:
     call = find(call_id)
     if call is None:
         return {}
-    model_call = ModelCall("", [], [], requested_sampling=call.asked)
-    items = output_items(ReplyContext(call_id, 0, "", model_call), call.as_reply())
-    return {item["id"]: item for item in items}
+    context = ReplyContext(call_id, 0, "", ModelCall("", [], [], requested_sampling=call.asked))
+    reply = Reply.of_message(json.loads(call.reply), None)
+    return {item["id"]: item for item in output_items(context, reply)}

@@ -23,7 +23,6 @@ def stored_call(call_id, messages, reply, parent_id=None, **asked):
         messages=json.dumps(messages),
         reply=json.dumps(reply.to_message()),
         sampling=json.dumps({"max_tokens": 9, "asked": asked}),
-        finish_reason="length" if reply.finish_reason == "length" else "stop",
     )
 
 
