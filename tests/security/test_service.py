@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 
 from rolltap.addons.errors import InputError
+from rolltap.trainer.descriptors import raise_limit, share_limit, too_many_files
 from rolltap.trainer.rollouts.runtimes.sandbox import SandboxRuntime
 from rolltap.trainer.service import app as service_app
 from rolltap.trainer.service import connections
 from rolltap.trainer.service.app import make_app
 from rolltap.trainer.service.connections import Connection
-from rolltap.trainer.service.descriptors import raise_limit, share_limit, too_many_files
 from rolltap.trainer.service.groups import Groups
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.viewer.app import reading_token
@@ -226,10 +226,9 @@ def test_the_limit_of_descriptors_is_raised_and_shared(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
     assert (raise_limit(), given) == (4096, [(4096, 4096)])
-    assert share_limit(1 << 20, 8) == (16_384, None)
-    assert share_limit(512, 8) == (112, None)
-    connections, warning = share_limit(256, 8)
-    assert (connections, "the limit of open files is 256, and 8 sessions at once need about" in warning) == (8, True)
+    assert share_limit(1 << 20, 8) == 16_384
+    assert share_limit(512, 8) == 112
+    assert share_limit(256, 8) == 8
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(InputError, match="too few files may be open: 64, and a recorder needs 256: raise the limit"):
         raise_limit()

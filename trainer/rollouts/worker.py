@@ -16,6 +16,7 @@ from rolltap.addons.errors import InputError
 from rolltap.addons.store.records import Session
 from rolltap.trainer.concurrency import run_to_end, wait_for_end
 from rolltap.trainer.console import Advance, plain_console, watched
+from rolltap.trainer.descriptors import make_room
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.rollouts.check import build_images, check_engines, fit_tasks, warn_of_unchecked
 from rolltap.trainer.rollouts.config import FREE_OPTIONS, RUNTIME_SETTINGS, RolloutConfig
@@ -105,6 +106,7 @@ class Worker:
         return Engines(self.recorder.engine).silent()
 
     def __enter__(self) -> Self:
+        make_room(self.config.concurrency)
         with ExitStack() as stack:
             stack.enter_context(rollout_lock(self.recorder.path))
             work = stack.enter_context(workplace())

@@ -28,6 +28,7 @@ from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Session
 from rolltap.addons.store.tables import ROOM_BYTES, run_files
 from rolltap.trainer.concurrency import in_folder_thread
+from rolltap.trainer.descriptors import too_many_files
 from rolltap.trainer.engine.admin import EngineAdmin
 from rolltap.trainer.engine.engines import Engines
 from rolltap.trainer.engine.weights import write_policy
@@ -35,7 +36,6 @@ from rolltap.trainer.names import some
 from rolltap.trainer.rollouts.resume import Group, Recorded, place_of
 from rolltap.trainer.rollouts.schedule import GroupSchedule
 from rolltap.trainer.rollouts.worker import Worker
-from rolltap.trainer.service.descriptors import too_many_files
 from rolltap.trainer.service.events import EVENT, EVENT_KINDS, Accepted, AnyEvent, Cancelled, GroupEnded, Published
 from rolltap.trainer.service.journal import Journal
 from rolltap.trainer.service.requests import GroupRequest, GroupView, PolicyRequest, SessionView, State

@@ -42,9 +42,9 @@ async def serve(
     try:
         import uvicorn
 
+        from rolltap.trainer.descriptors import raise_limit, share_limit
         from rolltap.trainer.service.app import make_app
         from rolltap.trainer.service.connections import Connection
-        from rolltap.trainer.service.descriptors import raise_limit, share_limit
         from rolltap.trainer.service.groups import Groups
         from rolltap.trainer.viewer.app import reading_token
         from rolltap.trainer.viewer.serve import listen
@@ -57,9 +57,7 @@ async def serve(
     loaded = load_tasks(tasks, repositories=worker.config.repositories)
     fitting = await asyncio.to_thread(worker.fit, loaded, [token_file])
     await asyncio.to_thread(worker.weights, say)
-    connections, few = share_limit(raise_limit(), worker.config.concurrency)
-    if few is not None:
-        say(f"warning: {few}")
+    connections = share_limit(raise_limit(), worker.config.concurrency)
     run.mkdir(parents=True, exist_ok=True)
     token = await asyncio.to_thread(read_token, token_file)
     fitting = await worker.build(fitting)
