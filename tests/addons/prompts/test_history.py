@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.call import DialectError, ModelCall, assistant_message, message_tool_call
+from rolltap.addons.dialects.claude_code import normal_arguments
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.prompts.history import TEXT_DROPPED, Conversations, Turn
 from tests.addons.dialects.test_openai_chat import TOOL, bodies
