@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import takewhile
 
 from renderers.base import MODEL_RENDERER_MAP
@@ -21,8 +20,8 @@ from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families
 from rolltap.addons.prompts.reply import ReplyParser, SampledReply
 from rolltap.addons.prompts.template import (
-    PLACEHOLDER,
     USER,
+    Placeholder,
     TemplateContinuation,
     tokens_of_turns,
 )
@@ -131,11 +130,11 @@ class Rendering:
         self.controls = ControlTokens(self.tokenizer, self._render, self.stop_token_ids())
         self._template: TemplateContinuation | None = None
         if self.name == "default":
-            past_end = self._ids([self.family.past_end])
             self._template = TemplateContinuation(
-                self.tokenizer,
+                self._render,
+                self.tokenizer.encode,
                 self.stop_token_ids(),
-                *past_end,
+                self._ids([self.family.past_end]),
             )
         self.digests = tokenizer_digests(
             self.tokenizer.get_vocab(),
@@ -218,46 +217,61 @@ class Rendering:
         return self._render(self._adapt(messages), self.controls.broken(tools), True)
 
     def extension(
-        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: list[int],
+        messages: list[Message],
+        tools: list[Tool],
     ) -> list[int] | None:
-        """Return the ids of the new `messages` and the generation prompt, after `prompt_ids + completion_ids`.
+        """Return the ids that follow `prompt_ids + completion_ids`.
 
-        The messages may include assistant messages that no call sampled (`tokens_of_turns`). Returns None when the
-        renderer cannot continue the conversation, or would change its tokens.
+        These are the end of the turn, unless the completion has one, the new `messages` and the
+        generation prompt. The messages may include assistant messages that no call sampled
+        (`tokens_of_turns`). Returns None when the renderer cannot continue the conversation, or
+        would change its tokens.
         """
-        new_messages, turn = self._adapt(messages, later=True), (prompt_ids, completion_ids)
+        new = self._adapt(messages, later=True)
         if self._template is not None:
-            return self._template.extension(completion_ids, new_messages)
-        if any(message["role"] == "assistant" for message in new_messages):
-            return self._context_turns(*turn, new_messages, tools)
-        return self._next_turn(*turn, new_messages, tools)
-
-    def _context_turns(
-        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
-    ) -> list[int] | None:
-        """Return the ids that follow a completion for messages among which are assistant messages, or None."""
-        after_turn = self._next_turn(prompt_ids, completion_ids, [USER], tools)
-        if after_turn is None:
+            return self._template.extension(completion_ids, new)
+        if all(message["role"] != "assistant" for message in new):
+            return self._next_turn(prompt_ids, completion_ids, new, tools)
+        after_user = self._next_turn(prompt_ids, completion_ids, [USER], tools)
+        if after_user is None:
             return None
         stop_ids = self.stop_token_ids()
-        ended = completion_ids[-1:] in [[stop_id] for stop_id in stop_ids]
-        placeholder_ids, render = self.tokenizer.encode(PLACEHOLDER), partial(self.render, tools=tools)
-        return tokens_of_turns(after_turn, ended, messages, render, placeholder_ids, stop_ids)
+        ended = not set(stop_ids).isdisjoint(completion_ids[-1:])
+        placeholder = Placeholder(self._render, self.tokenizer.encode, stop_ids)
+        written_tools = self.controls.broken(tools)
+        return tokens_of_turns(placeholder, after_user, ended, new, written_tools)
 
     def _next_turn(
-        self, prompt_ids: Sequence[int], completion_ids: list[int], messages: list[Message], tools: list[Tool]
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: list[int],
+        messages: list[Message],
+        tools: list[Tool],
     ) -> list[int] | None:
         """Return the ids with which the renderer follows a completion, or None."""
-        stop_ids, start = set(self.stop_token_ids()), 0
+        suffix = [*prompt_ids]
         if self.name in _READS_ONE_TURN:
-            start = next((i for i in range(len(prompt_ids) - 1, 0, -1) if prompt_ids[i] in stop_ids), 0)
-        suffix = [*prompt_ids[start:]]
-        continued = self._renderer.bridge_to_next_turn(suffix, completion_ids, messages, tools=tools or None)
+            stop_ids = self.stop_token_ids()
+            start = len(prompt_ids) - 1
+            while start > 0 and prompt_ids[start] not in stop_ids:
+                start -= 1
+            suffix = [*prompt_ids[max(0, start) :]]
+        continued = self._renderer.bridge_to_next_turn(
+            suffix,
+            completion_ids,
+            messages,
+            tools=tools or None,
+        )
         if continued is None:
             return None
+        sampled = suffix + completion_ids
         ids: list[int] = continued.token_ids
-        sampled_end = len(suffix) + len(completion_ids)
-        return ids[sampled_end:] if ids[:sampled_end] == suffix + completion_ids else None
+        if ids[: len(sampled)] != sampled:
+            return None
+        return ids[len(sampled) :]
 
     def _adapt(self, messages: list[Message], *, later: bool = False) -> list[Message]:
         """Return the messages as the template takes them.

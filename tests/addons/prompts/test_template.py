@@ -8,8 +8,9 @@ from transformers import AutoTokenizer
 from rolltap.addons.dialects.call import assistant_message, message_tool_call
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.prompts import rendering as module
+from rolltap.addons.prompts.controls import BREAK
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.prompts.template import PLACEHOLDER, TemplateContinuation, placeholder_turn, tokens_of_turns
+from rolltap.addons.prompts.template import Placeholder, TemplateContinuation, placeholder_turn, tokens_of_turns
 from tests.addons.conftest import TEMPLATE
 from tests.addons.prompts import continuing
 from tests.addons.prompts.test_rendering import USER, VISION, pieces
@@ -39,6 +40,12 @@ def plain(tmp_path_factory, save_tokenizer):
 
 def assistant(text):
     return assistant_message(text, "", [])
+
+
+def answered(text, messages):
+    """Return a turn of `text` with the calls that results in `messages` answer."""
+    calls = placeholder_turn(messages).get("tool_calls", [])
+    return assistant_message(text, "", [message_tool_call(each["id"], each["function"]["name"], {}) for each in calls])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,8 @@ def test_a_template_that_rewrites_what_is_before_a_turn_is_continued_with_the_sa
 def test_a_turn_that_ends_otherwise_than_the_template_writes_is_not_continued(rendering_of, encode):
     rendering = rendering_of(PLAIN)
     other = encode("<|im_start|>")
-    template = TemplateContinuation(rendering.tokenizer, rendering.stop_token_ids() + other)
+    stop_ids = rendering.stop_token_ids() + other
+    template = TemplateContinuation(rendering._render, rendering.tokenizer.encode, stop_ids, [])
     assert template.refusal is None
     assert template.extension([*encode("Hi."), *rendering.stop_token_ids()], NEW) is not None
     assert template.extension([*encode("Hi."), *other], NEW) is None
@@ -194,7 +202,7 @@ def any_rendering(request, tmp_path_factory, save_tokenizer):
 def test_the_tokens_after_a_turn_are_those_of_a_full_prompt(any_rendering, encode, tail, tools):
     prompt = any_rendering.render([USER], tools)
     opened = prompt[-2:] == encode("<think>\n")
-    turn = placeholder_turn("Hi.", tail)
+    turn = answered("Hi.", tail)
     completion = encode(("I greet.\n</think>\n\n" if opened else "") + "Hi.<|im_end|>")
     whole = any_rendering.render(name_results([USER, turn, *tail]), tools)
     continued = continuing.continued(any_rendering, prompt, completion, tail, tools)
@@ -229,7 +237,7 @@ def test_whatever_the_tail_no_sampled_token_changes(any_rendering, encode, promp
     if ids is not None:
         sampled = len(prompt_ids) + len(completion_ids)
         assert ids[:sampled] == prompt_ids + completion_ids
-        whole = any_rendering.render([USER, placeholder_turn("Hi.", tail), *tail], [])
+        whole = any_rendering.render([USER, answered("Hi.", tail), *tail], [])
         stop_ids = any_rendering.stop_token_ids()
         extension = ids[sampled:]
         if completion_ids[-1:] not in [[i] for i in stop_ids]:
@@ -256,22 +264,25 @@ def test_a_renderer_that_is_given_only_a_suffix_of_the_prompt_continues_the_whol
     assert continuing.continued(any_rendering, *arguments) == whole
 
 
+AFTER = [*b"uG"]
+"""The end of a prompt after a turn with the end E, before a user's message."""
+
+
 class TestTokensOfTurns:
     """With a renderer of letters: a turn of the assistant is `A...E`, where E ends it."""
 
-    AFTER, HOW = [*b"uG"], ([*PLACEHOLDER.encode()], [ord("E")])
-
-    def render(self, changed=lambda text: text):
-        def ids(messages):
+    def placeholder(self, changed=lambda text: text):
+        def render(messages, tools, generation):
             turns = {"user": lambda m: "u", "assistant": lambda m: f"A{m['content']}E", "tool": lambda m: "t"}
-            return [*changed("".join(turns[m["role"]](m) for m in messages) + "G").encode()]
+            text = "".join(turns[m["role"]](m) for m in messages) + "G"
+            return [*changed(text.replace(BREAK, "")).encode()]
 
-        return ids
+        return Placeholder(render, lambda text: [*text.encode()], [ord("E")])
 
     def test_they_are_what_a_full_prompt_has_after_the_placeholder(self):
         tail = [USER, assistant("x"), RESULT]
-        assert tokens_of_turns(self.AFTER, True, tail, self.render(), *self.HOW) == [*b"uAxEtG"]
-        assert tokens_of_turns([*b"E", *self.AFTER], False, tail, self.render(), *self.HOW) == [*b"EuAxEtG"]
+        assert tokens_of_turns(self.placeholder(), AFTER, True, tail, []) == [*b"uAxEtG"]
+        assert tokens_of_turns(self.placeholder(), [*b"E", *AFTER], False, tail, []) == [*b"EuAxEtG"]
 
     @pytest.mark.parametrize(
         ("changed", "tokens"),
@@ -284,11 +295,12 @@ class TestTokensOfTurns:
     )
     def test_there_are_none_when_the_placeholder_is_ended_otherwise(self, changed, tokens):
         tail = [assistant("x"), USER]
-        assert tokens_of_turns(self.AFTER, True, tail, self.render(changed), *self.HOW) == tokens
+        assert tokens_of_turns(self.placeholder(changed), AFTER, True, tail, []) == tokens
 
     def test_there_are_none_without_a_placeholder_or_for_messages_that_the_template_refuses(self):
-        def refuse(messages):
+        def refuse(messages, tools, generation):
             raise ValueError("no")
 
-        for render in (refuse, lambda messages: []):
-            assert tokens_of_turns(self.AFTER, True, [USER], render, *self.HOW) is None
+        for render in (refuse, lambda messages, tools, generation: []):
+            placeholder = Placeholder(render, lambda text: [*text.encode()], [ord("E")])
+            assert tokens_of_turns(placeholder, AFTER, True, [USER], []) is None
