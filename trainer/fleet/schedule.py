@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 60.0
 """Time without a report after which a node is given no more."""
+LOST_SECONDS = 600.0
+"""Time without a report after which a node is given up, and its sessions are run elsewhere."""
 TICK_SECONDS = 1.0
 
 
@@ -195,13 +197,20 @@ class FleetSchedule:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             for name in self._fleet.newcomers():
-                if await self._fleet.join(name, late=True) is None:
-                    self._join(self._fleet.members[name])
+                self._watch(self._greet(name))
+            for member in list(self._fleet.members.values()):
+                if member.report is not None and time.monotonic() - member.seen > LOST_SECONDS:
+                    self._fleet.kill(member)  # the task that follows it loses it
             for given in list(self._groups.values()):
                 if given.deadline <= time.monotonic():
                     self._placement.drop(given.group.group_id)
                     self._end_if_over(given)
             self._go_on()
+
+    async def _greet(self, name: str) -> None:
+        """Take a new node. It may build images first."""
+        if await self._fleet.join(name, late=True) is None:
+            self._join(self._fleet.members[name])
 
     async def _lose(self, member: Member, error: Exception) -> None:
         """Forget a node, and run elsewhere what had not ended there."""

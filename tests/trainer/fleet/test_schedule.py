@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rolltap.addons.store.tables import RunWriter, read_rows
+from rolltap.trainer.fleet import schedule as schedule_module
 from rolltap.trainer.fleet.fleet import Fleet, Member, NodeLostError
 from rolltap.trainer.fleet.messages import Report
 from rolltap.trainer.fleet.schedule import FleetSchedule
@@ -93,6 +94,39 @@ async def test_a_lost_node_costs_what_ran_and_no_session_whose_row_had_come_befo
     assert sorted(noted) == sorted(ended)
     rows = [row["session_id"] for row in read_rows(run, "sessions")]
     assert sorted(rows) == sorted([told, untold, ran])
+
+
+async def test_a_deadline_passes_while_a_new_node_takes_its_time_to_join(run, monkeypatch):
+    monkeypatch.setattr(schedule_module, "TICK_SECONDS", 0.0)
+    fleet, joining = Nodes(run), asyncio.Event()
+
+    async def join(name, *, late):
+        fleet.add(name)
+        joining.set()
+        await asyncio.Event().wait()
+
+    fleet.join = join
+    fleet.newcomers = lambda: [] if fleet.members.keys() & {"late"} else ["late"]
+    fleet.add("busy", slots=0)
+    async with FleetSchedule(fleet, lambda *_: None, lambda *_: None) as schedule:
+        await joining.wait()
+        result = await schedule.submit(GROUP, seconds=0.0)
+        assert await result == []
+
+
+async def test_a_node_that_has_long_said_nothing_is_lost_and_its_sessions_run_elsewhere(run, monkeypatch):
+    monkeypatch.setattr(schedule_module, "TICK_SECONDS", 0.0)
+    fleet = Nodes(run)
+    silent = fleet.add("silent")
+    fleet.kill = lambda member: fleet.reports[member.name].put_nowait(NodeLostError("it was given up"))
+    async with FleetSchedule(fleet, lambda *_: None, lambda *_: None) as schedule:
+        result = await schedule.submit(GROUP)
+        assert await fleet.given_to("silent") == GROUP.session_ids
+        schedule._join(fleet.add("other"))
+        silent.seen -= schedule_module.LOST_SECONDS
+        assert await fleet.given_to("other") == GROUP.session_ids
+        fleet.reports["other"].put_nowait(fleet.report([], ["g.0"]))
+        await result
 
 
 async def test_a_session_whose_nodes_are_lost_is_retried_as_often_as_any_other(run):
