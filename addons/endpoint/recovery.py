@@ -2,7 +2,7 @@
 
 recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
 if recovered.ended: ...                    # refuse with 410
-recovered.index(dialect.NAME, model_call)  # before each `recovered.conversations.prompt(model_call)`
+prompt = recovered.prompt(dialect, model_call)
 find_retried([*recovered.finished, *generations], request_digest(...), headers)
 """
 
@@ -247,9 +247,10 @@ class RecoveredSession:
         """Return the difference between a request, which `answer` does not know, and the record, in a rerun."""
         return None
 
-    def own(self, prompt: Prompt) -> Prompt:
-        """Return the prompt of a new call as the session's run can have it."""
-        return prompt
+    def prompt(self, dialect: Dialect, model_call: ModelCall) -> Prompt:
+        """Return the prompt of a new call. Raises as `index`."""
+        self.index(dialect.NAME, model_call)
+        return self.conversations.prompt(model_call)
 
     def _remember(self, restored: list[tuple[RecordedCall, Turn]], rows: list[Row]) -> None:
         """Let retries get the newest completed calls."""

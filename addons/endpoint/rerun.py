@@ -121,8 +121,9 @@ class RerunSession(RecoveredSession):
         if self.source.until is not None:
             self.used, self.last_version = Used(), None
 
-    def own(self, prompt: Prompt) -> Prompt:
+    def prompt(self, dialect: Dialect, model_call: ModelCall) -> Prompt:
         """Return the prompt of a call of the live part: one that continues a recorded call has no parent in its run."""
+        prompt = super().prompt(dialect, model_call)
         if prompt.parent is None or prompt.parent.call_id not in self._calls:
             return prompt
         reason = f"it continues call {prompt.parent.call_id} of session {self.source.session} of {self.source.run}"

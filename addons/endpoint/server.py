@@ -1,7 +1,8 @@
 """HTTP server of the model APIs, on loopback, in the event loop of mitmdump.
 
-mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It passes the session id, the
-host and the route in headers, with a per-process secret that authenticates them.
+mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It
+passes the session id and the host in headers, with a per-process secret that
+authenticates them.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -53,13 +55,15 @@ BACKLOG = 1024
 ACCEPTED = 20
 """Number of connections that are accepted before the first one is looked at."""
 IDLE_SECONDS = 300.0
-"""Seconds after which the state of a session that asks nothing is dropped. To read it again takes milliseconds."""
+"""Seconds after which the state of a session that asks nothing is dropped. To read it again
+takes milliseconds."""
 
 
 class Endpoint:
-    """An aiohttp application that answers model calls. `warnings` are texts for the user about model and engines.
+    """An aiohttp application that answers model calls.
 
-    Raises `RunError` and `OSError` when the recorded session of a rerun cannot be read.
+    `warnings` are texts for the user about model and engines. Raises `RunError` and `OSError` when
+    the recorded session of a rerun cannot be read.
     """
 
     def __init__(
@@ -75,7 +79,11 @@ class Endpoint:
         self.writer = writer
         self.options = options
         self.warnings = warnings
-        self.budgets = Budgets(options.max_calls, options.max_sampled_tokens, options.max_prompt_tokens)
+        self.budgets = Budgets(
+            options.max_calls,
+            options.max_sampled_tokens,
+            options.max_prompt_tokens,
+        )
         self.refusals = Refusals(writer.note)
         self.sessions: dict[str, Session] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
@@ -93,10 +101,12 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start to serve; returns when requests are accepted."""
-        own = OwnModel.of(self.rendering.model, self.rendering.tokenizer)
-        options = self.options
         self.engines = EnginePool(
-            options.engine, self._engine_key, own, patience=options.patience, routing=options.routing
+            self.options.engine,
+            self._engine_key,
+            OwnModel.of(self.rendering.model, self.rendering.tokenizer),
+            patience=self.options.patience,
+            routing=self.options.routing,
         )
         self._bodies = Bodies()
         self._workers = Workers()
@@ -132,18 +142,12 @@ class Endpoint:
             # the first request of each session tries again, and its error is the answer
             logger.error("cannot read %s: %s", self.writer.run, error)
         await self._runner.setup()
-        make = self._runner.server
-        assert make is not None
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(make, sock=self._socket, backlog=ACCEPTED)
+        await web.SockSite(self._runner, self._socket, backlog=ACCEPTED).start()
         self._socket.listen(BACKLOG)
-        self._forgetting = asyncio.create_task(self._forget())
 
     async def close(self) -> None:
         """Stop serving. Running calls are recorded as aborted."""
-        self._server.close()
         self._abort()
-        self._forgetting.cancel()
         await self._runner.cleanup()
         self._abort()  # calls whose prompt was being made
         self.refusals.close()
@@ -159,25 +163,17 @@ class Endpoint:
             session.abort("the recorder was stopped")
 
     def forget_idle(self, seconds: float) -> None:
-        """Drop the state of sessions that run nothing and have asked nothing for so many seconds."""
+        """Drop the state of sessions that run nothing and have asked nothing for so many
+        seconds."""
         now = asyncio.get_running_loop().time()
         for session_id, session in list(self.sessions.items()):
             session.settle()
             if session.idle and now - session.used_at >= seconds:
                 del self.sessions[session_id]
 
-    async def _forget(self) -> None:
-        while True:
-            await asyncio.sleep(IDLE_SECONDS / 10)
-            self.forget_idle(IDLE_SECONDS)
-
     def headers(self, session_id: str, host: str) -> dict[str, str]:
         """Return the headers of a redirected request: secret, session and host."""
-        return {
-            SECRET_HEADER: self._secret,
-            SESSION_HEADER: session_id,
-            HOST_HEADER: host,
-        }
+        return {SECRET_HEADER: self._secret, SESSION_HEADER: session_id, HOST_HEADER: host}
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get(SECRET_HEADER, ""), self._secret):
@@ -189,50 +185,45 @@ class Endpoint:
         if route is None:  # the proxy redirects model calls and the end of a session
             return await self._end(request, ClientRequest.of(request))
         asked = ClientRequest.of(request, route.prefix)
+        dialect = route.dialect
+        now = int(time.time())
         try:
-            match route.service:
-                case "models":
-                    served = await self._engine(asked)
-                    models = [ServedModel(served.name, self.budgets.window(served.context_window))]
-                    return _json(route.dialect.encode_models(asked.target, models, int(time.time())))
-                case "count_tokens":
-                    async with self._bodies.read(request, asked.session_id) as body:
-                        session = self._session(asked)
-                        model_call = await session.decode(route.dialect, body, asked)
-                        num_tokens = await session.count_tokens(route.dialect, model_call, len(body))
-                    return _json(route.dialect.encode_token_count(num_tokens))
-                case "generate":
-                    async with self._bodies.read(request, asked.session_id) as body:
-                        model_call = await self._session(asked).decode(route.dialect, body, asked)
-                        window = await self._context_window(asked)
-                        # an idle session may be dropped while its request waits for an engine
-                        session = self._session(asked)
-                        generation = await session.begin(route.dialect, model_call, len(body), asked, window)
+            if route.service == "models":
+                served = await self._engine(asked)
+                served = replace(served, context_window=self.budgets.window(served.context_window))
+                return _json(dialect.encode_models(asked.target, [served], now))
+            async with self._bodies.read(request, asked.session_id) as body:
+                session = self._session(asked)
+                model_call = await session.decode(dialect, body, asked)
+                if route.service == "count_tokens":
+                    num_tokens = await session.count_tokens(dialect, model_call, len(body))
+                    return _json(dialect.encode_token_count(num_tokens))
+                window = (await self._engine(asked)).context_window
+                # an idle session may be dropped while its request waits for an engine
+                session = self._session(asked)
+                generation = await session.begin(dialect, model_call, len(body), asked, window)
         except Exception as error:
-            return error_response(route.dialect, self._reject(asked, error))
-        num_prompt, now = generation.usage.prompt, int(time.time())
+            return error_response(dialect, self._reject(asked, error))
+        num_prompt = generation.usage.prompt
         context = ReplyContext(generation.call_id, now, asked.target, model_call, num_prompt)
         answer = stream if model_call.stream else respond
         try:
-            return await answer(generation, route.dialect, context, request)
+            return await answer(generation, dialect, context, request)
         finally:
             session.settle()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
-        """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says. A body has its reward.
+        """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says.
 
-        A request whose body is refused changes nothing, and is recorded. The first reward counts: one that the session
-        cannot have is refused with status 409 after the session has ended.
+        A body has its reward. A request whose body is refused changes nothing, and is recorded. The
+        first reward counts: one that the session cannot have is refused with status 409 after the
+        session has ended.
         """
         try:
-            async with self._bodies.read(request, asked.session_id) as body:
-                if body and not self.options.accept_rewards:
-                    advice = "start it with rolltap_accept_rewards, or use `rolltap reward`"
-                    raise DialectError(f"this recorder accepts no rewards: {advice}", status=403)
-                given = GivenReward.parse(body, "/end") if body else None
-        except (DialectError, InputError) as error:
+            given = await self._reward(request, asked)
+        except DialectError as error:
             self.refusals.record(asked.event("refused", f"a body with a reward: {error}"))
-            return web.Response(status=error.status if isinstance(error, DialectError) else 400, text=str(error))
+            return web.Response(status=error.status, text=str(error))
         self.refusals.end(asked.session_id)
         try:
             await self._session(asked).end()
@@ -243,48 +234,63 @@ class Endpoint:
             return web.Response(status=409, text=str(error))
         except (RunError, OSError) as error:
             logger.error("cannot write to %s: %s", self.writer.run, error)
-            return web.Response(status=500, text=f"the session has ended, but its calls may not be on disk: {error}")
+            why = f"the session has ended, but its calls may not be on disk: {error}"
+            return web.Response(status=500, text=why)
         return web.Response()
 
+    async def _reward(self, request: web.Request, asked: ClientRequest) -> GivenReward | None:
+        async with self._bodies.read(request, asked.session_id) as body:
+            if not body:
+                return None
+            if not self.options.accept_rewards:
+                advice = "start it with rolltap_accept_rewards, or use `rolltap reward`"
+                raise DialectError(f"this recorder accepts no rewards: {advice}", status=403)
+            try:
+                return GivenReward.parse(body, "/end")
+            except InputError as error:
+                raise DialectError(str(error)) from None
+
     def _session(self, request: ClientRequest) -> Session:
-        if request.session_id not in self.sessions:
-            self.sessions[request.session_id] = self._new_session(session_id=request.session_id)
-        return self.sessions[request.session_id]
+        session = self.sessions.get(request.session_id)
+        if session is None:
+            self.forget_idle(IDLE_SECONDS)
+            session = self._new_session(session_id=request.session_id)
+            self.sessions[request.session_id] = session
+        session.touch()
+        return session
 
-    async def _context_window(self, request: ClientRequest) -> int:
-        """Return the context window of a session's engine, in tokens, once the engine is ready.
+    async def _engine(self, request: ClientRequest) -> ServedModel:
+        """Return the model of a session's engine, once the engine is ready.
 
-        A harness that gives up after more than `UNANSWERED_SECONDS` has an event `fault`. Raises
-        `EngineError`.
+        The engine is described in `run.json`. A harness that gives up after more than
+        `UNANSWERED_SECONDS` has an event `fault`. Raises `EngineError`.
         """
+        if self._recorded is not None:
+            return self._recorded
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            served = await self._engine(request)
+            engine, served = await self.engines.ready(request.session_id)
         except asyncio.CancelledError:
-            if (waited := clock() - started) > UNANSWERED_SECONDS:
+            waited = clock() - started
+            if waited > UNANSWERED_SECONDS:
                 why = f"the harness gave up: no engine was ready for its call after {waited:.0f} s"
                 self._reject(request, EngineError(why))
             raise
-        return served.context_window
-
-    async def _engine(self, request: ClientRequest) -> ServedModel:
-        """Return the model of a session's engine, and describe it in `run.json`. Raises `EngineError`."""
-        if self._recorded is not None:
-            return self._recorded
-        engine, served = await self.engines.ready(request.session_id)
         if engine.url not in self._described:
             self._described[engine.url] = asyncio.create_task(self._describe(engine))
         return ServedModel(served.model, served.max_model_len)
 
     async def _describe(self, engine: Engine) -> None:
         try:
-            await asyncio.to_thread(add_engine, self.writer.run, engine.url, await engine.describe())
+            described = await engine.describe()
+            await asyncio.to_thread(add_engine, self.writer.run, engine.url, described)
         except (EngineError, RunError, OSError) as error:
-            logger.warning("the description of the engine at %s is not in %s: %s", engine.url, RUN_FILE, error)
+            what = f"the description of the engine at {engine.url}"
+            logger.warning("%s is not in %s: %s", what, RUN_FILE, error)
 
     def _reject(self, request: ClientRequest, error: Exception) -> DialectError:
-        """Record a request that no generation answers. Return the error as the harness receives it."""
+        """Record a request that no generation answers. Return the error as the harness gets it."""
         answer = as_dialect_error(error, begun=False)
         self.refusals.record(request.event(event_kind(error), str(error) or repr(error)))
         return answer

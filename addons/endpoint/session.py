@@ -7,9 +7,8 @@ request, so an idle session can be dropped and a new one continues where it was.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
@@ -34,7 +33,6 @@ from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecorderOptions
-from rolltap.addons.prompts.history import Prompt
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.store.records import Call, EventKind, json_text
 from rolltap.addons.store.tables import RunWriter
@@ -43,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -139,9 +134,16 @@ class Session:
         while True:
             async with self._order:
                 recovered = await self._open()
-                prepared = await self._work(
-                    recovered, num_bytes, self._prepare, dialect, model_call, request, context_window
+                prepared = await self.workers.run(
+                    self._work_bytes(recovered, num_bytes),
+                    self._prepare,
+                    recovered,
+                    dialect,
+                    model_call,
+                    request,
+                    context_window,
                 )
+                self._check_open()  # the session may have ended meanwhile
                 if not isinstance(prepared, PreparedCall):
                     return prepared
                 self.settle()
@@ -166,7 +168,8 @@ class Session:
         """
         async with self._order:
             recovered = await self._open()
-            prompt = await self._work(recovered, num_bytes, self._prompt, dialect, model_call)
+            num_bytes = self._work_bytes(recovered, num_bytes)
+            prompt = await self.workers.run(num_bytes, recovered.prompt, dialect, model_call)
             return len(prompt.ids)
 
     def settle(self) -> None:
@@ -297,7 +300,7 @@ class Session:
         most = budgets.window(window)
         least = self.rendering.least_tokens(model_call.messages, model_call.tools, most)
         budgets.require_fit(least, window)
-        prompt = self._prompt(recovered, dialect, model_call)
+        prompt = recovered.prompt(dialect, model_call)
         budgets.require_fit(len(prompt.ids), window)
         sampling = sampling_parameters(
             {**self.options.sampling, **recovered.given.sampling},
@@ -331,10 +334,6 @@ class Session:
             difference=recovered.difference(model_call),
         )
 
-    def _prompt(self, recovered: RecoveredSession, dialect: Dialect, model_call: ModelCall) -> Prompt:
-        recovered.index(dialect.NAME, model_call)
-        return recovered.own(recovered.conversations.prompt(model_call))
-
     async def _open(self) -> RecoveredSession:
         """Return what the session's earlier calls were."""
         self._check_open()
@@ -366,21 +365,9 @@ class Session:
                 return found
         return None
 
-    async def _work(
-        self,
-        recovered: RecoveredSession,
-        num_bytes: int,
-        work: Callable[Concatenate[RecoveredSession, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Do work on the conversations. Hold `_order`: they are not thread-safe."""
-        if not recovered.without_rows:
-            # the rows of a session are read in a thread
-            num_bytes = max(num_bytes, INLINE_BYTES)
-        done = await self.workers.run(num_bytes, work, recovered, *args, **kwargs)
-        self._check_open()  # the session may have ended meanwhile
-        return done
+    def _work_bytes(self, recovered: RecoveredSession, num_bytes: int) -> int:
+        """Return the size of the work on a request: the rows of a session are read in a thread."""
+        return num_bytes if recovered.without_rows else max(num_bytes, INLINE_BYTES)
 
     def _check_open(self) -> None:
         if self._state != "open":

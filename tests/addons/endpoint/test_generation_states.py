@@ -63,7 +63,7 @@ class ScriptedClient:
 
     async def generate(self, token_ids, sampling, model):
         start = len(self.sent)
-        self.requested_sampling.append((token_ids, sampling["max_tokens"], self._whole))
+        self.requested_sampling.append(([*token_ids], sampling["max_tokens"], self._whole))
         self.expected.append((PROMPT_IDS + self.sent, MAX_TOKENS - start, False))
         while True:
             try:

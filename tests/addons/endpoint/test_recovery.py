@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.dialects.anthropic.claude_code import normal_arguments
 from rolltap.addons.dialects.call import ModelCall
+from rolltap.addons.dialects.claude_code import normal_arguments
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.endpoint.recovery import Recovery, _last_version
 from rolltap.addons.store.metadata import write_metadata
