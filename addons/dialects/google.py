@@ -215,9 +215,9 @@ def _read_tool(tool: Fields, call: ModelCall) -> None:
         name = function.tool_name("name")
         parameters = schema_field(function, "parametersJsonSchema", "parameters")
         call.tools.append(function_tool(name, function.maybe("description", str), parameters))
-    for kind, value in tool.values.items():
+    for kind in tool.values:
         if kind != "functionDeclarations":
-            call.hosted_tools.append({kind: value})
+            call.hosted_tools.append({"type": kind})
 
 
 def _system_part(fields: Fields) -> Part:

@@ -41,6 +41,8 @@ def nests_deeper(value: Any, levels: int) -> bool:
     """Return True when objects and lists in `value` are nested more than `levels` deep."""
     nested = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
+        if not nested:
+            return False
         within: list[Any] = []
         for outer in nested:
             within += outer.values() if isinstance(outer, dict) else outer
@@ -92,30 +94,14 @@ _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
 
 Keys and tokens that services issue are longer.
 """
-_ORIGIN = re.compile(
-    r"(https?|wss?)://(?:[^/?#]*@)?([\w.-]{1,253}(?::\d{1,5})?)(?=[/?#]|$)",
-    re.ASCII,
-)
-"""Scheme, and host with port, of a URL."""
 _LONGEST = 4096
 """Characters of an option as JSON."""
 _DEEPEST = 8
 _MOST_TOOLS = 64
 _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
 """Options with a JSON schema. One that is applied is recorded with the applied parameters."""
-_URLS = frozenset({"server_url", "url"})
-_HOSTED_FIELDS = """
-type name enabled environment filters strict
-server_label connector_id mcp_server_name tool_configuration allowed_tools tool_names read_only
-require_approval always never defer_loading allowed_callers
-max_uses max_num_results max_characters max_content_tokens allowed_domains blocked_domains
-search_context_size external_web_access display_width_px display_height_px display_number
-googleSearch googleSearchRetrieval enterpriseWebSearch googleMaps urlContext codeExecution
-computerUse fileSearch retrieval mcpServers streamableHttpTransport excludeDomains topK
-"""
-_TOOL_KEYS = _URLS | set(_HOSTED_FIELDS.split())
-"""Fields of hosted tools that hold no secret: of all APIs, of MCP, of search, files and computers,
-of Google."""
+_TOOL_KEYS = ("type", "name", "server_label")
+"""Fields of a hosted tool that hold no secret: it may have keys, headers and addresses of services."""
 
 
 def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:
@@ -124,21 +110,19 @@ def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str
     Other texts than short words become their number of characters, as does an option of more than
     `_LONGEST`. JSON schemas are left out.
     """
-    recorded: dict[str, Any] = {}
-    for key, value in options.items():
-        if key not in _APPLIED:
-            recorded[key] = _bounded(_cleaned(value, names, None))
-    return recorded
+    cleaned = _cleaned(options, names)
+    return {key: _bounded(value) for key, value in cleaned.items()}
 
 
 def recordable_tools(tools: list[dict[str, Any]]) -> list[Any]:
-    """Return hosted tools as they are recorded: their known fields, the names of others in
-    `left_out`.
+    """Return hosted tools as they are recorded: by type and name.
 
-    Of more than `_MOST_TOOLS` tools, the others become their number. Of a URL, only scheme, host
-    and port are kept: user, path and query may be secret.
+    Of more than `_MOST_TOOLS` tools, the others become their number.
     """
-    recorded = [_bounded(_cleaned(tool, (), _TOOL_KEYS)) for tool in tools[:_MOST_TOOLS]]
+    recorded: list[Any] = []
+    for tool in tools[:_MOST_TOOLS]:
+        fields = {key: tool[key] for key in _TOOL_KEYS if key in tool}
+        recorded.append(recordable(fields))
     if len(tools) > _MOST_TOOLS:
         recorded.append(f"({len(tools) - _MOST_TOOLS} more)")
     return recorded
@@ -165,35 +149,20 @@ def described(value: Any) -> str:
     return "a number"
 
 
-def _cleaned(
-    value: Any,
-    names: Collection[str],
-    keys: Collection[str] | None,
-    depth: int = 0,
-) -> Any:
-    """Return a value without texts that are not short words.
-
-    With `keys`, objects keep those fields only.
-    """
+def _cleaned(value: Any, names: Collection[str], depth: int = 0) -> Any:
+    """Return a value without texts that are not short words."""
     if depth > _DEEPEST:
         return "(deeper)"
     if isinstance(value, str):
         return value if value in names else _short(value)
     if isinstance(value, list):
-        return [_cleaned(inner, names, keys, depth + 1) for inner in value]
+        return [_cleaned(inner, names, depth + 1) for inner in value]
     if not isinstance(value, dict):
         return value
     cleaned: dict[str, Any] = {}
-    left_out: list[str] = []
     for key, inner in value.items():
-        if keys is not None and key not in keys:
-            left_out.append(_short(key))
-        elif keys is not None and key in _URLS:
-            cleaned[key] = _origin(inner)
-        elif key not in _APPLIED:
-            cleaned[_short(key)] = _cleaned(inner, names, keys, depth + 1)
-    if left_out:
-        cleaned["left_out"] = left_out
+        if key not in _APPLIED:
+            cleaned[_short(key)] = _cleaned(inner, names, depth + 1)
     return cleaned
 
 
@@ -204,9 +173,3 @@ def _bounded(value: Any) -> Any:
 
 def _short(text: str) -> str:
     return text if is_word(text) else f"({len(text)} characters)"
-
-
-def _origin(url: Any) -> str:
-    """Return `scheme://host:port` of a URL."""
-    found = _ORIGIN.match(url) if isinstance(url, str) else None
-    return f"{found[1]}://{found[2]}" if found else "(no URL)"

@@ -113,9 +113,8 @@ class OpenAIChat(OpenAIDialect):
         )
         for tool in fields.objects("tools"):
             _read_tool(tool, model_call)
-        search = fields.inner("web_search_options")
-        if search.values:
-            model_call.hosted_tools.append({"type": "web_search_options", **search.values})
+        if fields["web_search_options"] is not None:
+            model_call.hosted_tools.append({"type": "web_search_options"})
         require_offered(fields.inner("tool_choice"), model_call.tool_names)
         return dialect.decoded(model_call)
 

@@ -181,11 +181,10 @@ async def test_no_option_metadata_or_hosted_tool_brings_a_secret_into_the_run(pa
     assert SECRET not in caplog.text
 
 
-async def test_the_known_fields_of_a_hosted_tool_are_recorded(harness, scripted_engine):  # noqa: F811
+async def test_a_hosted_tool_is_recorded_by_its_type_and_name(harness, scripted_engine):  # noqa: F811
     scripted_engine.otherwise = lambda request: Say("Hi.")
     status, _ = await harness.ask(USER, tools=[MCP])
     assert status == 200
     (call,) = harness.calls()
     (tool,) = json.loads(call["sampling"])["asked"]["hosted_tools"]
-    assert (tool["server_label"], tool["server_url"]) == ("docs", "https://example.org")
-    assert tool["left_out"] == ["authorization", "headers"]
+    assert tool == {"type": "mcp", "server_label": "docs"}

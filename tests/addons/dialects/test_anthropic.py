@@ -124,7 +124,7 @@ class TestDecode:
             stop=["END"],
             reasoning="hidden",
             requested_sampling={"tool_choice": {"type": "auto"}, "temperature": 0.0},
-            hosted_tools=[SEARCH, BASH],
+            hosted_tools=[{"type": SEARCH["type"], "name": "web_search"}, BASH],
             client_metadata={"metadata.user_id": '{"session_id": "s"}', "diagnostics.previous_message_id": "msg_c7"},
         )
 

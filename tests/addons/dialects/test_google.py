@@ -86,7 +86,7 @@ CALL = ModelCall(
         "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
         "safetySettings": [],
     },
-    hosted_tools=[{"googleSearch": {}}],
+    hosted_tools=[{"type": "googleSearch"}],
 )
 
 
@@ -334,7 +334,7 @@ def test_what_the_sdk_sends_is_understood():
     ]
     parameters = {"type": "object", "properties": {"at": {"type": "string", "minLength": 1}}}
     assert decoded.tools == [function_tool("look", "Looks.", parameters)]
-    assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == ([{"googleSearch": {}}], 5, ["END"])
+    assert (decoded.hosted_tools, decoded.max_tokens, decoded.stop) == ([{"type": "googleSearch"}], 5, ["END"])
     assert decoded.schema["properties"] == {"a": {"type": "integer"}}
     assert decoded.requested_sampling["temperature"] == 0.5
 

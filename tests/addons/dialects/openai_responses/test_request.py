@@ -108,7 +108,7 @@ class TestDecode:
                 "include": ["reasoning.encrypted_content"],
                 "instructions": True,
             },
-            hosted_tools=[SEARCH],
+            hosted_tools=[{"type": "web_search"}],
             wire_tools={
                 "patch": WireTool("patch", freeform=True),
                 "agents__spawn": WireTool("spawn", namespace="agents"),
