@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 
 from renderers.base import MODEL_RENDERER_MAP
 
@@ -126,9 +125,18 @@ class Rendering:
             )
         self.refuses_tools = self.unreadable is not None and renderer != "default"
         """True when calls with tools are refused: it was not chosen by hand that they stay text."""
-        self._system_anywhere = self._renders(_SYSTEM_LATER)
+        self._system_anywhere = True
+        try:
+            self._render(_SYSTEM_LATER, [], True)
+        except Exception:
+            self._system_anywhere = False
         self.controls = ControlTokens(self.tokenizer, self._render, self.stop_token_ids())
         self._template: TemplateContinuation | None = None
+        self.refusal: str | None = None
+        """The reason for which this model's conversations are never continued, or None.
+
+        A single `extension` may still be None.
+        """
         if self.name == "default":
             self._template = TemplateContinuation(
                 self._render,
@@ -136,40 +144,22 @@ class Rendering:
                 self.stop_token_ids(),
                 self._ids([self.family.past_end]),
             )
+            self.refusal = self._template.refusal
+        self.lacks: list[str] = []
+        """Things that this model's rollouts will lack, each with the setting that helps."""
+        if self.unreadable is not None:
+            self.lacks.append(self.unreadable)
+        if self.refusal is not None:
+            self.lacks.append(
+                f"the conversations of {model} cannot be continued token for token, each call is "
+                f"rendered: {self.refusal}. Name the renderer of its family (rolltap_renderer), "
+                "if there is one"
+            )
         self.digests = tokenizer_digests(
             self.tokenizer.get_vocab(),
             self.tokenizer.chat_template,
         )
         """The entries of `run.json` that name the tokenizer and the chat template."""
-
-    @property
-    def refusal(self) -> str | None:
-        """The reason for which this model's conversations are never continued, or None.
-
-        A single `extension` may still be None.
-        """
-        return self._template.refusal if self._template is not None else None
-
-    @property
-    def lacks(self) -> list[str]:
-        """Things that this model's rollouts will lack, each with the setting that helps."""
-        texts = []
-        if self.unreadable is not None:
-            texts.append(self.unreadable)
-        if self.refusal is not None:
-            texts.append(
-                f"the conversations of {self.model} cannot be continued token for token, each call "
-                f"is rendered: {self.refusal}. Name the renderer of its family (rolltap_renderer), "
-                "if there is one"
-            )
-        return texts
-
-    def _renders(self, messages: list[Message]) -> bool:
-        try:
-            self._renderer.render_ids(messages, tools=None, add_generation_prompt=True)
-        except Exception:
-            return False  # templates raise for messages that they do not support
-        return True
 
     def read_turns(self) -> dict[str, bool]:
         """Return whether replies are read as the prompts write them, by `choice.TURNS`."""
@@ -276,21 +266,23 @@ class Rendering:
     def _adapt(self, messages: list[Message], *, later: bool = False) -> list[Message]:
         """Return the messages as the template takes them.
 
-        `call_id` is removed, and control tokens are broken. For a template that takes a system message only at the
-        beginning, leading system messages are joined and later ones become user messages. With `later`, `messages` do
-        not begin the conversation.
+        `call_id` is removed, and control tokens are broken. For a template that takes a system
+        message only at the beginning, leading system messages are joined and later ones become user
+        messages. With `later`, `messages` do not begin the conversation.
         """
-        told = ({key: value for key, value in message.items() if key != "call_id"} for message in messages)
-        adapted: list[Message] = self.controls.broken([*told])
-        if self._system_anywhere:
-            return adapted
-        leading = 0 if later else len(list(takewhile(lambda message: message["role"] == "system", adapted)))
-        for message in adapted[leading:]:
-            if message["role"] == "system":
+        adapted: list[Message] = self.controls.broken(messages)
+        leading = []
+        for message in adapted:
+            message.pop("call_id", None)
+            if message["role"] != "system" or self._system_anywhere:
+                later = True
+            elif later:
                 message["role"] = "user"
+            else:
+                leading.append(message["content"])
         if leading:
-            joined = "\n\n".join(message["content"] for message in adapted[:leading])
-            adapted[:leading] = [{**adapted[0], "content": joined}]
+            system = {**adapted[0], "content": "\n\n".join(leading)}
+            adapted[: len(leading)] = [system]
         return adapted
 
     def sampled_reply(self, prompt_ids: Sequence[int], model_call: ModelCall) -> SampledReply:
@@ -333,8 +325,10 @@ def _texts(messages: list[Message], tools: list[Tool], *, reasoning: bool) -> It
         if reasoning:
             yield message.get("reasoning_content") or ""
         for call in message.get("tool_calls", ()):
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            yield name
-            yield arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            yield call["function"]["name"]
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            yield arguments
     if tools:
         yield json.dumps(tools, ensure_ascii=False)
