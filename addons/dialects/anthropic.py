@@ -131,7 +131,7 @@ class AnthropicMessages(dialect.Dialect):
             raise fields.refusal(self.CONVERSATION, "a list of at least one message")
         dialect.name_parts(parts, _ORPHAN)
         model_call.parts = parts
-        model_call.hidden = sum(part.hidden for part in [system, *parts])
+        model_call.hidden_parts = sum(part.hidden_parts for part in [system, *parts])
         model_call.messages = system.messages + dialect.join_turns(parts, separator="")
         if model_call.messages[-1]["role"] == "assistant" and not counting:
             raise DialectError(f"{_PREFILL} The conversation must end with a user message.")
@@ -306,7 +306,7 @@ class _Blocks:
         if kind in ("image", "document") and source is not None:
             if source.get("type") == "text":
                 return block.inner("source").text("data")
-            self._part.hidden += 1
+            self._part.hidden_parts += 1
             return placeholder(source.get("media_type"), kind)
         if kind == "tool_reference":
             self._has_reference = True

@@ -222,7 +222,7 @@ class Part:
     """What an element of a conversation was decoded to: see `dialect.decode_parts`."""
 
     messages: list[Message] = field(default_factory=list)
-    hidden: int = 0
+    hidden_parts: int = 0
     """Number of images, audio parts and files in the element, which have a text in their place."""
     element: dict[str, Any] | None = None
     """The element, if its messages depend on the rest of the request. It is decoded again."""
@@ -251,7 +251,7 @@ class ModelCall:
 
     See `grammar`.
     """
-    bare: bool = False
+    reply_is_enum: bool = False
     """True when the reply is to be one of the texts in the `enum` of the schema, without the quotes
     of JSON."""
     may_call: bool = True
@@ -276,7 +276,7 @@ class ModelCall:
 
     They may hold secrets, and are never recorded.
     """
-    hidden: int = 0
+    hidden_parts: int = 0
     """Number of images, audio parts and files in the messages, which have a text in their place."""
     parts: list[Part] = field(default_factory=list, compare=False, repr=False)
     """One part for each element of the conversation: see `Dialect.decode`.
@@ -298,7 +298,7 @@ class ModelCall:
         """
         if self.schema is None or self.tools:
             return None
-        if self.bare:
+        if self.reply_is_enum:
             return {"choice": self.schema["enum"]}
         return {"json": self.schema} if self.schema else {"json_object": True}
 

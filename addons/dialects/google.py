@@ -136,12 +136,12 @@ class GoogleGenerateContent(dialect.Dialect):
             stream=match["method"] == "streamGenerateContent",
             max_tokens=config.optional("maxOutputTokens", Fields.positive_integer),
             stop=config.stop_texts("stopSequences"),
-            bare=config["responseMimeType"] == _ENUM,
+            reply_is_enum=config["responseMimeType"] == _ENUM,
             schema=_reply_schema(config),
             may_call=calling["mode"] != "NONE",
             reasoning="shown" if thinking["includeThoughts"] is True else "signed",
             requested_sampling=config.chosen(_SAMPLING_FIELDS),
-            hidden=sum(part.hidden for part in [system, *parts]),
+            hidden_parts=sum(part.hidden_parts for part in [system, *parts]),
             parts=parts,
         )
         call.requested_sampling |= fields.chosen(("toolConfig", "safetySettings"))
@@ -305,7 +305,7 @@ def _text(piece: Fields, part: Part) -> str:
     for kind in _MEDIA:
         media = piece.maybe(kind, dict)
         if media is not None:
-            part.hidden += 1
+            part.hidden_parts += 1
             return placeholder(camel_case_fields(media).get("mimeType"), "file")
     if piece["text"] is not None:
         return piece.text("text")

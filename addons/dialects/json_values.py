@@ -101,7 +101,7 @@ _MOST_TOOLS = 64
 _APPLIED = frozenset({"schema", "responseSchema", "responseJsonSchema"})
 """Options with a JSON schema. One that is applied is recorded with the applied parameters."""
 _TOOL_KEYS = ("type", "name", "server_label")
-"""Fields of a hosted tool that hold no secret: it may have keys, headers and addresses of services."""
+"""Fields of a hosted tool that hold no secret. Others may be keys, headers and addresses."""
 
 
 def recordable(options: dict[str, Any], names: Collection[str] = ()) -> dict[str, Any]:

@@ -63,13 +63,13 @@ def read_texts(
 ) -> list[str]:
     """Return the text of each part of a list. Images, audio and files have a text in their place.
 
-    They are counted in `element.hidden`. Raises `DialectError` for other parts.
+    They are counted in `element.hidden_parts`. Raises `DialectError` for other parts.
     """
     texts = []
     for part in fields.objects(key, expected):
         kind = part.text("type")
         if kind in _MEDIA:
-            element.hidden += 1
+            element.hidden_parts += 1
             texts.append(_media_text(part, kind))
         elif kind in _TEXT_KEYS:
             texts.append(part.text(_TEXT_KEYS[kind]))

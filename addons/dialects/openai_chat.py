@@ -109,7 +109,7 @@ class OpenAIChat(OpenAIDialect):
             schema=wanted_schema(form, form.inner("json_schema")),
             requested_sampling=fields.chosen(_SAMPLING_FIELDS),
             client_metadata=metadata.texts_by_place(*metadata.values),
-            hidden=sum(part.hidden for part in parts),
+            hidden_parts=sum(part.hidden_parts for part in parts),
         )
         for tool in fields.objects("tools"):
             _read_tool(tool, model_call)

@@ -16,7 +16,7 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.body import RecentBodies
-from rolltap.addons.endpoint.budget import FINAL_STATUS, Budgets, Grant, SessionBudget
+from rolltap.addons.endpoint.budget import FINAL_STATUS, Grant, SessionBudget, prompt_window, require_fit
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
@@ -50,7 +50,6 @@ class Session:
     session_id: str
     # what all sessions share
     options: RecorderOptions
-    budgets: Budgets
     engines: EnginePool
     published: PolicyFile
     rendering: Rendering
@@ -60,8 +59,6 @@ class Session:
     workers: Workers
     refusals: Refusals
 
-    generations: list[Generation] = field(default_factory=list, init=False)
-    """Running generations, and finished ones until `settle`, oldest first."""
     used_at: float = field(init=False)
     """Time of the last request or reply, of the event loop's clock."""
     _state: Literal["open", "ended", "recorded"] = field(default="open", init=False)
@@ -83,10 +80,16 @@ class Session:
         self.touch()
 
     @property
+    def generations(self) -> list[Generation]:
+        """The calls that run, and the finished ones that a retry can get, oldest first."""
+        return [] if self._recovered is None else self._recovered.calls
+
+    @property
     def idle(self) -> bool:
         """True when nothing runs: the state can be dropped."""
-        kept = self._recovered is not None and self._recovered.again
-        return not self.generations and not self._order.locked() and not kept
+        if self._order.locked() or (self._recovered is not None and self._recovered.again):
+            return False
+        return all(each.done and not each.listeners for each in self.generations)
 
     def touch(self) -> None:
         """Note that the session is used."""
@@ -111,7 +114,7 @@ class Session:
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
         if self.options.images == "refuse":
-            refuse_hidden(model_call.hidden)
+            refuse_hidden(model_call.hidden_parts)
         return model_call
 
     async def begin(
@@ -147,14 +150,13 @@ class Session:
                 if not isinstance(prepared, PreparedCall):
                     return prepared
                 self.settle()
-                earlier = [*recovered.finished, *self.generations]
-                retried = find_retried(earlier, prepared.digest, request.headers)
+                retried = find_retried(recovered.calls, prepared.digest, request.headers)
                 if retried is not None:
                     kind: EventKind = "replayed" if retried.done else "joined"
                     self.refusals.record(request.event(kind, call_id=retried.call_id))
                     return retried
                 if self._budget is None:
-                    self._budget = SessionBudget(self.budgets, recovered.used)
+                    self._budget = SessionBudget(self.options, recovered.used)
                 budget = self._budget
                 grant = budget.take(dialect, prepared.sampling["max_tokens"])
                 if grant is not None:
@@ -173,23 +175,19 @@ class Session:
             return len(prompt.ids)
 
     def settle(self) -> None:
-        """Move finished generations without listeners to what a retry can get, which is bounded.
+        """Forget finished calls that no retry can get: those of errors, and all but the newest.
 
-        Of those that run and whose listeners have gone, only the newest `LEFT` wait for a retry: each
-        holds an engine.
+        Of the calls that run and whose listeners have gone, only the newest `LEFT` wait for a retry:
+        each holds an engine.
         """
-        left = [each for each in self.generations if not each.listeners and not each.done]
-        for generation in left[:-LEFT]:
+        left = [each for each in self.generations if not each.listeners]
+        running = [each for each in left if not each.done]
+        for generation in running[:-LEFT]:
             generation.abort("the harness closed the connection, and those of later calls")
-        over = [each for each in self.generations if not each.listeners and each.done]
-        if not over:
-            return
-        self.touch()
-        self.generations = [each for each in self.generations if each not in over]
-        if self._recovered is not None:
-            finished = self._recovered.finished
-            finished += [each for each in over if each.reply is not None]
-            del finished[:-REMEMBERED]
+        completed = [each for each in left if each.reply is not None]
+        for generation in left:
+            if generation.done and generation not in completed[-REMEMBERED:]:
+                self.generations.remove(generation)
 
     def abort(self, why: str) -> None:
         """Abort the running generations and record them."""
@@ -197,16 +195,13 @@ class Session:
             generation.abort(why)
 
     async def end(self) -> None:
-        """Abort the running generations, free the conversations, and refuse later calls. Idempotent.
+        """Abort the running calls, free the conversations, and refuse later calls. Idempotent.
 
         Raises `OSError` when the end cannot be committed; calls are refused even then.
         """
         self.abort("the session ended")
-        self.generations = []
         self._recovered = None
         self._bodies = RecentBodies()
-        self._policy = None
-        self._budget = None
         if self._state != "recorded":
             self._state = "ended"
             await asyncio.to_thread(self.recovery.end, self.session_id)
@@ -267,8 +262,8 @@ class Session:
         except Exception:
             grant.budget.free(grant)
             raise
-        if model_call.hidden:
-            self.refusals.record(call.event("hidden", str(model_call.hidden)))
+        if model_call.hidden_parts:
+            self.refusals.record(call.event("hidden", str(model_call.hidden_parts)))
         if prepared.controls is not None:
             self.refusals.record(call.event("controls", prepared.controls))
         if self._policy is None:
@@ -278,7 +273,7 @@ class Session:
         usage = Usage(len(call.prompt_ids), 0)
         generation = Generation(call.call_id, prepared.digest, usage)
         generation.start(self, prepared, self._policy, grant)
-        self.generations.append(generation)
+        recovered.calls.append(generation)
         return generation
 
     def _prepare(
@@ -296,12 +291,11 @@ class Session:
         recorded = recovered.answer(dialect, model_call, request)
         if recorded is not None:
             return recorded
-        budgets = self.budgets
-        most = budgets.window(window)
+        most = prompt_window(self.options, window)
         least = self.rendering.least_tokens(model_call.messages, model_call.tools, most)
-        budgets.require_fit(least, window)
+        require_fit(self.options, least, window)
         prompt = recovered.prompt(dialect, model_call)
-        budgets.require_fit(len(prompt.ids), window)
+        require_fit(self.options, len(prompt.ids), window)
         sampling = sampling_parameters(
             {**self.options.sampling, **recovered.given.sampling},
             self.rendering.stop_token_ids(),

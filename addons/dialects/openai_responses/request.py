@@ -178,7 +178,7 @@ def _decode(
         wire_tools={name: wire for name, (_, wire) in offered.items() if wire != WireTool(name)},
         client_metadata=metadata.texts_by_place(*metadata.values),
         repeated=_repeated(fields),
-        hidden=sum(part.hidden for part in parts),
+        hidden_parts=sum(part.hidden_parts for part in parts),
     )
     call.client_metadata |= fields.texts_by_place("prompt_cache_key", "previous_response_id")
     if fields["instructions"] is not None:

@@ -261,7 +261,7 @@ REFUSED = [
 ENUM = {"enum": ["yes", "no"]}
 UNSET = {"toolConfig": None, "safetySettings": None}
 MEANS = [
-    ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "hidden", 1),
+    ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "hidden_parts", 1),
     *(
         ({"generationConfig": config}, "schema", schema)
         for config, schema in [

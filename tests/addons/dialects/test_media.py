@@ -60,7 +60,7 @@ def base64_block(kind, media_type="image/png"):
 )
 def test_what_is_no_text_becomes_a_text_that_says_what_it_was(call, shown):
     assert call.messages == [{"role": "user", "content": f"See[{shown}, not shown: this model reads text]"}]
-    assert call.hidden == 1
+    assert call.hidden_parts == 1
 
 
 def test_results_of_tools_hide_it_too_and_each_one_counts():
@@ -72,8 +72,8 @@ def test_results_of_tools_hide_it_too_and_each_one_counts():
         (result, SHOWN),
     ]
     for call, shown in calls:
-        assert (call.messages[0]["role"], call.messages[0]["content"], call.hidden) == ("tool", shown, 1)
-    assert [responses(*[image] * number).hidden for number in (0, 2)] == [0, 2]
+        assert (call.messages[0]["role"], call.messages[0]["content"], call.hidden_parts) == ("tool", shown, 1)
+    assert [responses(*[image] * number).hidden_parts for number in (0, 2)] == [0, 2]
 
 
 @pytest.mark.parametrize("name", ["functionResponse", "function_response"])
@@ -81,13 +81,13 @@ def test_a_function_of_geminis_may_answer_with_an_image_beside_its_text(name):
     answer = {"name": "read", "response": {"output": "ok"}, "parts": [{"inlineData": {"mimeType": "image/png"}}]}
     call = gemini({name: answer})
     assert call.messages[0] == {"role": "tool", "content": f"ok\n{SHOWN}", "tool_call_id": "", "name": "read"}
-    assert call.hidden == 1
+    assert call.hidden_parts == 1
 
 
 def test_a_document_that_is_text_is_shown():
     source = {"type": "text", "media_type": "text/plain", "data": "read me"}
     call = messages({"type": "document", "source": source})
-    assert (call.messages[0]["content"], call.hidden) == ("Seeread me", 0)
+    assert (call.messages[0]["content"], call.hidden_parts) == ("Seeread me", 0)
 
 
 def test_the_arguments_of_a_tool_call_are_not_touched():
@@ -95,10 +95,10 @@ def test_the_arguments_of_a_tool_call_are_not_touched():
     use = {"type": "tool_use", "id": "t", "name": "show", "input": image}
     asked = [{"role": "assistant", "content": [use]}, {"role": "user", "content": "?"}]
     call = MESSAGES.decode({"max_tokens": 9, "messages": asked})
-    assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden) == (image, 0)
+    assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden_parts) == (image, 0)
     parts = [{"functionCall": {"name": "show", "args": image}}, {"functionResponse": {"name": "a", "response": image}}]
     call = GEMINI.decode({"contents": [{"role": "model", "parts": parts[:1]}, {"role": "user", "parts": parts[1:]}]})
-    assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden) == (image, 0)
+    assert (call.messages[0]["tool_calls"][0]["function"]["arguments"], call.hidden_parts) == (image, 0)
     assert json.loads(call.messages[1]["content"]) == image
 
 
