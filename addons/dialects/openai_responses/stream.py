@@ -1,5 +1,6 @@
 """Streamed replies of the Responses API: server-sent events with their `type` in the data."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rolltap.addons.dialects import dialect
@@ -90,6 +91,8 @@ class StreamEncoder(dialect.StreamEncoder):
         return self._response("in_progress")
 
     def finish(self, reply: Reply, usage: Usage) -> bytes:
+        if self._is_open("message") and not self._done:
+            reply = replace(reply, reasoning="")  # it came after the content
         events = b""
         for item in output_items(self._context, reply)[len(self._done) :]:
             if self._open is None:

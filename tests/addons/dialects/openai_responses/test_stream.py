@@ -29,6 +29,12 @@ def test_reasoning_that_comes_after_content_is_not_sent_and_keeps_the_stream_ali
     assert last["response"]["output"][0]["summary"][0]["text"] == "Hm."
 
 
+def test_a_reply_whose_reasoning_comes_only_after_content_is_a_message():
+    encoder = routes.RESPONSES.stream_encoder(RESPONSES.context())
+    sent = encoder.delta("", "Hi") + encoder.delta("Hm.", "") + encoder.finish(Reply("Hi", "Hm."), USAGE)
+    assert [item["type"] for item in RESPONSES.assembled(sent)["output"]] == ["message"]
+
+
 def test_a_truncated_reply_is_incomplete():
     *_, last = events_of(streamed(RESPONSES, RESPONSES.context(), Reply("Hal", finish_reason="length")))
     assert last["type"] == "response.incomplete"
