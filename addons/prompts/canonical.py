@@ -1,7 +1,7 @@
-"""The canonical form of a message, by which an issued reply and its echo are compared, and digests of it.
+"""The canonical form of a message, by which a reply and its echo are compared, and digests of it.
 
-Changes that harnesses make in an echo do not matter in this form. Tool call ids are part of it: calls with different
-ids compare as different. The form ignores:
+Changes that harnesses make in an echo do not matter in this form. Tool call ids are part of it:
+calls with different ids compare as different. The form ignores:
 
 - the order of keys, and how a number is written (1.0, 1e0, more digits than JavaScript keeps);
 - how many times arguments were encoded as JSON text;
@@ -9,21 +9,19 @@ ids compare as different. The form ignores:
 - what the request's `echo_rule` says that its harness does to arguments;
 - in a rerun, dates, times and ids that a program writes new at each start (`steady`).
 
-Only digests of messages are kept. The digest of a prefix of a conversation covers the tools, the echo rule and the
-canonical form of each message.
+Only digests of messages are kept. The digest of a prefix of a conversation covers the tools, the
+echo rule and the canonical form of each message.
 
-What any program may do to the text of a reply is undone by rules (`issued_forms`). A rule returns the texts that a
-reply may have had before the change. They are compared with the recorded replies when the text itself is not one of
-them: a rule can find a reply, but never makes two recorded replies equal.
+What any program may do to the text of a reply is undone by rules (`issued_forms`). A rule returns
+the texts that a reply may have had before the change. They are compared with the recorded replies
+when the text itself is not one of them: a rule can find a reply, but never makes two recorded
+replies equal.
 """
 
 import hashlib
 import json
-import marshal
 import re
-import secrets
 from collections.abc import Iterator
-from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -38,42 +36,41 @@ def canonical(message: Message, model_call: ModelCall) -> str:
 
     Reasoning and the issuing call (`call_id`) are left out.
     """
-    kept = {key: value for key, value in message.items() if value and key not in ("reasoning_content", "call_id")}
-    if message["role"] == "assistant" and not message["content"].strip():
-        kept.pop("content", None)
-    elif model_call.again and message["role"] != "assistant":
-        kept["content"] = steady(message["content"])
-    if "tool_calls" in kept:
-        kept["tool_calls"] = [_canonical_tool_call(tool_call, model_call) for tool_call in kept["tool_calls"]]
-    return _SORTED.encode(kept)
+    content = message.get("content", "")
+    kept = {**message, "content": content, "reasoning_content": "", "call_id": ""}
+    if message["role"] != "assistant":
+        kept["content"] = steady(content) if model_call.again else content
+    elif not content.strip():
+        kept["content"] = ""
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        kept["tool_calls"] = [_canonical_tool_call(call, model_call) for call in calls]
+    return _SORTED.encode({key: value for key, value in kept.items() if value})
 
 
 def _canonical_tool_call(tool_call: dict[str, Any], model_call: ModelCall) -> dict[str, Any]:
-    name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
-    parsed = arguments
+    name = tool_call["function"]["name"]
+    parsed = tool_call["function"]["arguments"]
     try:
         while isinstance(parsed, str):  # the arguments of an echo may be parsed already
             parsed = json.loads(parsed)
         if model_call.echo_rule is not None and isinstance(parsed, dict):
-            tool = next((tool for tool in model_call.tools if tool["function"]["name"] == name), None)
-            parsed = model_call.echo_rule(parsed, tool)
-        compared = _canonical_numbers(parsed)
+            named = (tool for tool in model_call.tools if tool["function"]["name"] == name)
+            parsed = model_call.echo_rule(parsed, next(named, None))
+        parsed = _canonical_numbers(parsed)
     except (ValueError, RecursionError):
-        compared = parsed  # text that is not JSON, and values nested too deeply, are compared as they are
-    return {"id": tool_call["id"], "name": name, "arguments": compared}
+        pass  # text that is not JSON, and values nested too deeply, are compared as they are
+    return {"id": tool_call["id"], "name": name, "arguments": parsed}
 
 
 def _canonical_numbers(value: Any) -> Any:
     """Return `value` with each number replaced by its `javascript_number`."""
-    match value:
-        case bool():
-            return value
-        case int() | float():
-            return javascript_number(value)
-        case dict():
-            return {key: _canonical_numbers(inner) for key, inner in value.items()}
-        case list():
-            return [_canonical_numbers(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: _canonical_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_canonical_numbers(inner) for inner in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return javascript_number(value)
     return value
 
 
@@ -91,8 +88,10 @@ _UNSTEADY = re.compile(
 
 
 def steady(text: str) -> str:
-    """Return a text without what differs between two starts of one program: dates, times, durations, ids of processes
-    and commits, UUIDs, folders that rolltap makes."""
+    """Return a text without what differs between two starts of one program.
+
+    That is: dates, times, durations, ids of processes and commits, UUIDs, folders that rolltap makes.
+    """
     return _UNSTEADY.sub("~", text)
 
 
@@ -100,18 +99,10 @@ _BEFORE, _AFTER = 30, 50
 """Characters shown before and after the start of a difference."""
 
 
-def fingerprint(message: Message) -> bytes:
-    """Return a digest that differs for messages with different values or types. Faster than the canonical form."""
-    try:
-        values = marshal.dumps(message, 0)
-    except ValueError:  # nested too deeply: equal to no other
-        return secrets.token_bytes(16)
-    return hashlib.blake2b(values, digest_size=16).digest()
-
-
 def first_digest(model_call: ModelCall) -> bytes:
     """Return the digest of a conversation without messages."""
-    return _tools_digest(model_call, model_call.echo_rule and model_call.echo_rule.__name__)
+    rule = model_call.echo_rule
+    return _tools_digest(model_call, rule and rule.__name__)
 
 
 def canonical_tools(model_call: ModelCall) -> str:
@@ -121,42 +112,51 @@ def canonical_tools(model_call: ModelCall) -> str:
 
 
 def extend_digest(digest: bytes, message: Message, model_call: ModelCall) -> bytes:
-    """Return the digest of a prefix and the message after it."""
+    """Return the digest of a prefix and the message after it.
+
+    After no prefix (`b""`) it is equal for a reply and its echo in any conversation.
+    """
     text = canonical(message, model_call).encode("utf-8", "replace")
     return hashlib.blake2b(digest + text, digest_size=16).digest()
 
 
 def opening_digest(model_call: ModelCall) -> bytes:
-    """Return the digest of the tools and the leading system messages, which an agent's conversations have in common.
+    """Return the digest of the tools and the leading system messages.
 
-    Rows do not hold the echo rule, so the digest does not depend on it.
+    An agent's conversations have them in common. Rows do not hold the echo rule, so the digest
+    does not depend on it.
     """
     digest = _tools_digest(model_call, None)
-    for message in takewhile(lambda message: message["role"] == "system", model_call.messages):
+    for message in model_call.messages:
+        if message["role"] != "system":
+            break
         digest = extend_digest(digest, message, model_call)
     return digest
 
 
-def message_digest(message: Message, model_call: ModelCall) -> bytes:
-    """Return the digest of a message by itself: equal for a reply and its echo in any conversation."""
-    return extend_digest(b"", message, model_call)
-
-
 def describe_difference(ours: str, theirs: str) -> str:
-    """Return an excerpt of both texts around the first character in which they differ. `theirs` may be cut."""
-    if ours.startswith(theirs):
-        return f"it differs after {len(theirs)} characters"
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    start = max(0, at - _BEFORE)
-    return f"{ours[start : at + _AFTER]!r} where it had {theirs[start : at + _AFTER]!r}"
+    """Return an excerpt of both texts around the first character in which they differ.
+
+    `theirs` may be cut.
+    """
+    at = 0
+    for own, other in zip(ours, theirs, strict=False):
+        if own != other:
+            break
+        at += 1
+    if at == len(theirs):
+        return f"it differs after {at} characters"
+    shown = slice(max(0, at - _BEFORE), at + _AFTER)
+    return f"{ours[shown]!r} where it had {theirs[shown]!r}"
 
 
 def _tools_digest(model_call: ModelCall, rule: str | None) -> bytes:
-    first = [canonical_tools(model_call) if model_call.again else model_call.tools, rule]
+    tools = canonical_tools(model_call) if model_call.again else model_call.tools
     try:
-        text = orjson.dumps(first, option=orjson.OPT_SORT_KEYS)  # ten times faster: there are 40 KB of tools
+        # ten times faster: there are 40 KB of tools
+        text = orjson.dumps([tools, rule], option=orjson.OPT_SORT_KEYS)
     except TypeError:  # integers of more than 64 bits
-        text = json.dumps(first, sort_keys=True).encode()
+        text = json.dumps([tools, rule], sort_keys=True).encode()
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
@@ -165,7 +165,7 @@ _LITELLM_EMPTY = "[System: Empty message content sanitised to satisfy protocol]"
 
 
 def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
-    """Yield the forms in which the reply may have been issued that a program echoes as the assistant message `echo`.
+    """Yield the forms that the reply may have had which a program echoes as `echo`.
 
     With each form comes the reasoning that the reply must have had, None for any. The rules:
 
@@ -173,21 +173,25 @@ def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
     - A text for no text: LiteLLM fills an empty message, as Anthropic's API refuses one.
     - A newline at the end: gptme strips it or adds one.
 
-    One rule more needs the replies (`History`). CrewAI and others drop the text beside tool calls: an echo of the same
-    calls without text is that reply.
+    One rule more needs the replies (`History`). CrewAI and others drop the text beside tool calls:
+    an echo of the same calls without text is that reply.
     """
     reasoning, content = _split_reasoning(echo)
     if reasoning is not None:
         yield {**echo, "content": content}, reasoning
     if content.strip() == _LITELLM_EMPTY and echo.get("tool_calls"):
         yield {**echo, "content": ""}, reasoning
-    if content.strip():
-        unended = content.removesuffix("\n")
-        yield {**echo, "content": unended if unended != content else content + "\n"}, reasoning
+    if content.endswith("\n") and content.strip():
+        yield {**echo, "content": content.removesuffix("\n")}, reasoning
+    elif content.strip():
+        yield {**echo, "content": content + "\n"}, reasoning
 
 
 def echoed_reasoning(echo: Message) -> str:
-    """Return the reasoning that an echo shows: in its field, or as `<think>` text in front; empty without any."""
+    """Return the reasoning that an echo shows: in its field, or as `<think>` text in front.
+
+    It is empty without any.
+    """
     field: str = echo.get("reasoning_content") or ""
     return field or _split_reasoning(echo)[0] or ""
 
@@ -198,6 +202,12 @@ def textless(echo: Message) -> bool:
 
 
 def _split_reasoning(echo: Message) -> tuple[str | None, str]:
-    """Return the `<think>` text in front of an echo's content, None without any, and the content after it."""
-    found = _THINK.match(echo["content"])
-    return (found[1].strip(), echo["content"][found.end() :]) if found else (None, echo["content"])
+    """Return the `<think>` text in front of an echo's content, and the content after it.
+
+    The former is None when there is no such text.
+    """
+    content = echo["content"]
+    found = _THINK.match(content)
+    if found is None:
+        return None, content
+    return found[1].strip(), content[found.end() :]

@@ -1,15 +1,15 @@
-"""Conversation to prompt token ids: continue a recorded call token for token, or render in full and record why.
+"""Conversation to prompt token ids: continue a recorded call token for token, or render in full.
 
-`History.match` compares the messages of a request with the recorded conversations of its session. It returns
+`History.match` compares the messages of a request with the recorded conversations of its session:
 
-    Continued   they begin with a call's conversation and reply: the prompt is that call's prompt, its sampled tokens,
-                and the tokens of the new messages
-    Changed     one of them is a reply, changed or at another place: all messages are rendered
-    New         none of them is a reply: all messages are rendered, and the call is a root
+    bridged     they begin with a call's conversation and reply: the prompt is that call's prompt,
+                its sampled tokens, and the tokens of the new messages
+    rendered    one of them is a reply, changed or at another place: all messages are rendered
+    root        none of them is a reply: all messages are rendered
 
-Messages are compared in their canonical form (`canonical.py`); no text is tokenised again. Reasoning is not compared,
-because some harnesses drop it. Reasoning, and the opaque field issued with it (`call_id`), only decide between calls
-that are otherwise equal.
+Messages are compared in their canonical form (`canonical.py`); no text is tokenised again.
+Reasoning is not compared, because some harnesses drop it. Reasoning, and the opaque field issued
+with it (`call_id`), only decide between calls that are otherwise equal.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ from rolltap.addons.prompts.canonical import (
     extend_digest,
     first_digest,
     issued_forms,
-    message_digest,
     opening_digest,
     textless,
 )
@@ -55,7 +54,7 @@ class Turn:
 
     call_id: str
     base: "Turn | None"
-    """The parent of a continued call; of a rendered one, the call with the most messages in common."""
+    """The parent of a continued call; of a rendered one, a call with many messages in common."""
     shared: int
     tail_ids: "array[int]"
     completion_ids: "array[int]"
@@ -67,7 +66,7 @@ class Turn:
     node: "Node | None" = None
     """The conversation with the reply."""
     textless: bytes | None = None
-    """Digest of the conversation and the reply without its text, if this has text beside tool calls."""
+    """Digest of the conversation and the reply without its text, if it has text beside calls."""
 
     @property
     def length(self) -> int:
@@ -75,15 +74,25 @@ class Turn:
         return self.shared + len(self.tail_ids) + len(self.completion_ids)
 
     def prompt_ids(self) -> "array[int]":
-        """Return the full prompt of the call, in O(length of the prompt + number of turns below it)."""
-        return self.ids(self.length - len(self.completion_ids))
+        """Return the full prompt of the call, in O(its length + number of turns below it)."""
+        return self._ids(self.length - len(self.completion_ids))
 
-    def ids(self, needed: int) -> "array[int]":
+    def store_after(self, base: "Turn") -> None:
+        """Keep of a full prompt only the tokens after those that it shares with another call."""
+        theirs = np.frombuffer(base._ids(len(self.tail_ids)), np.int32)
+        ours = np.frombuffer(self.tail_ids, np.int32)[: len(theirs)]
+        different = np.flatnonzero(ours != theirs)
+        self.base = base
+        self.shared = int(different[0]) if len(different) else len(theirs)
+        self.tail_ids = self.tail_ids[self.shared :]
+
+    def _ids(self, needed: int) -> "array[int]":
         """Return the first `needed` tokens of the prompt and the completion."""
         pieces: list[array[int]] = []
         turn: Turn | None = self
         while turn is not None:
-            pieces.append((turn.tail_ids + turn.completion_ids)[: max(0, needed - turn.shared)])
+            own = turn.tail_ids + turn.completion_ids
+            pieces.append(own[: max(0, needed - turn.shared)])
             needed = min(needed, turn.shared)
             turn = turn.base
         joined = array("i")
@@ -91,20 +100,10 @@ class Turn:
             joined += piece
         return joined
 
-    def store_after(self, base: "Turn") -> None:
-        """Keep of a full prompt only the tokens after those that it has in common with another call."""
-        length = min(base.length, len(self.tail_ids))
-        ours = np.frombuffer(self.tail_ids, np.int32)[:length]
-        theirs = np.frombuffer(base.ids(length), np.int32)
-        different = np.flatnonzero(ours != theirs)
-        self.base = base
-        self.shared = int(different[0]) if len(different) else length
-        self.tail_ids = self.tail_ids[self.shared :]
-
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A prefix of recorded conversations, with the reply where it ends with one."""
+    """A prefix of recorded conversations, or a conversation with its reply."""
 
     digest: bytes
     """Digest of the tools, the echo rule and all messages."""
@@ -119,7 +118,7 @@ class Node:
     turns: tuple[Turn, ...] = ()
     """The calls whose conversation and reply it is."""
     changed: str | None = None
-    """The call whose reply was its last message before it was changed, in a call that was rendered."""
+    """The call whose reply was its last message, changed by a request that was rendered."""
 
     @property
     def reply(self) -> "Node | None":
@@ -135,235 +134,263 @@ class Conversation:
     path: list[Node]
     """The recorded prefixes: `path[n]` has `messages[:n]` after all that is before them."""
 
+    @property
+    def unread(self) -> list[Message]:
+        """The messages after the path."""
+        return self.model_call.messages[max(0, len(self.path) - 1) :]
+
     def digest(self) -> bytes:
         """Return the digest of all messages."""
-        model_call, path = self.model_call, self.path
-        digest = path[-1].digest if path else first_digest(model_call)
-        for message in model_call.messages[max(0, len(path) - 1) :]:
-            digest = extend_digest(digest, message, model_call)
+        digest = self.path[-1].digest if self.path else first_digest(self.model_call)
+        for message in self.unread:
+            digest = extend_digest(digest, message, self.model_call)
         return digest
 
 
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """The messages begin with the conversation and reply of recorded calls, and none after these is a reply."""
+@dataclass(slots=True)
+class Match:
+    """The recorded calls that a conversation begins with, and the first reply after them."""
 
     turns: Sequence[Turn]
-    """All calls with this conversation and reply."""
+    """All calls with the longest conversation and reply that the messages begin with."""
     end: int
-    """The number of messages of the conversation and reply. Those after them are new."""
+    """The number of messages of that conversation and reply. Those after them are new."""
+    changed: int | None = None
+    """Index of the first message after them that is a reply, changed or at another place."""
+    call_id: str | None = None
+    """The call of that reply; None when that may be one that cannot be read."""
+    reason: str | None = None
+    """Why no call is continued; None when `turns` are."""
 
     @property
-    def sampled_by(self) -> str:
-        """A call that sampled the reply."""
-        return self.turns[0].call_id
+    def kind(self) -> CallKind:
+        """The kind of a call with these messages."""
+        if self.reason is None:
+            return "bridged"
+        return "rendered" if self.turns or self.changed is not None else "root"
+
+    @property
+    def sampled_by(self) -> str | None:
+        """A call that sampled a reply among the messages."""
+        return self.turns[0].call_id if self.turns else self.call_id
 
     def turn(self, echo: Message) -> Turn | None:
-        """Return the call that issued the echoed reply, None when that is ambiguous. Calls of equal tokens are one."""
+        """Return the call that issued the echoed reply. Calls of equal tokens are one.
+
+        Returns None when that is ambiguous.
+        """
         turns = self.turns
         if len(turns) > 1:
             reasoning = echoed_reasoning(echo)
             issued = [turn for turn in turns if turn.call_id == echo.get("call_id")]
             turns = issued[:1] or [turn for turn in turns if turn.reasoning == reasoning]
-        if len(turns) > 1:
-            first = turns[0]
-            for turn in turns[1:]:
-                same = turn.completion_ids == first.completion_ids
-                if not same or turn.prompt_ids() != first.prompt_ids():
-                    return None
+        for turn in turns[1:]:
+            if turn.completion_ids != turns[0].completion_ids:
+                return None
+            if turn.prompt_ids() != turns[0].prompt_ids():
+                return None
         return turns[0] if turns else None
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A message is a recorded reply, changed or at another place."""
-
-    index: int
-    """That of the first such message."""
-    call_id: str | None
-    """The call of the reply; None when that may be one that cannot be read."""
-    sampled_by: str | None
-    """The call with the longest conversation and reply that the messages begin with, else that of the reply."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class New:
-    """No message is a recorded reply."""
-
-    reason: str
-    sampled_by: None = None
-
-
 class History:
-    """The conversations and replies of one session's recorded calls, as a tree of prefixes. Not thread-safe.
+    """The conversations and replies of one session, as a tree of prefixes. Not thread-safe.
 
     Holds token ids, digests and excerpts of messages: 4 bytes a token and about 1 KB a message.
     """
 
     def __init__(self) -> None:
         self.incomplete = False
-        """True when calls of the session could not be read back: an assistant message may be the reply of one."""
+        """True when calls could not be read back: an assistant message may be the reply of one."""
         self.turns: dict[str, Turn] = {}
         """Call -> its turn."""
         self._nodes: dict[bytes, Node] = {}
         """Digest of a prefix -> its node."""
         self._issued: dict[bytes | str, str] = {}
-        """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the newest such call."""
+        """Digest of a reply by itself, the id of each of its tool calls, and its call's id -> the
+        newest such call."""
         self._recent: list[Conversation] = []
         """The newest requests, of which each path ends where a reply was recorded since."""
 
     def read(self, model_call: ModelCall) -> Conversation:
-        """Return the conversation of a request. Messages that a recent one has too are not read."""
-        root = self._nodes.get(first_digest(model_call))
-        conversation = Conversation(model_call, [root] if root else [])
+        """Return the conversation of a request. Messages of a recent one are not read again."""
+        conversation = self.read_after(None, replace(model_call, messages=[]))
+        conversation.model_call = model_call
         nearest = None
         for recent in self._recent:
             shared = _shared(recent.model_call.messages, model_call.messages)
             path = recent.path[: shared + 1]
-            if path[:1] == [root] and len(path) >= len(conversation.path):
+            if path[:1] == conversation.path[:1] and len(path) >= len(conversation.path):
                 conversation.path = path
                 nearest = recent if 2 * shared > len(recent.model_call.messages) else None
-        self._follow(conversation)
         self._recent = [recent for recent in self._recent if recent is not nearest][1 - _RECENT :]
         self._recent.append(conversation)
-        return conversation
+        return self._follow(conversation)
 
     def read_after(self, parent: Turn | None, model_call: ModelCall) -> Conversation:
-        """Return the conversation of a recorded request, of which `model_call` has the messages after the parent's."""
-        start = self._nodes.get(first_digest(model_call)) if parent is None else parent.node
+        """Return the conversation of a recorded request.
+
+        `model_call` has the messages after the parent's conversation and reply.
+        """
+        start = parent.node if parent else self._nodes.get(first_digest(model_call))
         return self._follow(Conversation(model_call, [start] if start else []))
 
-    def match(self, conversation: Conversation) -> Continued | Changed | New:
+    def match(self, conversation: Conversation) -> Match:
         """Find the call with the longest conversation and reply that the messages begin with.
 
-        The other messages are new. They may include assistant messages that no call sampled: a program's examples, or
-        notifications that it writes as if the model had asked for them. These are context.
+        The other messages are new. They may include assistant messages that no call sampled: a
+        program's examples, or notifications that it writes as if the model had asked for them.
+        These are context.
 
-        Where a recorded conversation has a reply and the request another assistant message, the program has changed its
-        history, and also where a reply stands at another place.
+        Where a recorded conversation has a reply and the request another assistant message, the
+        program has changed its history, and also where a reply stands at another place.
         """
         path = conversation.path
         end = max(0, len(path) - 1)
-        while end > 0 and not path[end].turns:
+        while end and not path[end].turns:
             end -= 1
-        turns = path[end].turns if end else ()
-        changed = self._changed_reply(conversation, end)
-        if changed is not None:
-            index, call_id = changed
-            sampled_by = turns[0].call_id if turns else call_id
-            return Changed(index, call_id, sampled_by, self._why_changed(conversation, index, call_id))
-        return Continued(turns, end) if turns else New(self._why_new(conversation))
+        match = Match(path[end].turns if end else (), end)
+        self._find_changed(match, conversation)
+        if match.changed is not None:
+            match.reason = self._why_changed(match.changed, match.call_id, conversation)
+        elif not end:
+            match.reason = self._why_new(conversation)
+        return match
 
     def add(self, turn: Turn, conversation: Conversation, reply: Message, kind: CallKind) -> None:
-        """Record a completed call. `conversation` has the messages after its parent's conversation and reply."""
-        model_call, path = conversation.model_call, [*conversation.path]
-        found = self.match(conversation) if kind == "rendered" else None
+        """Record a completed call.
+
+        `conversation` has the messages after its parent's conversation and reply.
+        """
+        model_call = conversation.model_call
+        match = self.match(conversation) if kind == "rendered" else Match((), 0)
+        path = [*conversation.path]
         if turn.base is None and path:
-            last = path[-1]
-            known = last.turns[-1] if last.turns else self.turns[last.call_id]
-            turn.store_after(known)
+            nearest = path[-1].turns or (self.turns[path[-1].call_id],)
+            turn.store_after(nearest[-1])
         if not path:
             path.append(self._node(first_digest(model_call), turn.call_id))
-        for message in [*model_call.messages[len(path) - 1 :], reply]:
+        for message in [*conversation.unread, reply]:
             digest = extend_digest(path[-1].digest, message, model_call)
-            path.append(self._node(digest, turn.call_id, canonical(message, model_call)[:_EXCERPT]))
+            excerpt = canonical(message, model_call)[:_EXCERPT]
+            path.append(self._node(digest, turn.call_id, excerpt))
         for before, after in pairwise(path):
             before.newest = after
-        if isinstance(found, Changed) and found.call_id is not None:
-            marked = path[found.index + 1]
-            marked.changed = marked.changed or found.call_id
-        asked, end = path[-2:]
+        if match.changed is not None:
+            marked = path[match.changed + 1]
+            marked.changed = marked.changed or match.call_id
+        self._add_reply(turn, path[-2], path[-1], reply, model_call)
+
+    def _add_reply(
+        self,
+        turn: Turn,
+        asked: Node,
+        node: Node,
+        reply: Message,
+        model_call: ModelCall,
+    ) -> None:
+        tool_calls = reply.get("tool_calls", ())
+        says = bool(reply["content"].strip())
+        turn.node = node
+        turn.reasoning = reply.get("reasoning_content") or ""
+        if says and tool_calls:
+            turn.textless = extend_digest(asked.digest, {**reply, "content": ""}, model_call)
+        asked.asked += (turn,)
+        node.turns += (turn,)
+        self.turns[turn.call_id] = turn
         for recent in self._recent:
             if asked in recent.path:
                 del recent.path[recent.path.index(asked) + 1 :]
-        turn.node = end
-        turn.reasoning = reply.get("reasoning_content") or ""
-        if reply["content"].strip() and reply.get("tool_calls"):
-            turn.textless = extend_digest(asked.digest, {**reply, "content": ""}, model_call)
-        asked.asked += (turn,)
-        end.turns += (turn,)
-        self.turns[turn.call_id] = turn
         self._issued[turn.call_id] = turn.call_id
-        if reply["content"].strip() or reply.get("tool_calls"):
-            self._issued[message_digest(reply, model_call)] = turn.call_id
-        for tool_call in reply.get("tool_calls", ()):
+        if says or tool_calls:
+            self._issued[extend_digest(b"", reply, model_call)] = turn.call_id
+        for tool_call in tool_calls:
             self._issued[tool_call["id"]] = turn.call_id
 
     def _node(self, digest: bytes, call_id: str, excerpt: str = "") -> Node:
         return self._nodes.setdefault(digest, Node(digest, call_id, excerpt))
 
     def _follow(self, conversation: Conversation) -> Conversation:
-        """Extend the path of a conversation as far as its messages were recorded. Returns the conversation."""
-        path, model_call = conversation.path, conversation.model_call
-        node = path[-1] if path else None
-        for message in model_call.messages[max(0, len(path) - 1) :]:
-            if node is not None:
-                node = self._after(node, message, model_call)
-            if node is None:
-                break
-            path.append(node)
+        """Extend the path of a conversation as far as its messages were recorded. Return it."""
+        path = conversation.path
+        if path:
+            for message in conversation.unread:
+                node = self._after(path[-1], message, conversation.model_call)
+                if node is None:
+                    break
+                path.append(node)
         return conversation
 
     def _after(self, node: Node, message: Message, model_call: ModelCall) -> Node | None:
-        """Return a prefix and the message after it; for a changed echo, with the recorded reply in its place."""
+        """Return a prefix with the message after it, None if that was not recorded.
+
+        For a changed echo it is the prefix with the recorded reply.
+        """
         exact = self._nodes.get(extend_digest(node.digest, message, model_call))
         if message["role"] != "assistant" or not node.asked or (exact and exact.turns):
             return exact
         for form, reasoning in ((message, None), *issued_forms(message)):
             issued = extend_digest(node.digest, form, model_call)
-            whole = {turn.node for turn in node.asked if turn.textless == issued}
-            for found in (self._nodes.get(issued), whole.pop() if len(whole) == 1 else None):
-                if found and any(reasoning in (None, turn.reasoning) for turn in found.turns):
-                    return found
+            found = [self._nodes.get(issued)]
+            with_text = {turn.node for turn in node.asked if turn.textless == issued}
+            if len(with_text) == 1:
+                found += with_text
+            for reply in filter(None, found):
+                if any(reasoning in (None, turn.reasoning) for turn in reply.turns):
+                    return reply
         return exact
 
-    def _changed_reply(self, conversation: Conversation, start: int) -> tuple[int, str | None] | None:
-        """Return the first message from `start` on that is a reply, changed or at another place, with the reply's call.
+    def _find_changed(self, match: Match, conversation: Conversation) -> None:
+        """Find the first new message that is a reply, changed or at another place.
 
-        That is an assistant message which a call issued, which was found to be changed before, or which has a reply's
-        place. After the messages of recorded conversations, the newest of these is followed. After a call to
-        continue, each place has a reply as long as one is ahead: whoever inserts, drops or moves a message shifts them.
+        That is an assistant message which a call issued, which was found to be changed before, or
+        which has a reply's place. After the messages of recorded conversations, the newest of
+        these is followed. After a call to continue, each place has a reply as long as one is
+        ahead: whoever inserts, drops or moves a message shifts them.
         """
-        model_call, path = conversation.model_call, conversation.path
+        model_call = conversation.model_call
         messages = model_call.messages
-        places = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+        path = conversation.path
+        places = [i for i in range(match.end, len(messages)) if messages[i]["role"] == "assistant"]
         if not places:
-            return None
+            return
         left = max(0, len(path) - 1)
         ahead = _replies_ahead(path[-1]) if path else []
         for i in places:
-            here = ahead if start else ahead[i - left : i - left + 1]
+            here = ahead if match.end else ahead[i - left : i - left + 1]
             if i < left:
-                reply = path[i].reply
-                here = [reply.call_id if reply else None]
-            changed = path[i + 1].changed if i + 1 < len(path) else None
-            found = self._issuer(messages[i], model_call) or changed or next(filter(None, here), None)
-            if found is not None:
-                return i, found
-        return (places[0], None) if self.incomplete else None
+                here = [path[i].reply]
+            call_ids = [self._issuer(messages[i], model_call)]
+            if i < left:
+                call_ids.append(path[i + 1].changed)
+            call_ids += [reply.call_id for reply in here if reply]
+            match.call_id = next(filter(None, call_ids), None)
+            if match.call_id is not None:
+                match.changed = i
+                return
+        if self.incomplete:
+            match.changed = places[0]
 
     def _issuer(self, message: Message, model_call: ModelCall) -> str | None:
-        """Return the newest call whose reply an assistant message is, or of which it has an id; None if it has none.
+        """Return the newest call whose reply an assistant message is, or of which it has an id.
 
-        The reply may be in any conversation, and the text may have a change that `issued_forms` undoes.
+        The reply may be in any conversation, and the text may have a change that `issued_forms`
+        undoes.
         """
-        for issued in (message.get("call_id"), *(call["id"] for call in message.get("tool_calls", ()))):
-            if issued in self._issued:
-                return self._issued[issued]
+        keys: list[bytes | str | None] = [message.get("call_id")]
+        keys += [tool_call["id"] for tool_call in message.get("tool_calls", ())]
         for form in (message, *(form for form, _ in issued_forms(message))):
-            found = self._issued.get(message_digest(form, model_call))
-            if found is not None:
-                return found
+            keys.append(extend_digest(b"", form, model_call))
+        for key in keys:
+            if key in self._issued:
+                return self._issued[key]
         return None
 
-    def _why_changed(self, conversation: Conversation, index: int, call_id: str | None) -> str:
+    def _why_changed(self, index: int, call_id: str | None, conversation: Conversation) -> str:
         path = conversation.path
         if call_id is None:
             return f"message {index} may be the reply of a call that cannot be read"
-        reply = path[index].reply if index < len(path) else None
-        if reply is not None:
-            return self._difference(conversation, index, reply)
+        if index < len(path) and (reply := path[index].reply) is not None:
+            return _difference(conversation, index, reply)
         if path and (index < len(path) - 1 or path[-1].newest is None):
             return f"message {index} is the reply of call {call_id}, changed or at another place"
         return self._why_new(conversation)
@@ -372,18 +399,21 @@ class History:
         """Say where a conversation leaves the recorded ones."""
         path = conversation.path
         if not path:
-            return "its tools are not those of any earlier call" if self.turns else "no earlier call"
+            if not self.turns:
+                return "no earlier call"
+            return "its tools are not those of any earlier call"
         followed = path[-1].newest
         assert followed is not None, "a recorded prefix without a reply is followed by a message"
-        shared = len(path) - 1
-        if shared == len(conversation.model_call.messages):
+        if not conversation.unread:
             return f"it ends within the conversation of call {followed.call_id}"
-        return self._difference(conversation, shared, followed)
+        return _difference(conversation, len(path) - 1, followed)
 
-    def _difference(self, conversation: Conversation, index: int, theirs: Node) -> str:
-        ours = canonical(conversation.model_call.messages[index], conversation.model_call)
-        difference = describe_difference(ours, theirs.excerpt)
-        return f"message {index} is not that of call {theirs.call_id}: {difference}"
+
+def _difference(conversation: Conversation, index: int, theirs: Node) -> str:
+    model_call = conversation.model_call
+    ours = canonical(model_call.messages[index], model_call)
+    difference = describe_difference(ours, theirs.excerpt)
+    return f"message {index} is not that of call {theirs.call_id}: {difference}"
 
 
 def _shared(ours: list[Message], theirs: list[Message]) -> int:
@@ -397,11 +427,11 @@ def _shared(ours: list[Message], theirs: list[Message]) -> int:
     return shared
 
 
-def _replies_ahead(node: Node) -> list[str | None]:
-    """Return the calls whose replies the messages are that followed a prefix, None for the other messages."""
-    ahead: list[str | None] = []
+def _replies_ahead(node: Node) -> list[Node | None]:
+    """Return the replies among the messages that followed a prefix, None for the others."""
+    ahead: list[Node | None] = []
     while node.newest is not None:
-        ahead.append(node.reply.call_id if node.reply else None)
+        ahead.append(node.reply)
         node = node.newest
     return ahead
 
@@ -421,7 +451,7 @@ class Prompt:
     new_messages: list[Message]
     """The messages after the parent's conversation and reply. Without a parent, all messages."""
     sampled_by: str | None = None
-    """The parent, else a call whose reply is among the messages; None when there is no such call."""
+    """The parent, else a call whose reply is among the messages; None when there is none."""
 
     @property
     def opening(self) -> bytes:
@@ -443,24 +473,41 @@ class Conversations:
     def prompt(self, model_call: ModelCall) -> Prompt:
         """Return the prompt of a new call: see `History.match`.
 
-        A call that could be continued is rendered too when its echo fits several calls, and when the renderer refuses.
+        A call that could be continued is rendered too when its echo fits several calls, and when
+        the renderer refuses.
         """
-        conversation = self.history.read(model_call)
-        found = self.history.match(conversation)
-        continued = self._continue(model_call, found) if isinstance(found, Continued) else found.reason
-        if isinstance(continued, Prompt):
+        match = self.history.match(self.history.read(model_call))
+        continued = self._continue(model_call, match) if match.reason is None else None
+        if continued is not None:
             return continued
         messages = model_call.messages
-        ids = array("i", self._rendering.render(self._with_reasoning(messages), model_call.tools))
-        kind: CallKind = "root" if isinstance(found, New) else "rendered"
-        return Prompt(model_call, ids, kind, continued, None, 0, messages, found.sampled_by)
+        ids = self._rendering.render(self._with_reasoning(messages), model_call.tools)
+        return Prompt(
+            model_call,
+            array("i", ids),
+            match.kind,
+            match.reason,
+            parent=None,
+            prefix_length=0,
+            new_messages=messages,
+            sampled_by=match.sampled_by,
+        )
 
     def sampled_by(self, model_call: ModelCall) -> str | None:
         """Return the `Prompt.sampled_by` of a request, without its prompt."""
         return self.history.match(self.history.read_after(None, model_call)).sampled_by
 
-    def add(self, call_id: str, prompt: Prompt, completion_ids: Sequence[int], reply: Message) -> None:
-        """Record a completed call for later calls to continue. `reply` is the message that the harness receives."""
+    def add(
+        self,
+        call_id: str,
+        prompt: Prompt,
+        completion_ids: Sequence[int],
+        reply: Message,
+    ) -> None:
+        """Record a completed call for later calls to continue.
+
+        `reply` is the message that the harness receives.
+        """
         new = replace(prompt.model_call, messages=prompt.new_messages)
         tail_ids = prompt.ids[prompt.prefix_length :]
         self.restore(call_id, prompt.parent, tail_ids, completion_ids, new, reply, prompt.kind)
@@ -475,40 +522,65 @@ class Conversations:
         reply: Message,
         kind: CallKind,
     ) -> Turn:
-        """Record a completed call from what its row has: what is known of calls follows from their rows and the order.
+        """Record a completed call from what its row has, in the order of completion.
 
-        Echoes in the request are compared with the replies of the calls before it in the order of completion, not with
-        those that were complete when it came. `model_call` has the tools that the model saw, the echo rule, and only
-        the new messages. Restored once more under another echo rule, a call can be found by the requests of either.
+        All that is known of calls follows from their rows and that order: echoes in the request
+        are compared with the replies of the calls before it, not with those that were complete
+        when it came. `model_call` has the tools that the model saw, the echo rule, and only the
+        new messages. Restored once more under another echo rule, a call can be found by the
+        requests of either.
         """
         tail = array("i", tail_ids)
         completion = array("i", completion_ids)
         hashed = _hash_after(parent, tail)
         hashed.update(completion)
+        shared = parent.length if parent else 0
         opening = parent.opening if parent else opening_digest(model_call)
-        turn = Turn(call_id, parent, parent.length if parent else 0, tail, completion, hashed, opening)
+        turn = Turn(call_id, parent, shared, tail, completion, hashed, opening)
         self.history.add(turn, self.history.read_after(parent, model_call), reply, kind)
         return turn
 
-    def _continue(self, model_call: ModelCall, found: Continued) -> Prompt | str:
-        """Return the prompt that continues a call, or why none can be continued."""
-        messages, end = model_call.messages, found.end
-        turn = found.turn(messages[end - 1])
+    def _continue(self, model_call: ModelCall, match: Match) -> Prompt | None:
+        """Return the prompt that continues a call. Without one, the match gets the reason."""
+        end = match.end
+        echo = model_call.messages[end - 1]
+        new_messages = model_call.messages[end:]
+        turn = match.turn(echo)
         if turn is None:
-            return f"{len(found.turns)} earlier calls fit equally well up to message {end}"
+            count = len(match.turns)
+            match.reason = f"{count} earlier calls fit equally well up to message {end}"
+            return None
         ids = turn.prompt_ids()
-        new_messages = self._with_reasoning(messages[end:])
-        completion_ids = turn.completion_ids.tolist()
-        extension = self._rendering.extension(ids, completion_ids, new_messages, model_call.tools)
+        extension = self._rendering.extension(
+            ids,
+            turn.completion_ids.tolist(),
+            self._with_reasoning(new_messages),
+            model_call.tools,
+        )
         if extension is None:
-            return self._rendering.refusal or f"the renderer cannot continue call {turn.call_id}"
+            match.reason = f"the renderer cannot continue call {turn.call_id}"
+            if self._rendering.refusal:
+                match.reason = self._rendering.refusal
+            return None
         ids += turn.completion_ids
         ids.extend(extension)
-        reason = TEXT_DROPPED if turn.textless and textless(messages[end - 1]) else None
-        return Prompt(model_call, ids, "bridged", reason, turn, turn.length, messages[end:], turn.call_id)
+        reason = TEXT_DROPPED if turn.textless and textless(echo) else None
+        return Prompt(
+            model_call,
+            ids,
+            "bridged",
+            reason,
+            parent=turn,
+            prefix_length=turn.length,
+            new_messages=new_messages,
+            sampled_by=turn.call_id,
+        )
 
     def _with_reasoning(self, messages: list[Message]) -> list[Message]:
-        """Return the messages with recorded reasoning where the harness sent only the opaque field issued with it."""
+        """Return the messages with the reasoning that a harness left out.
+
+        It is that of the call which issued the opaque field of the message.
+        """
         written: list[Message] = []
         for message in messages:
             turn = self.history.turns.get(message.get("call_id", ""))

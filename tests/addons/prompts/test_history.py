@@ -489,6 +489,20 @@ def test_a_long_chain_of_turns_returns_its_full_prompt():
     assert [*turn.prompt_ids()] == list(range(19_999))
 
 
+def test_equal_arguments_of_another_type_in_a_later_request_are_another_conversation(session):
+    called = message_tool_call("c1", "look", {"deep": True})
+    example = [user("Hi"), assistant_message("", "", [called]), user("Go on")]
+    session.conversations.prompt(ModelCall("m", example, session.tools))
+    prompt = session.conversations.prompt(ModelCall("m", example, session.tools))
+    session.conversations.add("0", prompt, session.encode("A.<|im_end|>"), assistant_message("A.", "", []))
+    other = message_tool_call("c1", "look", {"deep": 1})
+    for call, parent in [(called, "0"), (other, None), (called, "0")]:
+        messages = [dict(example[0]), assistant_message("", "", [call]), dict(example[2])]
+        messages += [assistant_message("A.", "", []), user("Go on")]
+        prompt = session.conversations.prompt(ModelCall("m", messages, session.tools))
+        assert (prompt.parent and prompt.parent.call_id) == parent
+
+
 class TestMemory:
     @pytest.mark.parametrize("end", ["<|im_end|>", "<|im_end|>And more"], ids=["continued", "never continued"])
     def test_a_session_keeps_each_token_once(self, session, end):
