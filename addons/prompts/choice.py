@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, Renderer, create_renderer
@@ -46,48 +46,38 @@ def choose_renderer(tokenizer: CachingTokenizer, model: str) -> str:
     """Return the name of a model's renderer: see `Rendering`."""
     if model in MODEL_RENDERER_MAP:
         return str(MODEL_RENDERER_MAP[model])
-    named_renderer(tokenizer, "default")  # fills RENDERER_REGISTRY
+    template = named_renderer(tokenizer, "default")  # fills RENDERER_REGISTRY
     for name in RENDERER_REGISTRY:
-        if name != "default" and _matches_template(tokenizer, name):
-            return str(name)
-    return "default"
-
-
-def _matches_template(tokenizer: CachingTokenizer, name: str) -> bool:
-    try:
-        for text, ids in _probed(tokenizer, named_renderer(tokenizer, name)):
-            if text != tokenizer.decode(ids):
-                return False
-    except Exception:
+        if name == "default":
+            continue
         # most renderers require special tokens of their own model family
-        return False
-    return True
+        with suppress(Exception):
+            probed = _probed(template, named_renderer(tokenizer, name))
+            if all(tokenizer.decode(ids) == tokenizer.decode(theirs) for ids, theirs in probed):
+                return str(name)
+    return "default"
 
 
 def splits_otherwise(tokenizer: CachingTokenizer, renderer: Renderer) -> bool:
     """Return True when a renderer writes the chat template's text in other tokens."""
+    template = named_renderer(tokenizer, "default")
     with suppress(Exception):  # as above
-        for text, ids in _probed(tokenizer, renderer):
-            if text == tokenizer.decode(ids) and ids != tokenizer.encode(text):
+        for ids, theirs in _probed(template, renderer):
+            if ids != theirs and tokenizer.decode(ids) == tokenizer.decode(theirs):
                 return True
     return False
 
 
-def _probed(tokenizer: CachingTokenizer, renderer: Renderer) -> Iterator[tuple[str, list[int]]]:
-    """Yield the text of the chat template, and the tokens of a renderer, for the probes."""
+def _probed(template: Renderer, renderer: Renderer) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens of the chat template, and those of a renderer, for the probes."""
     for messages, tools in _PROBES:
         try:
-            text = tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
+            ids = template.render_ids(messages, tools=tools, add_generation_prompt=True)
         except Exception:
             if messages is PARALLEL_PROBE:
                 continue  # a template that takes one call a turn says nothing about several
             raise
-        yield text, renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        yield ids, renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
 
 
 _SCHEMA = {name: {"type": name} for name in ("string", "integer", "boolean", "array", "object")}
@@ -123,9 +113,8 @@ def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> W
             whole = render([*_ASKED, turn], TOOLS, False)
         except Exception:
             continue  # templates raise for messages that they do not support
-        pairs = zip(prompt, whole, strict=False)
-        length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        begun = re.sub(r"<[^<>]*\Z", "", prompt[:length])  # no cut within a tag
+        common = commonprefix([prompt, whole])  # noqa: RUF071 - of texts, not of paths
+        begun = re.sub(r"<[^<>]*\Z", "", common)  # no cut within a tag
         written[name] = begun, whole[len(begun) :]
     return written
 
@@ -139,15 +128,15 @@ def read_turns(family: Family, written: WrittenTurns) -> dict[str, bool]:
     for name, (prompt_end, text) in written.items():
         turn = TURNS[name]
         reasoning = turn.get("reasoning_content", "")
-        calls = []
-        for call in turn.get("tool_calls", []):
-            calls.append((call["function"]["name"], call["function"]["arguments"]))
-        parts = [turn["content"], reasoning, *(name for name, _ in calls)]
+        functions = [call["function"] for call in turn.get("tool_calls", [])]
+        parts = [turn["content"], reasoning, *(function["name"] for function in functions)]
         if all(part in text for part in parts):
             reply = read_text(family, prompt_end, text, TOOLS)
-            read_calls = [(call.name, as_object(call.arguments)) for call in reply.tool_calls]
-            read = (reply.reasoning, reply.content, read_calls)
-            found[name] = read == (reasoning, turn["content"], calls)
+            read = []
+            for call in reply.tool_calls:
+                read.append({"name": call.name, "arguments": as_object(call.arguments)})
+            texts = reply.reasoning, reply.content
+            found[name] = texts == (reasoning, turn["content"]) and read == functions
     return found
 
 
