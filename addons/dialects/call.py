@@ -219,7 +219,7 @@ class WireTool:
 
 @dataclass(slots=True)
 class Part:
-    """What an element of a conversation was decoded to: see `dialect.decode_parts`."""
+    """The result of decoding an element of a conversation: see `dialect.decode_parts`."""
 
     messages: list[Message] = field(default_factory=list)
     hidden_parts: int = 0
