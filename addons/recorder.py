@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
 from mitmproxy.exceptions import OptionsError
-from mitmproxy.optmanager import OptManager, load_paths
+from mitmproxy.optmanager import OptManager
 
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.engine.key import read_key
 from rolltap.addons.engine.own_model import OwnModel, WrongModel
 from rolltap.addons.engine.pool import require_model
 from rolltap.addons.errors import InputError, RunError
-from rolltap.addons.options import OPTIONS, PREFIX, RecorderOptions, typed, unknown
+from rolltap.addons.options import OPTIONS, PREFIX, RecorderOptions, check_options, unknown
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.tokenizer import resolve_model
 from rolltap.addons.store.metadata import add_recorder, write_metadata
@@ -33,20 +32,22 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("rolltap", "mitmproxy", "renderers", "transformers", "pyarrow")
 """Packages whose versions are written to `run.json`."""
 _ALLOCATIONS = 10_000
-"""Threshold of the youngest generation: net allocations of container objects between two collections. A call makes some
-hundreds, and most of them live as long as the call."""
+"""Threshold of the youngest generation: net allocations of container objects between two
+collections. A call makes some hundreds, and most of them live as long as the call."""
+_LIVE = {"rolltap_allow", "rolltap_ready", "rolltap_secret_file"}
+"""Options that other addons read. They may change while a run is recorded."""
 _SWITCH_SECONDS = 0.0005
-"""Time after which a thread gives way. The event loop waits so long after each system call while a prompt is made in a
-thread: with Python's 5 ms, 256 sessions stalled for up to 0.5 s."""
+"""Time after which a thread gives way. The event loop waits so long after each system call while a
+prompt is made in a thread: with Python's 5 ms, 256 sessions stalled for up to 0.5 s."""
 
 
-def open_run(settings: OptManager) -> Endpoint:
+def open_run(options: RecorderOptions) -> Endpoint:
     """Open the run folder `rolltap_out`, and return the endpoint that records to it.
 
-    Raises `OptionsError` for wrong options, before anything is written. Raises it also when an engine that answers
-    serves another model, and when the run folder cannot be written or belongs to another tokenizer.
+    Raises `InputError`, before anything is written, if the model has no tokenizer, or an engine
+    that answers serves another model. Raises it also when the run folder cannot be written or
+    belongs to another tokenizer.
     """
-    options = RecorderOptions.read(settings)
     with _naming("rolltap_engine_key_file"):
         key = read_key(options.engine_key_file)
     with _naming("rolltap_model, rolltap_renderer, rolltap_tool_parser"):
@@ -66,14 +67,17 @@ def open_run(settings: OptManager) -> Endpoint:
         "bridge_refusal": rendering.refusal,
         **rendering.digests,
     }
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = version(name)
     recorder = {
         "engines": [*options.engine],  # as JSON reads it back: an equal entry is not added again
         "sampling": options.sampling,
-        "limits": {name: value for name, value in vars(options).items() if name.startswith("max_")},
+        "limits": {name: value for name, value in options if name.startswith("max_")},
         "keep_adapter": options.keep_adapter,
         "accept_rewards": options.accept_rewards,
         "images": options.images,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
+        "versions": versions,
     }
     with _naming("rolltap_out"):
         write_metadata(options.out, metadata)
@@ -90,11 +94,12 @@ def _naming(options: str) -> Iterator[None]:
     try:
         yield
     except (InputError, WrongModel, RunError, OSError) as error:
-        raise OptionsError(f"{options}: {error}") from error
+        raise InputError(f"{options}: {error}") from error
 
 
 class Recorder:
-    """Declares the recorder's options, and owns the endpoint and with it the writer of the run folder.
+    """Declares the recorder's options, and owns the endpoint and with it the writer of the run
+    folder.
 
     It also sets when collections and threads interrupt the event loop: the libraries make about
     370,000 objects, and a full collection that visits them pauses all calls for 0.2 s.
@@ -108,10 +113,15 @@ class Recorder:
         self._starting: asyncio.Task[None] | None = None
 
     def load(self, loader: Loader) -> None:
-        """Declare the options. Log each unknown name and each value of another type, and raise `OptionsError`."""
+        """Declare the options. Log each unknown name and each wrong value, and raise
+        `OptionsError`."""
         RecorderOptions.load(loader)
         given = {name: getattr(value, "val", value) for name, value in ctx.options.deferred.items()}
-        refusals = [*unknown_options(ctx.options), *typed(given)[1]]
+        refusals = unknown_options(ctx.options)
+        try:
+            check_options(given)
+        except InputError as error:
+            refusals += str(error).splitlines()
         for refusal in refusals:
             logger.error("%s", refusal)
         if refusals:
@@ -120,20 +130,23 @@ class Recorder:
 
     def configure(self, updated: set[str]) -> None:
         """Check the options and open the run folder."""
-        fixed = sorted(name for name in updated & OPTIONS.keys() if not OPTIONS[name].live)
+        fixed = sorted(updated & {*OPTIONS} - _LIVE)
         if not fixed:
             return
         if self.endpoint is not None:
             names = ", ".join(fixed)
             raise OptionsError(f"{names} cannot change while a run is recorded: restart mitmdump")
         try:
-            self.endpoint = open_run(ctx.options)
-        except OptionsError as error:
-            # raised while the script is loaded, the error would get a traceback; a logged error also stops mitmdump
-            logger.error("%s", error)
+            self.endpoint = open_run(RecorderOptions.read(ctx.options))
+        except InputError as error:
+            # raised while the script is loaded, the error would get a traceback; a logged error
+            # also stops mitmdump
+            for line in str(error).splitlines():
+                logger.error("%s", line)
 
     def running(self) -> None:
-        """Start the endpoint, and freeze all objects (`gc.freeze`). The libraries are loaded by now.
+        """Start the endpoint, and freeze all objects (`gc.freeze`). The libraries are loaded by
+        now.
 
         The endpoint's socket has been listening since `configure`, so that early requests queue.
         """
@@ -160,14 +173,17 @@ class Recorder:
 
 
 def unknown_options(options: OptManager) -> list[str]:
-    """Return a refusal of each of mitmproxy's own options that no addon declares, with the nearest that one does.
+    """Return a refusal of each option of `--set` that no addon declares, with the nearest that one
+    does.
 
-    mitmproxy would wait for an addon that does. Not refused are names if another script is loaded, which may declare
-    them later, and those in mitmproxy's configuration file, which its other programs read as well.
+    mitmproxy would wait for an addon that declares it. Another script may do that, and mitmproxy's
+    configuration file has options of its other programs: their names are not refused.
     """
-    names = [name for name in options.deferred if not name.startswith(PREFIX) and name not in options]
-    if not names or len(options.scripts) > 1:
+    refusals = []
+    for name, value in options.deferred.items():
+        is_set = hasattr(value, "val")
+        if is_set and not name.startswith(PREFIX) and name not in options:
+            refusals.append(unknown(name, options.keys()))
+    if refusals and len(options.scripts) > 1:
         return []
-    files = OptManager()
-    load_paths(files, *(Path(options.confdir) / name for name in ("config.yaml", "config.yml")))
-    return [unknown(name, options.keys()) for name in names if name not in files.deferred]
+    return refusals

@@ -9,7 +9,6 @@ import ast
 import json
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -89,16 +88,14 @@ def package() -> griffe.Module:
 
 
 def option_rows() -> Iterator[str]:
-    """Yield a row for each option of the recorder. The module of the options needs no dependency."""
-    sys.path.insert(0, str(CHECKOUT))
-    from rolltap.addons.options import OPTIONS
-
-    for name, option in OPTIONS.items():
-        kind = TYPES[type(option.default).__name__]
-        if option.choices:
-            kind = " or ".join(map(shown, option.choices))
-        default = "required" if option.required else shown(option.default)
-        yield row(name, kind, default, option.help)
+    """Yield a row for each option of the recorder. A type that is read from a text is a text there."""
+    for name, field in package()["addons.options.RecorderOptions"].members.items():
+        if is_field(field) and field.docstring is not None:
+            kinds = kinds_of(field.annotation)
+            if "BeforeValidator" in str(field.annotation):
+                kinds = ["text"]
+            _, default = key_and_default(name, field)
+            yield row(f"rolltap_{name}", " or ".join(kinds), default, field.docstring.value)
 
 
 def field_rows(model: griffe.Class) -> Iterator[str]:

@@ -65,7 +65,7 @@ async def recording(rendering, run, *urls, key=None, killed=False, patience=0, *
     """
     write_metadata(run, rendering.digests)
     writer = RunWriter(run)
-    options = RecorderOptions(out=run, engine=urls, patience=patience, **options)
+    options = RecorderOptions(out=run, engine=urls, model="m", patience=patience, **options)
     endpoint = Endpoint(rendering, writer, options, engine_key=key)
     await endpoint.start()
     try:

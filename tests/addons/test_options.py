@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mitmproxy.options import Options
@@ -8,7 +9,7 @@ from mitmproxy.test import taddons
 from mitmproxy.tools.dump import DumpMaster
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.options import OPTIONS, RecorderOptions, require_options
+from rolltap.addons.options import OPTIONS, RecordedFrom, RecorderOptions, require_options
 from rolltap.addons.recorder import Recorder, unknown_options
 
 
@@ -52,23 +53,23 @@ def test_an_unknown_name_is_refused_with_the_nearest_if_it_resembles_one(name, a
 @pytest.mark.parametrize(
     ("name", "value", "refused"),
     [
-        ("rolltap_patience", "abc", "rolltap_patience is 'abc': give a whole number"),
-        ("rolltap_patience", "1.5", "rolltap_patience is '1.5': give a whole number"),
+        ("rolltap_patience", "abc", "rolltap_patience is 'abc': Input should be a valid integer"),
+        ("rolltap_patience", "1.5", "rolltap_patience is '1.5': Input should be a valid integer"),
         (
             "rolltap_sampling",
             '{"temperature": -3}',
-            "rolltap_sampling has temperature = -3, which vLLM refuses",
+            "rolltap_sampling.temperature is -3: Input should be greater than or equal to 0",
         ),
-        ("rolltap_sampling", '{"top_p": 0}', "rolltap_sampling has top_p = 0, which vLLM refuses"),
-        ("rolltap_sampling", '{"max_tokens": 0}', "rolltap_sampling has max_tokens = 0, which vLLM refuses"),
-        ("rolltap_sampling", '{"seed": 0.5}', "rolltap_sampling has seed = 0.5: give a whole number"),
-        ("rolltap_sampling", '{"temperature": NaN}', "rolltap_sampling has temperature = nan: give a number"),
-        ("rolltap_sampling", '{"temperature": 1e400}', "rolltap_sampling has temperature = inf: give a number"),
-        ("rolltap_patience", "", "rolltap_patience is '': give a whole number"),
-        ("rolltap_max_calls", "-1", "rolltap_max_calls is -1: give 0 or more"),
-        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe': give true or false"),
-        ("rolltap_fsync", ["call", "never"], "rolltap_fsync is 'call', 'never': give one text"),
-        ("rolltap_fsync", "often", "rolltap_fsync is 'often': choose never, session, call"),
+        ("rolltap_sampling", '{"top_p": 0}', "rolltap_sampling.top_p is 0: Input should be greater than 0"),
+        ("rolltap_sampling", '{"max_tokens": 0}', "rolltap_sampling.max_tokens is 0: Input should be greater"),
+        ("rolltap_sampling", '{"seed": 0.5}', "rolltap_sampling.seed is 0.5: Input should be a valid integer"),
+        ("rolltap_sampling", '{"temperature": NaN}', "rolltap_sampling.temperature is nan: Input should be a finite"),
+        ("rolltap_sampling", '{"temperature": 1e400}', "rolltap_sampling.temperature is inf: Input should be a finite"),
+        ("rolltap_patience", "", "rolltap_patience is '': Input should be a valid integer"),
+        ("rolltap_max_calls", "-1", "rolltap_max_calls is -1: Input should be greater than or equal to 0"),
+        ("rolltap_keep_adapter", "maybe", "rolltap_keep_adapter is 'maybe': Input should be a valid boolean"),
+        ("rolltap_fsync", ["call", "never"], "rolltap_fsync is ['call', 'never']: give one text"),
+        ("rolltap_fsync", "often", "rolltap_fsync is 'often': Input should be 'never', 'session' or 'call'"),
         ("rolltap_engine", "", "rolltap_engine is not set"),
     ],
 )
@@ -81,10 +82,20 @@ def test_a_wrong_value_is_refused_before_a_start_with_its_name(name, value, refu
 
 def test_right_options_are_accepted_and_those_of_mitmproxy_left_to_it():
     require_options({"rolltap_allow": ["pypi.org", "a.b"], "rolltap_max_calls": "3", "http2": "x", "listen_prt": "1"})
-    texts = {bool: "true", int: "1", str: "http://a:1", list: "/a"}
-    special = {"rolltap_sampling": "{}", "rolltap_fsync": "call", "rolltap_images": "hide"}
-    special["rolltap_rerun"] = '{"run": "runs/a", "session": "s1"}'
-    require_options({name: texts[type(option.default)] for name, option in OPTIONS.items()} | special)
+    options = require_options({"rolltap_rerun": '{"run": "runs/a", "session": "s1"}', "rolltap_routing": "true"})
+    assert (options.rerun, options.routing) == (RecordedFrom(Path("runs/a"), "s1"), True)
+
+
+def test_an_empty_text_is_not_set_and_a_whole_number_of_json_may_have_a_point():
+    options = require_options({"rolltap_renderer": "", "rolltap_sampling": '{"top_k": 5.0}', "rolltap_rerun": ""})
+    assert (options.renderer, options.sampling["top_k"], options.rerun) == ("auto", 5, None)
+
+
+async def test_each_option_has_a_text_and_a_default_of_its_type_in_mitmproxy(options):
+    for name in OPTIONS:
+        option = options._options[name]
+        assert option.help
+        assert isinstance(option.default, option.typespec if isinstance(option.typespec, type) else tuple)
 
 
 async def test_an_option_of_another_script_may_be_declared_later(options, tmp_path):

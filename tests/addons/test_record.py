@@ -176,14 +176,23 @@ def test_a_recorder_whose_disk_is_full_refuses_calls_until_there_is_room(start, 
     assert re.search(r"session s1: .*less than 4 MiB are free", log)
 
 
-def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start):
-    messages = {
-        "rolltap_out=": "rolltap_out is not set",
-        "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
-        "rolltap_fsync=daily": "rolltap_fsync is 'daily': choose never, session, call",
-        'rolltap_sampling={"temprature": 1}': "rolltap_sampling has the unknown key 'temprature'",
-        "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file",
-    }
+@pytest.mark.parametrize(
+    "messages",
+    [
+        {
+            "rolltap_out=": "rolltap_out is not set",
+            "rolltap_engine=localhost:8000": "rolltap_engine is 'localhost:8000': give a URL such as",
+            "rolltap_fsync=daily": "rolltap_fsync is 'daily': Input should be 'never', 'session' or 'call'",
+            'rolltap_sampling={"temprature": 1}': "rolltap_sampling.temprature is unknown: use temperature",
+        },
+        {
+            "rolltap_renderer=none": "rolltap_renderer, rolltap_tool_parser: ",
+            "listen_host=0.0.0.0": "would listen on '0.0.0.0', which other machines can reach: set rolltap_secret_file",
+        },
+    ],
+    ids=["by themselves", "with others"],
+)
+def test_bad_options_end_mitmdump_with_a_message_for_each_and_no_traceback(start, messages):
     recorder = start(*messages)
     assert recorder.address is None
     assert recorder.process.wait() == 1
@@ -198,8 +207,8 @@ def test_misspelt_options_and_values_of_another_type_end_mitmdump_before_anythin
     recorder = start("rolltap_keep_adapter=perhaps", "rolltap_samplin={}", "listen_prt=1")
     assert recorder.process.wait() == 1
     log = recorder.log()
-    assert "error: rolltap_patience is 'soon': give a whole number" in log
-    assert "error: rolltap_keep_adapter is 'perhaps': give true or false" in log
+    assert "error: rolltap_patience is 'soon': Input should be a valid integer" in log
+    assert "error: rolltap_keep_adapter is 'perhaps': Input should be a valid boolean" in log
     assert "error: rolltap_samplin is no option of the recorder: did you mean rolltap_sampling?" in log
     assert "error: listen_prt is no option of the recorder: did you mean listen_port?" in log
     assert "console_palette" not in log

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from trl import GRPOConfig
 
 import rolltap
-from rolltap.addons.options import OPTIONS
+from rolltap.addons.options import OPTIONS, RecorderOptions
 from rolltap.trainer.training.recipe import Recipe
 from rolltap.trainer.training.step.config import TraceGRPOConfig
 from tests.conftest import ROOT
@@ -76,7 +76,7 @@ def test_the_table_of_the_trainer_s_arguments_has_every_field_that_trl_does_not_
 
 
 def test_the_table_of_the_recorder_s_options_has_every_option(tables):
-    assert tables["RecorderOptions"].keys() == OPTIONS.keys()
+    assert tables["RecorderOptions"].keys() == {*OPTIONS}
 
 
 def test_the_table_of_the_presets_has_the_version_and_the_command_of_each(tables):
@@ -96,7 +96,12 @@ def test_the_table_of_the_presets_has_the_version_and_the_command_of_each(tables
         ("Forks", "from", '`"failed"` or `"any"`', '`"failed"`'),
         ("Task", "judge", "table", ""),
         ("TraceGRPOConfig", "sharding", '`"none"` or `"full"`', '`"none"`'),
-        ("RecorderOptions", "rolltap_out", "text", "required"),
+        ("RecorderOptions", "rolltap_out", "path", "required"),
+        ("RecorderOptions", "rolltap_engine", "text", "required"),
+        ("RecorderOptions", "rolltap_allow", "array of text", ""),
+        ("RecorderOptions", "rolltap_sampling", "text", ""),
+        ("RecorderOptions", "rolltap_patience", "integer", "`120`"),
+        ("RecorderOptions", "rolltap_routing", "boolean", "`false`"),
         ("RecorderOptions", "rolltap_fsync", '`"never"` or `"session"` or `"call"`', '`"session"`'),
     ],
 )
@@ -108,4 +113,4 @@ def test_a_row_has_type_default_and_text_of_the_field(tables, model, key, kind, 
 
 def test_a_row_has_the_text_of_the_sources(tables):
     assert tables["Recipe"]["service"][2] == " ".join(Recipe.model_fields["service"].description.split())
-    assert tables["RecorderOptions"]["rolltap_out"][2] == OPTIONS["rolltap_out"].help
+    assert tables["RecorderOptions"]["rolltap_out"][2] == RecorderOptions.model_fields["out"].description

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from rolltap.addons.errors import InputError, MissingPackageError, install_command
-from rolltap.addons.options import OPTIONS, typed
+from rolltap.addons.errors import MissingPackageError, install_command
+from rolltap.addons.options import require_options
 from rolltap.addons.prompts.tokenizer import resolve_model
 
 
@@ -60,11 +60,8 @@ def diagnose(model: str, options: Mapping[str, str | Sequence[str]]) -> ModelDia
         from rolltap.addons.prompts.rendering import Rendering
     except ImportError as error:
         raise MissingPackageError(f"the recorder is not installed ({error}): {install_command('record')}") from error
-    given, wrong = typed({name: [value] if isinstance(value, str) else [*value] for name, value in options.items()})
-    if wrong:
-        raise InputError("\n".join(wrong))
-    names = ("rolltap_renderer", "rolltap_tool_parser")
-    rendering = Rendering(resolve_model(model), *(given.get(name, OPTIONS[name].default) for name in names))
+    given = require_options(options)
+    rendering = Rendering(resolve_model(model), given.renderer, given.tool_parser)
     return ModelDiagnosis(
         model=model,
         renderer=rendering.name,

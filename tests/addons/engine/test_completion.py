@@ -220,7 +220,7 @@ class TestPool:
     async def pooled(self, harness, rendering, scripted_engine, second, monkeypatch):
         """Yield a harness of another endpoint of the same run, with both engines."""
         monkeypatch.setattr(pool, "FIRST_PAUSE_SECONDS", 0)
-        async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60.0) as client:
+        async with recording(rendering, harness.run, scripted_engine.url, second.url, patience=60) as client:
             yield client
 
     async def all(self, pooled):

@@ -47,10 +47,10 @@ WRONG = {
     "a priority": ({"task": "words", "priority": 101}, "'priority' is 101"),
     "a deadline in the past": ({"task": "words", "deadline": "2001-01-01T00:00:00Z"}, "which is past: give a later"),
     "a deadline without a zone": ({"task": "words", "deadline": "2099-01-01T00:00:00"}, "'deadline' is"),
-    "sampling": ({"task": "words", "sampling": {"temprature": 1}}, "has the unknown key 'temprature': use"),
+    "sampling": ({"task": "words", "sampling": {"temprature": 1}}, "rolltap_sampling.temprature is unknown: use"),
     "temperature": (
         {"task": "words", "sampling": {"temperature": -3}},
-        "which vLLM refuses: give a number",
+        "rolltap_sampling.temperature is -3.0: Input should be greater",
     ),
     "a task of the client's": (
         {"task": {"id": "own", "instruction": "go", "evaluate": ["true"]}},
