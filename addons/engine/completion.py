@@ -4,6 +4,7 @@ samples the rest."""
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rolltap.addons.engine.client import ROUTED, AdapterGone, Chunk, Engine, EnginePaused
@@ -44,6 +45,7 @@ async def sample(
     than asked, or one that a vocabulary of `vocabulary` tokens does not have.
     """
     patience = Patience(engines.patience)
+    num_sampled = 0
     failed: set[Engine] = set()
     without: set[Engine] = set()
     weights = _Weights(call)
@@ -59,7 +61,6 @@ async def sample(
             weights.expected = served.weight_version
             async for chunk in _sample_rest(call, request, engine, weights, vocabulary):
                 if chunk.token_ids:
-                    patience.reset()
                     engines.token_at[engine.url] = asyncio.get_running_loop().time()
                 yield chunk
         except EnginePaused:
@@ -78,6 +79,9 @@ async def sample(
             _infer_finish_reason(call, sampling)
             if call.finish_reason is not None:
                 return
+            if len(call.completion_ids) > num_sampled:
+                patience.reset()
+                num_sampled = len(call.completion_ids)
             yield Chunk([], [], outage=str(error))
             if not other_engine:
                 successor = None
@@ -156,20 +160,17 @@ class _Weights:
 
     def add(self, spans: Sequence[VersionSpan]) -> None:
         """Add the spans of an event, of the request's tokens. Its tokens are in the call."""
-        num_tokens = len(self._call.completion_ids) - self._start
         if self.model is not None:
-            spans = [VersionSpan(version=self._policy.version, start=0, end=num_tokens)]
-        if not num_tokens or not spans:
+            self._name(self._policy.version)
             return
         versions = [*self._earlier]
         lost_from = _end(versions)
-        if lost_from < self._start and self._lost == {spans[0].version}:
-            lost = VersionSpan(version=spans[0].version, start=lost_from, end=self._start)
+        if spans and lost_from < self._start and self._lost == {spans[0].version}:
+            lost = replace(spans[0], start=lost_from, end=self._start)
             versions.append(lost)
         for span in spans:
-            start = self._start + span.start
-            end = self._start + span.end
-            versions.append(VersionSpan(version=span.version, start=start, end=end))
+            moved = replace(span, start=self._start + span.start, end=self._start + span.end)
+            versions.append(moved)
         self._call.weight_versions = versions
 
     def fail(self, published: Policy) -> None:
@@ -182,7 +183,13 @@ class _Weights:
         elif published == UNPUBLISHED:
             self._lost.add(self.expected)
         else:
-            span = VersionSpan(version=published.version, start=self._start, end=end)
+            self._name(published.version)
+
+    def _name(self, version: str) -> None:
+        """Name the weights of all tokens of the request."""
+        end = len(self._call.completion_ids)
+        if end > self._start:
+            span = VersionSpan(version=version, start=self._start, end=end)
             self._call.weight_versions = [*self._earlier, span]
 
 

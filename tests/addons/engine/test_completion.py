@@ -99,6 +99,20 @@ class TestPublication:
         assert await ask(patient) == [ONE, ONE]
         assert spans(patient.calls()[-1])[0] == (ONE, 0, 2)
 
+    async def test_unpublished_weights_are_named_also_after_retries_that_did_not_reach_the_engine(
+        self, patient, scripted_engine
+    ):
+        def go_down(request):
+            scripted_engine.answers["/v1/models"] = Answer(500, "it starts")
+            scripted_engine.otherwise = lambda request: Say(" three")
+            return Say("one two three", break_after=2)
+
+        scripted_engine.otherwise = go_down
+        asked = asyncio.create_task(ask(patient))
+        await until(lambda: len(patient.events("continued")) >= 3)
+        del scripted_engine.answers["/v1/models"]
+        assert await asked == ["default", "default"]
+
     async def test_tokens_of_an_aborted_call_name_the_adapter_too(self, harness, scripted_engine):
         publish(harness.run, ONE)
         scripted_engine.replies.append(Say("one two three", hold_after=3))
