@@ -129,7 +129,7 @@ class AnthropicMessages(dialect.Dialect):
         parts = dialect.decode_parts(fields, self.CONVERSATION, known, blocks.read_message)
         if not parts:
             raise fields.refusal(self.CONVERSATION, "a list of at least one message")
-        dialect.name_parts(parts, _ORPHAN)
+        dialect.name_results(dialect.all_messages(parts), _ORPHAN)
         model_call.parts = parts
         model_call.hidden_parts = sum(part.hidden_parts for part in [system, *parts])
         model_call.messages = system.messages + dialect.join_turns(parts, separator="")

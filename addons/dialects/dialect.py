@@ -8,8 +8,8 @@ the new elements.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, groupby, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, ClassVar, Literal
 from urllib.parse import unquote
 
@@ -179,30 +179,28 @@ def decoded(model_call: ModelCall) -> ModelCall:
 
 
 def name_results(messages: Iterable[Message], orphan: str = "") -> list[Message]:
-    """Return the messages with the `name` of its tool in each one that answers a call before it.
+    """Set, in place, the `name` of its tool in each message that answers a call before it.
 
     Chat templates print this name. A continued prompt is made from the new messages alone, which
     lack the call. If several calls have the same id, the result answers the last one. Names longer
     than a tool can have are not repeated: many results may answer one call. A result of an unknown
     id is a `DialectError` in the words of `orphan`, in which `{}` stands for the id; without such
-    words, and without an id, it keeps its own name.
-
-    A message that has its name already is returned as the same object.
+    words, and without an id, it keeps its own name. Returns the messages.
     """
     names: dict[str, str] = {}
-    named: list[Message] = []
-    for message in messages:
+    named = list(messages)
+    for message in named:
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         answered = message.get("tool_call_id")
-        if answered:
-            if orphan and answered not in names:
-                shown = answered if is_word(answered) else f"({len(answered)} characters)"
-                raise DialectError(orphan.format(shown))
-            name = names.get(answered, "")
-            if 0 < len(name) <= LONGEST_NAME and message.get("name") != name:
-                message = {**message, "name": name}
-        named.append(message)
+        if not answered:
+            continue
+        if orphan and answered not in names:
+            shown = answered if is_word(answered) else f"({len(answered)} characters)"
+            raise DialectError(orphan.format(shown))
+        name = names.get(answered, "")
+        if 0 < len(name) <= LONGEST_NAME:
+            message["name"] = name
     return named
 
 
@@ -226,15 +224,10 @@ def decode_parts(
     return parts
 
 
-def name_parts(parts: Sequence[Part], orphan: str = "") -> None:
-    """Apply `name_results` to the messages of all parts.
-
-    The parts keep the named messages for later requests.
-    """
-    messages = chain.from_iterable(part.messages for part in parts)
-    named = iter(name_results(messages, orphan))
+def all_messages(parts: Iterable[Part]) -> Iterator[Message]:
+    """Yield the messages of all parts."""
     for part in parts:
-        part.messages = list(islice(named, len(part.messages)))
+        yield from part.messages
 
 
 def join_turns(parts: Sequence[Part], separator: str) -> list[Message]:
@@ -247,12 +240,11 @@ def join_turns(parts: Sequence[Part], separator: str) -> list[Message]:
     for assistant, group in groupby(parts, key=_is_assistant):
         run = list(group)
         if not assistant:
-            messages += chain.from_iterable(part.messages for part in run)
+            messages += all_messages(run)
             continue
         turn = run[-1].turn
         if turn is None or any(part.element is not None for part in run):
-            turn = _joined([message for part in run for message in part.messages], separator)
-            run[-1].turn = turn
+            turn = run[-1].turn = _joined([*all_messages(run)], separator)
         messages.append(turn)
     return messages
 

@@ -89,7 +89,6 @@ class OpenAIChat(OpenAIDialect):
         parts = dialect.decode_parts(fields, self.CONVERSATION, known, _part)
         if not parts:
             raise fields.refusal(self.CONVERSATION, "a non-empty list")
-        dialect.name_parts(parts, _ORPHAN)
         _refuse_options(fields)
         limit = "max_completion_tokens"
         if fields[limit] is None:
@@ -98,7 +97,7 @@ class OpenAIChat(OpenAIDialect):
         metadata = fields.inner("metadata")
         model_call = ModelCall(
             model=fields.optional("model", Fields.label) or "",
-            messages=[message for part in parts for message in part.messages],
+            messages=dialect.name_results(dialect.all_messages(parts), _ORPHAN),
             parts=parts,
             tools=[],
             stream=fields["stream"] is True,

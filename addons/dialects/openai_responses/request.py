@@ -219,7 +219,7 @@ def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[
     orphan = _ORPHAN
     if any(reply.is_summary(message) for part in [earlier, *said] for message in part.messages):
         orphan = ""  # it may stand for the call of a result
-    dialect.name_parts([earlier, *said], orphan)
+    dialect.name_results(dialect.all_messages([earlier, *said]), orphan)
     messages += earlier.messages
     messages += dialect.join_turns(said, "\n\n")
     if not messages:
