@@ -1,4 +1,4 @@
-"""The door to a run folder, which people send each other: what is opened, and what is taken from it.
+"""The door to a run folder, which people send each other: what is opened, and what is read.
 
 - **Files** are regular ones that no link leads to. They are opened without waiting, so that a FIFO
   hangs nobody.

@@ -39,12 +39,18 @@ class _Metadata(BaseModel):
 
 
 def tokenizer_digests(vocabulary: Mapping[str, int], chat_template: object) -> dict[str, str]:
-    """Return the entries of `run.json` by which two models are known to have the same tokenizer and chat template.
+    """Return the entries of `run.json` that say which tokenizer and chat template a model has.
 
     `vocabulary` is token -> id, as `get_vocab` of a Transformers tokenizer returns it.
     """
-    texts = {"tokenizer": json.dumps(vocabulary, sort_keys=True), "chat_template": str(chat_template)}
-    return {f"{name}_sha256": hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    return {
+        "tokenizer_sha256": _sha256(json.dumps(vocabulary, sort_keys=True)),
+        "chat_template_sha256": _sha256(str(chat_template)),
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_metadata(run: Path) -> dict[str, Any]:
@@ -64,34 +70,36 @@ def read_metadata(run: Path) -> dict[str, Any]:
         raise RunError(f"{path} has no schema_version, or one that is not an integer")
     if version != SCHEMA_VERSION:
         other = "a newer" if version > SCHEMA_VERSION else "an older"
-        raise RunError(f"{run} has schema {version}, this rolltap reads {SCHEMA_VERSION}: read it with {other} rolltap")
+        versions = f"{run} has schema {version}, this rolltap reads {SCHEMA_VERSION}"
+        raise RunError(f"{versions}: read it with {other} rolltap")
     return metadata
 
 
 def write_metadata(run: Path, metadata: dict[str, Any]) -> None:
-    """Create the run folder and its `run.json`, or check that an existing `run.json` has the same tokenizer.
+    """Create the run folder and its `run.json`, or check that it has the same tokenizer.
 
-    All token ids of a run belong to one tokenizer. Raises `RunError` when `run.json` has another tokenizer or chat
-    template, and `OSError`.
+    All token ids of a run belong to one tokenizer. Raises `RunError` when `run.json` has another
+    tokenizer or chat template, and `OSError`.
     """
     run.mkdir(parents=True, exist_ok=True)
     with locked(run, wait=True):
         if not (run / RUN_FILE).exists():
-            new = {"schema_version": SCHEMA_VERSION, "run_id": secrets.token_hex(4)}
-            _write_metadata(run, {**new, **metadata})
+            run_id = secrets.token_hex(4)
+            _write(run, {"schema_version": SCHEMA_VERSION, "run_id": run_id, **metadata})
             return
     require_tokenizer(run, metadata, "choose a new folder")
 
 
 def require_tokenizer(run: Path, metadata: Mapping[str, Any], advice: str) -> dict[str, Any]:
-    """Return the contents of `run.json`, if it has the same tokenizer and chat template as `metadata`.
+    """Return the contents of `run.json`.
 
-    Raises `RunError`, with advice, when it has not.
+    Raises `RunError`, with advice, if its tokenizer or chat template is not that of `metadata`.
     """
     known = read_metadata(run)
     for key in ("tokenizer_sha256", "chat_template_sha256"):
         if known.get(key) != metadata.get(key):
-            raise RunError(f"{run} was recorded with another {key.removesuffix('_sha256')}: {advice}")
+            what = key.removesuffix("_sha256")
+            raise RunError(f"{run} was recorded with another {what}: {advice}")
     return known
 
 
@@ -105,17 +113,18 @@ def add_recorder(run: Path, recorder: dict[str, Any]) -> None:
         recorders = metadata.setdefault("recorders", [])
         if recorder not in recorders:
             recorders.append(recorder)
-            _write_metadata(run, metadata)
+            _write(run, metadata)
 
 
 def add_engine(run: Path, url: str, engine: dict[str, Any]) -> None:
-    """Set `engines[url]` of `run.json` to an engine's description. Raises `RunError` and `OSError`."""
+    """Set `engines[url]` of `run.json` to a description. Raises `RunError` and `OSError`."""
     with locked(run, wait=True):
         metadata = read_metadata(run)
-        if metadata.setdefault("engines", {}).get(url) != engine:
-            metadata["engines"][url] = engine
-            _write_metadata(run, metadata)
+        engines = metadata.setdefault("engines", {})
+        if engines.get(url) != engine:
+            engines[url] = engine
+            _write(run, metadata)
 
 
-def _write_metadata(run: Path, metadata: dict[str, Any]) -> None:
+def _write(run: Path, metadata: dict[str, Any]) -> None:
     write_atomically(run / RUN_FILE, json.dumps(metadata, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""The records of a run: calls, sessions and events, the Arrow schemas of their tables, and the invariants of a call.
+"""The records of a run: calls, sessions and events, the schemas of their tables, and invariants.
 
-The recorder writes these rows and the trainer reads them. A field of a record is a column of its table, in this order;
-the store adds the last column, `digest`.
+The recorder writes these rows and the trainer reads them. A field of a record is a column of its
+table, in this order; the store adds the last column, `digest`.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, get_args
@@ -22,16 +22,27 @@ WEBSOCKET = "a WebSocket, which is not served"
 """`Event.detail` of a refused request to open one. Programs ask again over HTTP."""
 
 SENTINEL_LOGPROB = -9999.0
-"""The value to which vLLM clamps log-probabilities. It stands for "unknown", not for "very unlikely"."""
+"""The value to which vLLM clamps log-probabilities: "unknown", not "very unlikely"."""
 
 CallKind = Literal["root", "bridged", "rendered"]
 CallRole = Literal["agent", "subagent", "compaction", "auxiliary"]
-"""Purpose of a call. `agent`: the harness's main conversation. `subagent`: a helper agent that it started.
-`compaction`: a summary of its own history. `auxiliary`: a side question (a title, a routing decision, a loop check, a
-commit message) that is not part of solving the task."""
+"""Purpose of a call.
+
+`agent`: the harness's main conversation. `subagent`: a helper agent that it started. `compaction`:
+a summary of its own history. `auxiliary`: a side question (a title, a routing decision, a loop
+check, a commit message) that is not part of solving the task.
+"""
 CallStatus = Literal["completed", "aborted", "failed"]
 SessionStatus = Literal[
-    "completed", "failed", "timeout", "budget", "infrastructure", "unjudged", "diverged", "cancelled", "unknown"
+    "completed",
+    "failed",
+    "timeout",
+    "budget",
+    "infrastructure",
+    "unjudged",
+    "diverged",
+    "cancelled",
+    "unknown",
 ]
 """Outcome of a session.
 
@@ -49,7 +60,15 @@ SessionStatus = Literal[
 """
 SESSION_JSON = ("parts", "evidence", "suspicions")
 """Columns of `sessions` that hold a JSON object."""
-UNREWARDED: frozenset[SessionStatus] = frozenset({"infrastructure", "unjudged", "diverged", "cancelled", "unknown"})
+UNREWARDED: frozenset[SessionStatus] = frozenset(
+    {
+        "infrastructure",
+        "unjudged",
+        "diverged",
+        "cancelled",
+        "unknown",
+    }
+)
 """Outcomes without a reward, whoever gave one."""
 EventKind = Literal[
     "session_started",
@@ -75,9 +94,9 @@ EventKind = Literal[
 
 
 def json_text(value: Any) -> str:
-    """Return `value` as the JSON of a column. NaN and the infinities, which JSON lacks, become texts: `"-Infinity"`.
+    """Return `value` as the JSON of a column. Times are in ISO 8601.
 
-    Times are in ISO 8601.
+    NaN and the infinities, which JSON lacks, become texts: `"-Infinity"`.
     """
     encode = partial(json.dumps, ensure_ascii=False, default=datetime.isoformat)
     try:
@@ -93,7 +112,7 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """The weights that sampled `completion_ids[start:end]`; `version` is the engine's name for them."""
+    """The weights that sampled `completion_ids[start:end]`, by the engine's name for them."""
 
     version: str
     start: int
@@ -104,36 +123,41 @@ class VersionSpan:
 class Call:
     """One model call of a session.
 
-    `prompt_ids` is the full prompt. `to_row` stores only the tokens after the parent's prompt and completion
-    (`prefix_length` tokens), so that a conversation of T turns takes O(T) tokens on disk. `messages` holds only the
-    messages after the parent's conversation and reply. The `parsed_` properties parse the columns that hold JSON.
+    `prompt_ids` is the full prompt. `to_row` stores only the tokens after the parent's prompt and
+    completion (`prefix_length` tokens), so that a conversation of T turns takes O(T) tokens on
+    disk. `messages` holds only the messages after the parent's conversation and reply. The
+    `parsed_` properties parse the columns that hold JSON.
 
     Attributes:
-        prompt_ids: Token ids that the engine was given, shape (P,).
-        completion_ids: Sampled token ids, the end-of-turn token included when it was sampled, shape (C,).
-        logprobs: Natural-log probability of each sampled token under the sampling policy, shape (C,).
-        weight_versions: Spans that cover `completion_ids` without gap or overlap.
-        parent_id: The earlier call whose prompt and completion are a prefix of this prompt; None for a root or
+        prompt_ids: Token ids that the engine was given, shape (P,). completion_ids: Sampled token
+        ids, the end-of-turn token included when it was sampled, shape (C,). logprobs: Natural-log
+        probability of each sampled token under the sampling policy, shape (C,). weight_versions:
+        Spans that cover `completion_ids` without gap or overlap. parent_id: The earlier call whose
+        prompt and completion are a prefix of this prompt; None for a root or
             a rendered call.
-        prefix_length: Length of that prefix in tokens.
-        kind: Origin of the prompt. `bridged`: the parent's tokens and the tokens of the new messages. `root`:
-            rendered, as the conversation has no earlier reply. `rendered`: rendered, although it has one.
-        kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request leaves out the text of
-            the parent's reply, which is in the prompt as it was sampled; else None. Of the first call of a fork, a
-            `root`: the recorded call whose tokens its prompt continues.
-        violation: The invariant that the tokens break (`find_violation`). Such a call is kept and left out of
+        prefix_length: Length of that prefix in tokens. kind: Origin of the prompt. `bridged`: the
+        parent's tokens and the tokens of the new messages. `root`:
+            rendered, as the conversation has no earlier reply. `rendered`: rendered, although it
+            has one.
+        kind_reason: Reason why this call is not `bridged`. Of a `bridged` one: that the request
+        leaves out the text of
+            the parent's reply, which is in the prompt as it was sampled; else None. Of the first
+            call of a fork, a `root`: the recorded call whose tokens its prompt continues.
+        violation: The invariant that the tokens break (`find_violation`). Such a call is kept and
+        left out of
             traces.
-        role_evidence: Header, field or structure of the request that determined `role`; empty for the default.
-        dialect: Name of the API: `openai-chat`, `openai-responses`, `anthropic-messages` or
+        role_evidence: Header, field or structure of the request that determined `role`; empty for
+        the default. dialect: Name of the API: `openai-chat`, `openai-responses`,
+        `anthropic-messages` or
             `google-generate-content`; empty for an imported call.
-        model: Model name in the harness's request.
-        sampling: JSON of the sampling parameters sent to the engine. Key `asked`: further parameters that the
+        model: Model name in the harness's request. sampling: JSON of the sampling parameters sent
+        to the engine. Key `asked`: further parameters that the
             harness requested; they were not applied.
-        messages: JSON list of the new messages.
-        tools: JSON list of the tools shown to the model; None when they equal the parent's.
-        reply: JSON of the assistant message as the harness received it; None when there is none.
-        cached_tokens: Prompt tokens that the engine took from its prefix cache; None when it does not say.
-        engine: URL of the engine that sampled the last token.
+        messages: JSON list of the new messages. tools: JSON list of the tools shown to the model;
+        None when they equal the parent's. reply: JSON of the assistant message as the harness
+        received it; None when there is none. cached_tokens: Prompt tokens that the engine took from
+        its prefix cache; None when it does not say. engine: URL of the engine that sampled the last
+        token.
     """
 
     session_id: str
@@ -169,7 +193,10 @@ class Call:
 
     @property
     def parsed_messages(self) -> list[dict[str, Any]]:
-        """`messages`, parsed: Chat Completions messages. A tool call's arguments are an object, or text if not JSON."""
+        """`messages`, parsed: Chat Completions messages.
+
+        A tool call's arguments are an object, or text if not JSON.
+        """
         messages: list[dict[str, Any]] = json.loads(self.messages)
         return messages
 
@@ -193,9 +220,13 @@ class Call:
 
     @property
     def under_grammar(self) -> bool:
-        """True when the engine held the reply to a JSON schema: its log-probabilities are not the policy's."""
+        """True when the engine held the reply to a JSON schema.
+
+        Its log-probabilities are not the policy's.
+        """
+        name = "structured_outputs"
         # most calls need no parsing
-        return "structured_outputs" in self.sampling and "structured_outputs" in self.parsed_sampling
+        return name in self.sampling and name in self.parsed_sampling
 
     def event(self, kind: EventKind, detail: str = "") -> "Event":
         """Return an event about the call."""
@@ -214,7 +245,7 @@ class Call:
         row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}
         row["prompt_length"] = len(self.prompt_ids)
         row["prompt_tail_ids"] = self.prompt_ids[self.prefix_length :]
-        row["weight_versions"] = [{"version": s.version, "start": s.start, "end": s.end} for s in self.weight_versions]
+        row["weight_versions"] = [asdict(span) for span in self.weight_versions]
         return row
 
 
@@ -223,23 +254,24 @@ class Session:
     """One run of one harness on one task; a row of `SESSION_SCHEMA`.
 
     Attributes:
-        group_id: Sessions with the same `group_id` are compared with each other. An empty one makes a group of
+        group_id: Sessions with the same `group_id` are compared with each other. An empty one makes
+        a group of
             its own.
-        exit_status: Exit status of the harness; None when it was stopped or not started.
-        reward: None when there is none. Such a session is not trained on. There is none with a status of `UNREWARDED`.
-        parts: The reward's parts: name -> finite number.
-        evidence: JSON values of what the judge saw: tests and their results, the digest of the changes, why there is no
+        exit_status: Exit status of the harness; None when it was stopped or not started. reward:
+        None when there is none. Such a session is not trained on. There is none with a status of
+        `UNREWARDED`. parts: The reward's parts: name -> finite number. evidence: JSON values of
+        what the judge saw: tests and their results, the digest of the changes, why there is no
             reward.
-        suspicions: Name of a rule -> how often the session matched it.
-        error: Why the session is not `completed`.
-        revision: Of several rows of a session the one with the highest revision counts; the others stay.
-        policy_version: The weights that sampled the first token of the session's calls. Without a token, those that
+        suspicions: Name of a rule -> how often the session matched it. error: Why the session is
+        not `completed`. revision: Of several rows of a session the one with the highest revision
+        counts; the others stay. policy_version: The weights that sampled the first token of the
+        session's calls. Without a token, those that
             were expected to.
         harness_version: Version that the program itself reports; empty when it does not.
         program_digest: SHA-256 of the harness's program, and of the files that its preset names.
-        preset_digest: SHA-256 of the harness's description.
-        task_digest: SHA-256 of the task: its fields, and the files that it names.
-        runtime: Where the session ran: `process`, `sandbox`, `container` or `apptainer`; empty for a program that
+        preset_digest: SHA-256 of the harness's description. task_digest: SHA-256 of the task: its
+        fields, and the files that it names. runtime: Where the session ran: `process`, `sandbox`,
+        `container` or `apptainer`; empty for a program that
             rolltap did not start.
         image_digest: Digest of the container image; empty without one.
     """
@@ -267,9 +299,14 @@ class Session:
     finished_at: datetime | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """Return the session as a row of `SESSION_SCHEMA` without its digest. `SESSION_JSON` are JSON texts there."""
+        """Return the session as a row of `SESSION_SCHEMA` without its digest.
+
+        `SESSION_JSON` are JSON texts there.
+        """
         row = {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
-        return row | {name: json_text(row[name]) for name in SESSION_JSON}
+        for name in SESSION_JSON:
+            row[name] = json_text(row[name])
+        return row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -278,28 +315,27 @@ class Event:
 
     | kind | meaning |
     | --- | --- |
-    | `session_started` | a rollout started the session; `detail` is a JSON object of its task, group and runtime |
+    | `session_started` | a rollout started it; `detail`: a JSON object of task, group and runtime |
     | `call_started` | intent, committed before the engine is asked |
     | `refused` | request to a host or path that is not served |
     | `uncaptured` | request that looks like a model call and was not answered by the recorder |
     | `unauthorised` | bad proxy credentials |
     | `rejected` | model call that was refused for what it asked, before it reached the engine |
-    | `unreadable` | model call that was refused because it has tools, and the model's tool calls cannot be read |
-    | `hidden` | model call with images, audio or files, of which the model gets a text instead; `detail` has their \
-number |
-    | `controls` | model call with control tokens of the chat format in its texts, of which the model gets the texts; \
-`detail` has their number, and why it gets the tokens where a renderer keeps no texts |
-    | `budget` | model call that was refused, or reply that was cut, because a budget of the session was used up |
-    | `fault` | model call that failed because of the engine, the recorder or the machine; `call_id` is None when it \
-failed before it began |
+    | `unreadable` | model call with tools, refused: the model's tool calls cannot be read |
+    | `hidden` | model call with media, of which the model gets a text; `detail`: their number |
+    | `controls` | model call with control tokens of the chat format in its texts; `detail`: how \
+many, and why the model gets the tokens where a renderer keeps no texts |
+    | `budget` | model call that was refused, or reply that was cut: a budget is used up |
+    | `fault` | model call that failed because of engine, recorder or machine; without a \
+`call_id` it failed before it began |
     | `joined` | retry of a call that was still running |
     | `replayed` | retry that received the finished reply again |
-    | `rerun` | request that a recorded call of another session answered: `call_id` is that call, `detail` a JSON \
-object of its run and session |
-    | `diverged` | request of a rerun that no recorded call answers; `detail` has the first difference |
+    | `rerun` | request that a recorded call of another session answered: `call_id`; \
+`detail`: a JSON object of its run and session |
+    | `diverged` | request of a rerun that no recorded call answers; `detail`: the difference |
     | `continued` | engine failure during a call, which went on from the last sampled token |
-    | `switched` | the engine no longer had the session's adapter, and the session went on with the published policy |
-    | `stored` | an entry of a conversation, in runs of recorders that served conversations; `detail` is its JSON |
+    | `switched` | the engine lost the session's adapter: it went on with the published policy |
+    | `stored` | an entry of a conversation of the Conversations API, before; `detail`: its JSON |
     | `ended` | the session takes no more calls |
 
     Attributes:
@@ -330,7 +366,15 @@ _TYPES: dict[Any, pa.DataType] = {
     datetime: pa.timestamp("us", tz="UTC"),
     list[int]: pa.list_(pa.int32()),
     list[float]: pa.list_(pa.float32()),
-    list[VersionSpan]: pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])),
+    list[VersionSpan]: pa.list_(
+        pa.struct(
+            [
+                ("version", pa.string()),
+                ("start", pa.int32()),
+                ("end", pa.int32()),
+            ]
+        )
+    ),
 }
 """Type of a field -> type of its column. Any column may have no value. A `Literal` is a string."""
 
@@ -340,14 +384,17 @@ def schema_of(record: type) -> pa.Schema:
     columns: list[tuple[str, pa.DataType]] = []
     for each in fields(record):
         if each.name == "prompt_ids":
-            columns += [("prompt_length", pa.int32()), ("prompt_tail_ids", _TYPES[list[int]])]
+            columns.append(("prompt_length", _TYPES[int]))
+            columns.append(("prompt_tail_ids", _TYPES[list[int]]))
         elif each.name != "prefix_length":
-            kinds = [each.type, *get_args(each.type)]
-            columns.append((each.name, next((_TYPES[kind] for kind in kinds if kind in _TYPES), pa.string())))
+            kinds = [_TYPES[kind] for kind in (each.type, *get_args(each.type)) if kind in _TYPES]
+            columns.append((each.name, kinds[0] if kinds else pa.string()))
     return pa.schema([*columns, (DIGEST, pa.string())])
 
 
-CALL_SCHEMA, SESSION_SCHEMA, EVENT_SCHEMA = schema_of(Call), schema_of(Session), schema_of(Event)
+CALL_SCHEMA = schema_of(Call)
+SESSION_SCHEMA = schema_of(Session)
+EVENT_SCHEMA = schema_of(Event)
 
 
 def find_violation(
@@ -359,15 +406,15 @@ def find_violation(
 ) -> str | None:
     """Return the first token invariant that a call breaks, in words, or None.
 
-    Invariants: at most `asked` token ids, each one of the vocabulary's; one log-probability per token id; every
-    log-probability is finite, at most 0 and not vLLM's sentinel; the weight version spans cover the completion without
-    gap or overlap.
+    Invariants: at most `asked` token ids, each one of the vocabulary's; one log-probability per
+    token id; every log-probability is finite, at most 0 and not vLLM's sentinel; the weight version
+    spans cover the completion without gap or overlap.
     """
     if asked is not None and len(completion_ids) > asked:
         return f"{len(completion_ids)} token ids where at most {asked} were asked"
-    if not 0 <= min(completion_ids, default=0) <= max(completion_ids, default=0) < vocabulary:
-        i = next(i for i, token_id in enumerate(completion_ids) if not 0 <= token_id < vocabulary)
-        return f"token {i} is {completion_ids[i]}, which is not in the vocabulary"
+    for i, token_id in enumerate(completion_ids):
+        if not 0 <= token_id < vocabulary:
+            return f"token {i} is {token_id}, which is not in the vocabulary"
     if len(completion_ids) != len(logprobs):
         return f"{len(completion_ids)} token ids but {len(logprobs)} log-probabilities"
     for i, logprob in enumerate(logprobs):

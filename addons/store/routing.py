@@ -1,7 +1,7 @@
-"""The experts that an engine chose for the tokens of a call: a row of the table `routing`, beside that of the call.
+"""The experts that an engine chose for the tokens of a call: a row of the table `routing`.
 
-A row has the tokens from the last one of its parent call on, because the parent's row has those before. The last
-sampled token has none: no engine has computed it.
+A row has the tokens from the last one of its parent call on, because the parent's row has those
+before. The last sampled token has none: no engine has computed it.
 """
 
 import base64
@@ -44,20 +44,23 @@ ROUTING_SCHEMA = schema_of(Routing)
 
 
 def first_routed(call: Call) -> int:
-    """Return the position of the first token whose experts the rows of earlier calls do not have."""
+    """Return the position of the first token whose experts no row of an earlier call has."""
     return max(0, call.prefix_length - 1)
 
 
 def make_routing(call: Call, encoded: str | None) -> Routing:
-    """Return the routing of a finished call, from vLLM's `routed_experts`: a base64 text of an `.npy` file.
+    """Return the routing of a finished call, from vLLM's `routed_experts`.
 
-    What does not have the call's number of tokens is left out, with the reason in `missing`.
+    That is a base64 text of an `.npy` file. What does not have the call's number of tokens is left
+    out, with the reason in `missing`.
     """
-    routing = Routing(session_id=call.session_id, call_id=call.call_id, first=first_routed(call))
+    first = first_routed(call)
+    routing = Routing(session_id=call.session_id, call_id=call.call_id, first=first)
     if encoded is None:
-        routing.missing = "the engine returned none: start it with --enable-return-routed-experts"
+        fix = "start it with --enable-return-routed-experts"
+        routing.missing = f"the engine returned none: {fix}"
         return routing
-    tokens = len(call.prompt_ids) + len(call.completion_ids) - 1 - routing.first
+    tokens = len(call.prompt_ids) + len(call.completion_ids) - 1 - first
     try:
         file = io.BytesIO(base64.b64decode(encoded, validate=True))
         experts: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)

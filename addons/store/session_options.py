@@ -1,4 +1,7 @@
-"""Options of one session, in place of the recorder's: a file in the run folder, written before its first call."""
+"""Options of one session, in place of the recorder's.
+
+They are a file in the run folder, which is written before the session's first call.
+"""
 
 import json
 from collections.abc import Mapping
@@ -23,8 +26,11 @@ class SessionOptions(NamedTuple):
 
     def write(self, run: Path, session_id: str) -> None:
         """Give them to a session of a run; without any, nothing is written. Raises `OSError`."""
-        given: dict[str, Any] = {"sampling": dict(self.sampling)} if self.sampling else {}
-        given |= {"rerun": self.rerun.as_json()} if self.rerun else {}
+        given: dict[str, Any] = {}
+        if self.sampling:
+            given["sampling"] = dict(self.sampling)
+        if self.rerun is not None:
+            given["rerun"] = self.rerun.as_json()
         if given:
             path = _file(run, session_id)
             path.parent.mkdir(exist_ok=True)
@@ -33,15 +39,17 @@ class SessionOptions(NamedTuple):
     @classmethod
     def read(cls, run: Path, session_id: str) -> Self:
         """Return those of a session. Raises `OSError`, and `ValueError` for a damaged file."""
+        path = _file(run, session_id)
         try:
-            given = json.loads(_file(run, session_id).read_text())
+            given = json.loads(path.read_text())
             rerun = given.get("rerun")
             return cls(given.get("sampling", {}), rerun and RecordedFrom.of(rerun))
         except FileNotFoundError:
             return cls()
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{_file(run, session_id)} has no options of a session: {error!r}") from error
+            raise ValueError(f"{path} has no options of a session: {error!r}") from error
 
 
 def _file(run: Path, session_id: str) -> Path:
-    return run / "given" / f"{blake2b(session_id.encode(), digest_size=16).hexdigest()}.json"
+    name = blake2b(session_id.encode(), digest_size=16).hexdigest()
+    return run / "given" / f"{name}.json"

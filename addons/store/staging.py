@@ -28,15 +28,17 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterator[int | None]:
-    """Lock a file or folder (`flock`) for the block. Yields its descriptor, or None when it is not locked.
+    """Lock a file or folder (`flock`) for the block. Yields its descriptor, or None.
 
-    It is not locked when another process holds the lock, or when `path` was replaced or removed meanwhile. With `wait`,
-    block until the lock is free. Raises `OSError`, with `wait` also for a replaced `path`.
+    It is None when another process holds the lock, or when `path` was replaced or removed
+    meanwhile. With `wait`, block until the lock is free. Raises `OSError`, with `wait` also for a
+    replaced `path`.
     """
     descriptor = os.open(path, mode | os.O_NONBLOCK)  # a FIFO has no other end
     try:
+        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, how)
             held = os.path.samestat(os.fstat(descriptor), path.stat())
         except (BlockingIOError, FileNotFoundError):
             held = False
@@ -49,10 +51,10 @@ def locked(path: Path, mode: int = os.O_RDONLY, *, wait: bool = False) -> Iterat
 
 @contextmanager
 def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
-    """Yield a locked file that replaces `path` when the block ends, and is removed when the block raises.
+    """Yield a locked file that replaces `path` when the block ends, unless the block raises.
 
-    Readers see either the old or the new contents, also after a machine crash: the file is fsynced before the rename.
-    Raises `OSError`.
+    Readers see either the old or the new contents, also after a machine crash: the file is fsynced
+    before the rename. Raises `OSError`.
     """
     hidden = hidden_name(path)
     with open(hidden, mode) as file:
@@ -69,9 +71,9 @@ def new_file(path: Path, mode: str) -> Iterator[IO[Any]]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically. A pipe or device cannot be replaced and is written to directly.
+    """Write `text` to `path` atomically. Raises `OSError`.
 
-    Raises `OSError`.
+    A pipe or device cannot be replaced and is written to directly.
     """
     if path.exists() and not path.is_file():
         path.write_text(text)
@@ -84,11 +86,13 @@ def write_atomically(path: Path, text: str) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a folder that becomes `out` when the block ends, and is removed when the block raises.
 
-    The hidden folder is locked while it is written. An unlocked one was left by a killed command and is written anew.
-    The yielded folder lies inside it, because writers lock the folder that they write to.
+    The hidden folder is locked while it is written. An unlocked one was left by a killed command
+    and is written anew. The yielded folder lies inside it, because writers lock the folder that
+    they write to.
 
-    Raises `RunError` when `out` exists and is not an empty folder, when another command is writing it, and for an
-    `OSError` such as a full disk or a missing permission. `BrokenPipeError` passes through.
+    Raises `RunError` when `out` exists and is not an empty folder, when another command is writing
+    it, and for an `OSError` such as a full disk or a missing permission. `BrokenPipeError` passes
+    through.
     """
     out = out.resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
