@@ -74,7 +74,7 @@ class Fields:
         place = self._place
         if key is not None:
             name = self._wording.name(key)
-            place = f"{place}.{name}" if place else name
+            place = f"{place}.{name}".removeprefix(".")
         if index is not None:
             place += self._wording.index.format(index)
         return place
@@ -103,7 +103,9 @@ class Fields:
 
     def optional(self, key: str, read: "Callable[[Fields, str], T]") -> T | None:
         """Return `read(self, key)`, or None for an absent field. Raises what `read` raises."""
-        return None if self[key] is None else read(self, key)
+        if self[key] is None:
+            return None
+        return read(self, key)
 
     def text(self, key: str) -> str:
         """Return a string, which may be empty. Raises."""
@@ -177,8 +179,9 @@ class Fields:
 
         Raises.
         """
-        single = self.maybe(key, str)
-        texts = self.elements(key) if single is None else [single]
+        texts = [self[key]]
+        if not isinstance(self[key], str):
+            texts = self.elements(key)
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise self.refusal(key, "a string", index)

@@ -39,15 +39,22 @@ class TooManyLevels(ValueError):
 
 def nests_deeper(value: Any, levels: int) -> bool:
     """Return True when objects and lists in `value` are nested more than `levels` deep."""
-    nested = [value] if isinstance(value, dict | list) else []
+    level = [value]
     for _ in range(levels):
-        if not nested:
+        level = _values_within(level)
+        if not level:
             return False
-        within: list[Any] = []
-        for outer in nested:
-            within += outer.values() if isinstance(outer, dict) else outer
-        nested = [inner for inner in within if isinstance(inner, dict | list)]
-    return bool(nested)
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def _values_within(outer: list[Any]) -> list[Any]:
+    within: list[Any] = []
+    for value in outer:
+        if isinstance(value, dict):
+            within += value.values()
+        elif isinstance(value, list):
+            within += value
+    return within
 
 
 def check_values(text: bytes) -> None:
@@ -80,13 +87,17 @@ def _outside_of_texts(text: bytes) -> int:
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     marks = texts = begin = 0
     while begin < len(plain) and max(marks, texts) <= MOST_VALUES:
-        quote = plain.find(b'"', begin)
-        end = len(plain) if quote < 0 else quote
-        marks += _marks(plain[begin:end])
+        quote = _find_quote(plain, begin)
+        marks += _marks(plain[begin:quote])
         texts += 1
-        closing = plain.find(b'"', end + 1)
-        begin = len(plain) if closing < 0 else closing + 1
+        begin = _find_quote(plain, quote + 1) + 1
     return max(marks, texts)
+
+
+def _find_quote(text: bytes, begin: int) -> int:
+    """Return the offset of the next quote, the end of the text without one."""
+    quote = text.find(b'"', begin)
+    return len(text) if quote < 0 else quote
 
 
 _WORD = re.compile(r"[\w.:/+-]{0,32}", re.ASCII)
@@ -136,8 +147,10 @@ def is_word(text: str) -> bool:
 def described(value: Any) -> str:
     """Return a value for an error message, which is recorded: a short word, or its kind."""
     match value:
+        case str() if is_word(value):
+            return repr(value)
         case str():
-            return repr(value) if is_word(value) else f"a text of {len(value)} characters"
+            return f"a text of {len(value)} characters"
         case dict():
             return "an object"
         case list():
@@ -153,8 +166,8 @@ def _cleaned(value: Any, names: Collection[str], depth: int = 0) -> Any:
     """Return a value without texts that are not short words."""
     if depth > _DEEPEST:
         return "(deeper)"
-    if isinstance(value, str):
-        return value if value in names else _short(value)
+    if isinstance(value, str) and value not in names:
+        return _short(value)
     if isinstance(value, list):
         return [_cleaned(inner, names, depth + 1) for inner in value]
     if not isinstance(value, dict):
