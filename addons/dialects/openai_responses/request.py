@@ -214,13 +214,13 @@ def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[
     instructions = fields.optional("instructions", Fields.text)
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    earlier = Part(before)
     said = [part for part in parts if part.messages]
+    conversation = [*before, *dialect.all_messages(said)]
     orphan = _ORPHAN
-    if any(reply.is_summary(message) for part in [earlier, *said] for message in part.messages):
+    if any(map(reply.is_summary, conversation)):
         orphan = ""  # it may stand for the call of a result
-    dialect.name_results(dialect.all_messages([earlier, *said]), orphan)
-    messages += earlier.messages
+    dialect.name_results(conversation, orphan)
+    messages += before
     messages += dialect.join_turns(said, "\n\n")
     if not messages:
         raise DialectError("'input' must hold at least one message.")
