@@ -53,6 +53,7 @@ async def sample(
         policy = policies.choose()
         weights.begin(policy)
         engine = engines.of(call.session_id, failed)
+        call.engine = engine.url
         request = {**sampling, "max_tokens": sampling["max_tokens"] - len(call.completion_ids)}
         if engines.routing:
             request[ROUTED] = first_routed(call)
@@ -100,10 +101,13 @@ async def sample(
 
 
 async def _sample_rest(
-    call: Call, sampling: dict[str, Any], engine: Engine, weights: "_Weights", vocabulary: int
+    call: Call,
+    sampling: dict[str, Any],
+    engine: Engine,
+    weights: "_Weights",
+    vocabulary: int,
 ) -> AsyncIterator[Chunk]:
     """Request the rest of the completion once. Raises `EngineError`."""
-    call.engine = engine.url
     start = len(call.completion_ids)
     most = start + sampling["max_tokens"]
     finish_reason = None
