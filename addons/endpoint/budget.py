@@ -1,7 +1,8 @@
 """Budgets of a session: its model calls, its sampled tokens, and the prompt tokens of one call.
 
-A call takes from the budgets before it begins, and gives back what it did not use, so that calls at
-the same time cannot use more than there is. Used is what the session's rows say, after a restart too.
+A call takes from the budgets before it begins, and gives back what it did not use, so that calls
+at the same time cannot use more than there is. Used is what the session's rows say, after a
+restart too.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any
 from rolltap.addons.dialects.call import ContextOverflow, DialectError
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.routes import CHAT, DIALECTS
+from rolltap.addons.options import RecorderOptions
 from rolltap.addons.store.records import Call, Event
 
 WAITED = ", while it waited for an engine: "
@@ -43,25 +45,18 @@ class PromptOverBudget(ContextOverflow):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Budgets of each session of a recorder. 0 is none."""
+def prompt_window(options: RecorderOptions, context_window: int) -> int:
+    """Return the number of prompt tokens that a call may have of an engine's context window."""
+    return min(context_window, options.max_prompt_tokens or context_window)
 
-    max_calls: int = 0
-    max_sampled_tokens: int = 0
-    max_prompt_tokens: int = 0
-    """Of one call."""
 
-    def window(self, context_window: int) -> int:
-        """Return the number of prompt tokens that a call may have of an engine's window."""
-        return min(context_window, self.max_prompt_tokens or context_window)
-
-    def require_fit(self, prompt_tokens: int, context_window: int) -> None:
-        """Raise `ContextOverflow` for a prompt without room for a reply, or over the budget."""
-        if self.max_prompt_tokens and prompt_tokens > self.max_prompt_tokens:
-            raise PromptOverBudget(prompt_tokens, self.max_prompt_tokens)
-        if prompt_tokens >= context_window:
-            raise ContextOverflow(prompt_tokens, context_window)
+def require_fit(options: RecorderOptions, prompt_tokens: int, context_window: int) -> None:
+    """Raise `ContextOverflow` for a prompt without room for a reply, or over the budget."""
+    most = options.max_prompt_tokens
+    if most and prompt_tokens > most:
+        raise PromptOverBudget(prompt_tokens, most)
+    if prompt_tokens >= context_window:
+        raise ContextOverflow(prompt_tokens, context_window)
 
 
 @dataclass(slots=True)
@@ -131,7 +126,7 @@ class SessionBudget:
     Not thread-safe: use it in the event loop.
     """
 
-    budgets: Budgets
+    options: RecorderOptions
     used: Used
     running: list[Grant] = field(default_factory=list)
     """The grants of its running calls."""
@@ -142,11 +137,11 @@ class SessionBudget:
 
         Returns None when running calls may give back what is missing: try again after `settled`.
         """
-        most_calls = self.budgets.max_calls
+        most_calls = self.options.max_calls
         if most_calls and self.used.calls + len(self.running) >= most_calls:
             raise BudgetUsedUp(f"it may make {most_calls:,} model calls", dialect)
         left = max_tokens
-        most = self.budgets.max_sampled_tokens
+        most = self.options.max_sampled_tokens
         if most:
             reserved = sum(grant.tokens for grant in self.running)
             left = most - self.used.tokens - reserved

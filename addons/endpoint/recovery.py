@@ -3,7 +3,7 @@
 recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
 if recovered.ended: ...                    # refuse with 410
 prompt = recovered.prompt(dialect, model_call)
-find_retried([*recovered.finished, *generations], request_digest(...), headers)
+find_retried(recovered.calls, request_digest(...), headers)
 """
 
 import json
@@ -175,8 +175,8 @@ class RecoveredSession:
         self.given = given
         """Options of this session alone."""
         self.conversations = Conversations(recovery.rendering)
-        self.finished: list[Generation] = []
-        """The newest completed calls, oldest first."""
+        self.calls: list[Generation] = []
+        """The calls that run, and the newest completed ones, oldest first."""
         self.roles = SessionRoles()
         """Known after `index`."""
         self.last_version: str | None = None
@@ -259,7 +259,7 @@ class RecoveredSession:
             finished_at = recorded.row["finished_at"] or self._recovery.started
             lost = last_start <= finished_at < self._recovery.started
             if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
-                self.finished.append(call)
+                self.calls.append(call)
 
     def _rows(self) -> tuple[list[Row], bool]:
         """Return the session's rows as `Recovery.rows`."""

@@ -12,7 +12,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -21,7 +20,7 @@ from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import find_route
 from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
-from rolltap.addons.endpoint.budget import Budgets
+from rolltap.addons.endpoint.budget import prompt_window
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
@@ -79,11 +78,6 @@ class Endpoint:
         self.writer = writer
         self.options = options
         self.warnings = warnings
-        self.budgets = Budgets(
-            options.max_calls,
-            options.max_sampled_tokens,
-            options.max_prompt_tokens,
-        )
         self.refusals = Refusals(writer.note)
         self.sessions: dict[str, Session] = {}
         """Session id -> state, of the sessions that asked lately. The others are in the run."""
@@ -114,7 +108,6 @@ class Endpoint:
         self._new_session = partial(
             Session,
             options=self.options,
-            budgets=self.budgets,
             engines=self.engines,
             published=PolicyFile(self.writer.run),
             rendering=self.rendering,
@@ -190,8 +183,9 @@ class Endpoint:
         try:
             if route.service == "models":
                 served = await self._engine(asked)
-                served = replace(served, context_window=self.budgets.window(served.context_window))
-                return _json(dialect.encode_models(asked.target, [served], now))
+                most = prompt_window(self.options, served.context_window)
+                models = [ServedModel(served.name, most)]
+                return _json(dialect.encode_models(asked.target, models, now))
             async with self._bodies.read(request, asked.session_id) as body:
                 session = self._session(asked)
                 model_call = await session.decode(dialect, body, asked)
@@ -211,6 +205,7 @@ class Endpoint:
             return await answer(generation, dialect, context, request)
         finally:
             session.settle()
+            session.touch()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says.

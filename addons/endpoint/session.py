@@ -1,7 +1,7 @@
 """One session in the endpoint: its conversations, its budget and its running calls.
 
-The state is a cache of the session's rows: what earlier calls were is read from the run at the first
-request, so an idle session can be dropped and a new one continues where it was.
+The state is a cache of the session's rows: what earlier calls were is read from the run at the
+first request, so an idle session can be dropped and a new one continues where it was.
 """
 
 import asyncio
@@ -16,7 +16,13 @@ from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.stored import NamesStored, StoredCall
 from rolltap.addons.endpoint.body import RecentBodies
-from rolltap.addons.endpoint.budget import FINAL_STATUS, Grant, SessionBudget, prompt_window, require_fit
+from rolltap.addons.endpoint.budget import (
+    FINAL_STATUS,
+    Grant,
+    SessionBudget,
+    prompt_window,
+    require_fit,
+)
 from rolltap.addons.endpoint.generation import Generation
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
@@ -128,9 +134,9 @@ class Session:
         """Return the call that a decoded request of `num_bytes` bytes repeats, or start one.
 
         `context_window` is the engine's, in tokens. Raises `DialectError` when the session has
-        ended, a budget is used up or the prompt fills the window, `RunError` when the session's rows
-        cannot be read, and `OSError` also when the call's event cannot be committed or the disk is
-        nearly full.
+        ended, a budget is used up or the prompt fills the window, `RunError` when the session's
+        rows cannot be read, and `OSError` also when the call's event cannot be committed or the
+        disk is nearly full.
 
         A call that needs what running ones have reserved of a budget waits for their ends.
         """
@@ -177,8 +183,8 @@ class Session:
     def settle(self) -> None:
         """Forget finished calls that no retry can get: those of errors, and all but the newest.
 
-        Of the calls that run and whose listeners have gone, only the newest `LEFT` wait for a retry:
-        each holds an engine.
+        Of the calls that run and whose listeners have gone, only the newest `LEFT` wait for a
+        retry: each holds an engine.
         """
         left = [each for each in self.generations if not each.listeners]
         running = [each for each in left if not each.done]

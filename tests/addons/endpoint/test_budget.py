@@ -3,13 +3,14 @@
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
-from rolltap.addons.endpoint.budget import Budgets, BudgetUsedUp, SessionBudget, Used
+from rolltap.addons.endpoint.budget import BudgetUsedUp, SessionBudget, Used
 from rolltap.addons.store.records import Call
 from tests.addons.harness import RETRY, content, user
 from tests.scripted_engine import Answer, Say
@@ -184,7 +185,7 @@ CALL = Call(session_id="s", call_id="c", prompt_ids=[])
 
 
 @given(
-    most=st.builds(Budgets, max_calls=st.integers(0, 5), max_sampled_tokens=st.integers(0, 40)),
+    most=st.builds(SimpleNamespace, max_calls=st.integers(0, 5), max_sampled_tokens=st.integers(0, 40)),
     steps=st.lists(
         st.one_of(
             st.tuples(st.just("take"), st.integers(1, 30)),
@@ -231,7 +232,7 @@ def test_no_order_of_calls_goes_over_a_budget_and_no_call_waits_for_nothing(most
     ],
 )
 def test_every_call_that_an_engine_was_asked_counts_unless_it_ends_in_a_fault_of_ours(status, error, fault, calls):
-    budget = SessionBudget(Budgets(max_calls=9), Used())
+    budget = SessionBudget(SimpleNamespace(max_calls=9, max_sampled_tokens=0), Used())
     grant = budget.take(routes.CHAT, 5)
     grant.settle(replace(CALL, status=status, error=error), fault=fault)
     assert budget.used.calls == calls

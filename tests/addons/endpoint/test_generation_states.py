@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import ModelCall, Reply, Usage
-from rolltap.addons.endpoint.budget import Budgets, SessionBudget, Used
+from rolltap.addons.endpoint.budget import SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.request import PreparedCall
@@ -233,7 +233,7 @@ class Scenario:
         prompt = Prompt(model_call, PROMPT_IDS, "root", "no earlier call", None, 0, [])
         call = Call(session_id="s1", call_id="c1", prompt_ids=PROMPT_IDS)
         sampling = {"max_tokens": MAX_TOKENS, "stop_token_ids": [STOP], "structured_outputs": {"json_object": True}}
-        budget = SessionBudget(Budgets(), Used())
+        budget = SessionBudget(SimpleNamespace(max_calls=0, max_sampled_tokens=0), Used())
         self.generation = Generation("c1", b"digest", Usage(len(PROMPT_IDS), 0))
         self.generation.start(
             session,

@@ -458,14 +458,14 @@ async def test_tool_calls_that_a_request_has_answered_do_not_wait(restart, scrip
 
 def test_a_session_that_was_forgotten_is_found_among_the_rows_of_the_own_process(session):
     recovery = Recovery(session.writer, session.rendering)
-    assert recovery.recover("s1").finished == []
+    assert recovery.recover("s1").calls == []
     reply = session.ask([user("Hi")], "Hello.<|im_end|>")
     request = session.decode([user("Hi"), reply, user("Go on")])
     for _ in range(2):
         recovered = recovery.recover("s1")
         recovered.index(NAME, request)
         assert recovered.conversations.prompt(request).kind == "bridged"
-        assert [call.delivered for call in recovered.finished] == [True]
+        assert [call.delivered for call in recovered.calls] == [True]
 
 
 def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, monkeypatch):
