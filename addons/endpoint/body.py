@@ -8,6 +8,7 @@ in it (`RecentBodies`).
 import asyncio
 import io
 import re
+import secrets
 import zlib
 from bisect import bisect_right
 from collections import Counter
@@ -37,12 +38,14 @@ _RETRY_SECONDS = 5
 _PIECE = 64 * 1024
 _RECENT = 4
 """Conversations of a session that are kept: agents and sub-agents alternate."""
-_MOST_KEPT = 16 * 1024 * 1024
+_MOST_KEPT = 4 * 1024 * 1024
 """Characters of their texts in total."""
 _FIRST_STEP = 4096
 """Characters that are compared first. Then it is twice as many, again and again."""
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
+_PLACE = secrets.token_hex()
+"""Stands for the list in the rest of a body, which is parsed without it."""
 
 
 class Bodies:
@@ -240,114 +243,76 @@ class RecentBodies:
         self._recent = kept
 
 
-def read(body: bytes, key: str, recent: Sequence[Elements]) -> tuple[dict[str, Any], Elements] | None:
-    """Return the request in a body, and the elements of its list `key`. Those of `recent` are None
-    in the request.
+def read(
+    body: bytes,
+    key: str,
+    recent: Sequence[Elements],
+) -> tuple[dict[str, Any], Elements] | None:
+    """Return the request in a body, and the elements of its list `key`.
 
-    Returns None for a body that is to be parsed as a whole: it has no such list of objects, or
-    is invalid.
+    Those that `recent` has too are None in the request. Returns None for a body that is to be
+    parsed as a whole: it has no such list of objects, or is invalid.
     """
     try:
         check_values(body)
-        return _Reader(body.decode(), key, recent).read()
+        return _read(body.decode(), key, recent)
     except (ValueError, IndexError, RecursionError):
         return None
 
 
-class _Reader:
-    """Raises `ValueError` or `IndexError` for a text that is to be parsed as a whole."""
+def _read(text: str, key: str, recent: Sequence[Elements]) -> tuple[dict[str, Any], Elements]:
+    # within a text of JSON, a quote has a backslash before it: this is a key
+    found = re.search(rf'"{key}"{_BLANKS.pattern}:{_BLANKS.pattern}\[', text)
+    if found is None:
+        raise ValueError("no conversation")
+    begin = found.end() - 1
+    known = 0
+    nearest = Elements("[", [1])
+    for earlier in recent:
+        alike = bisect_right(earlier.ends, _alike(text, begin, earlier.text))
+        if alike > known:
+            known = alike
+            nearest = earlier
+    ends = nearest.ends[:known]
+    start = begin + ends[-1] if ends else begin
+    values: list[Any] = [None] * known
+    at = _skip(text, start)
+    while text[at] == ("," if ends else "["):
+        value, at = JSON.raw_decode(text, _skip(text, at + 1))
+        if not isinstance(value, dict):
+            raise ValueError("no object")  # the end of an object needs no look at what follows
+        values.append(value)
+        ends.append(at - begin)
+        at = _skip(text, at)
+    if text[at] != "]":
+        raise ValueError("no list")
+    request = JSON.decode(f'{text[:begin]}"{_PLACE}"{text[at + 1 :]}')
+    if not isinstance(request, dict) or request.get(key) != _PLACE:
+        raise ValueError("another list of this name")  # a nested one, or the first of two
+    request[key] = values
+    request = bounded_value(request, text[:begin] + text[start:], MOST_LEVELS_OF_A_BODY)
+    elements = Elements(text[begin : begin + ends[-1]], ends, nearest.known[:known])
+    if 2 * known > len(nearest.ends):
+        elements.nearest = nearest
+    return request, elements
 
-    def __init__(self, text: str, key: str, recent: Sequence[Elements]) -> None:
-        self._text = text
-        self._key = key
-        self._recent = recent
-        self._at = 0
 
-    def read(self) -> tuple[dict[str, Any], Elements]:
-        text = self._text
-        request: dict[str, Any] = {}
-        elements: Elements | None = None
-        begin = 0
-        separator = "{"
-        while self._take(separator):
-            self._blanks()
-            name, self._at = JSON.raw_decode(text, self._at)
-            self._require(":")
-            self._blanks()
-            if not isinstance(name, str):
-                raise ValueError("no key")
-            if name == self._key:
-                if elements is not None:
-                    raise ValueError("two conversations")
-                begin = self._at
-                request[name], elements = self._elements()
-            else:
-                request[name], self._at = JSON.raw_decode(text, self._at)
-            separator = ","
-        self._require("}")
-        self._blanks()
-        if self._at != len(text) or elements is None:
-            raise ValueError("no conversation")
-        known_end = elements.ends[len(elements.known) - 1] if elements.known else 0
-        rest = text[:begin] + text[begin + known_end :]
-        return bounded_value(request, rest, MOST_LEVELS_OF_A_BODY), elements
-
-    def _elements(self) -> tuple[list[Any], Elements]:
-        """Read the list of the conversation."""
-        text, begin = self._text, self._at
-        shared, nearest = 0, None
-        for earlier in self._recent:
-            alike = bisect_right(earlier.ends, _alike(text, begin, earlier.text))
-            if alike > shared:
-                shared, nearest = alike, earlier
-        values: list[Any] = [None] * shared
-        ends: list[int] = []
-        known: Sequence[Part] = ()
-        separator = "["
-        if nearest is not None:
-            ends = nearest.ends[:shared]
-            known = nearest.known[:shared]
-            self._at = begin + ends[-1]
-            separator = ","
-        while self._take(separator):
-            self._blanks()
-            if text[self._at] != "{":
-                raise ValueError("no object")  # the end of an object needs no look at what follows
-            value, self._at = JSON.raw_decode(text, self._at)
-            values.append(value)
-            ends.append(self._at - begin)
-            separator = ","
-        self._require("]")
-        if nearest is not None and 2 * shared <= len(nearest.ends):
-            nearest = None  # another conversation with the same beginning
-        return values, Elements(text[begin : begin + ends[-1]], ends, known, nearest)
-
-    def _take(self, character: str) -> bool:
-        """Skip blanks and the character, if it follows them."""
-        self._blanks()
-        if self._text[self._at] != character:
-            return False
-        self._at += 1
-        return True
-
-    def _require(self, character: str) -> None:
-        if not self._take(character):
-            raise ValueError(f"no {character}")
-
-    def _blanks(self) -> None:
-        blanks = _BLANKS.match(self._text, self._at)
-        assert blanks is not None
-        self._at = blanks.end()
+def _skip(text: str, at: int) -> int:
+    """Return the offset of what follows the blanks at an offset."""
+    blanks = _BLANKS.match(text, at)
+    assert blanks is not None
+    return blanks.end()
 
 
 def _alike(text: str, begin: int, earlier: str) -> int:
     """Return the number of characters of `earlier` with which `text` goes on from `begin`."""
-    alike, step = 0, _FIRST_STEP
+    alike = 0
+    step = _FIRST_STEP
     grows = True
     while step:
         piece = earlier[alike : alike + step]
-        start = begin + alike
-        if piece and text[start : start + len(piece)] == piece:
+        grows = grows and bool(piece)
+        if text.startswith(piece, begin + alike):
             alike += len(piece)
         else:
             grows = False

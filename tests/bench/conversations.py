@@ -34,6 +34,7 @@ from tests.bench.wire import APIS, MAX_TOKENS, Api
 
 BYTES_PER_TOKEN = 2.6
 MEASURED_TURNS = 8
+RESULT_BYTES = 400
 OPENING_TOKENS = 50_000
 OPENING_PIECE = 1_500
 """Bytes of a tool result of an opening."""
@@ -99,11 +100,11 @@ async def _turns(proxy: Mitmdump, api: Api, tokens: int) -> dict[str, Any]:
     """Return the cost of a turn of a session that has so many tokens."""
     agent = Agent(api, _through(proxy)(f"turns-{api.name}-{tokens}"), tokens, tokens)
     async with _http() as http:
-        await agent.turn(http, None, 400, paced=False)
-        await agent.turn(http, None, 400, paced=False)
+        await agent.turn(http, None, RESULT_BYTES, paced=False)
+        await agent.turn(http, None, RESULT_BYTES, paced=False)
         before, started = proxy.cpu_seconds(), time.perf_counter()
         for _ in range(MEASURED_TURNS):
-            await agent.turn(http, None, 400, paced=False)
+            await agent.turn(http, None, RESULT_BYTES, paced=False)
         cpu, wall = proxy.cpu_seconds() - before, time.perf_counter() - started
     kilobytes = len(json.dumps(agent.api.body(agent.items, True))) / 1e3
     milliseconds = 1e3 * cpu / MEASURED_TURNS
@@ -143,11 +144,13 @@ async def _saturated(targets: list[Target], url: str | None, sessions: int, turn
         api = SHAPES[0] if url else SHAPES[number % len(SHAPES)]
         options = targets[number % len(targets)](f"saturated-{sessions}-{len(targets)}-{number}")
         main = Agent(api, options, number, OPENING_TOKENS)
-        await main.turn(http, url, 400, paced=True)
+        await main.turn(http, url, RESULT_BYTES, paced=True)
         await gate.wait()
         for turn in range(1, turns):
-            agent = main if turn % SUB_AGENT_TURN else Agent(api, options, number + turn, SUB_AGENT_TOKENS)
-            await agent.turn(http, url, 400, paced=True)
+            agent = main
+            if turn % SUB_AGENT_TURN == 0:
+                agent = Agent(api, options, number + turn, SUB_AGENT_TOKENS)
+            await agent.turn(http, url, RESULT_BYTES, paced=True)
 
     gate = asyncio.Barrier(sessions + 1)
     async with _http() as http:
@@ -165,13 +168,21 @@ class Bench:
     def __init__(self, folder: Path, model: Path, reply_seconds: float) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)
         call = json.dumps({"name": "bash", "arguments": {"command": "sed -n 1,20p file.py"}})
-        ids = tokenizer.encode(f"I look.\n<tool_call>\n{call}\n</tool_call>", add_special_tokens=False)
-        settings = {"words": [" word"] * len(ids), "token_ids": ids, "stop_id": tokenizer.eos_token_id}
-        settings |= {"short": len(ids), "pace": reply_seconds / len(ids), "tokenizer": model}
-        self._folder, self._model = folder, model
+        reply = f"I look.\n<tool_call>\n{call}\n</tool_call>"
+        ids = tokenizer.encode(reply, add_special_tokens=False)
+        settings = {
+            "words": [" word"] * len(ids),
+            "token_ids": ids,
+            "stop_id": tokenizer.eos_token_id,
+            "short": len(ids),
+            "pace": reply_seconds / len(ids),
+            "tokenizer": model,
+        }
+        self._folder = folder
+        self._model = model
         self.engine = Engine("prepared", folder, settings)
 
-    def recorder(self, number: int = 0) -> Mitmdump:
+    def recorder(self, number: int) -> Mitmdump:
         folder = self._folder / str(number)
         folder.mkdir(exist_ok=True)
         return Mitmdump.recorder(folder, folder / "run", self.engine, self._model)
@@ -190,9 +201,16 @@ def _saturation(bench: Bench, sessions: tuple[int, ...], processes: tuple[int, .
                 rate = asyncio.run(_saturated(targets, None, number, turns))
                 cpu = sum(proxy.cpu_seconds() for proxy in proxies) - sum(before)
                 memory = max(resident_mb(proxy.process.pid) for proxy in proxies)
-            row = {"sessions": number, "recorders": count, "turns/s": rate, "direct turns/s": direct}
-            cost = 1e3 * cpu / (number * turns)
-            rows.append(row | {"share": rate / direct, "CPU ms a turn": cost, "MB a recorder": memory})
+            row = {
+                "sessions": number,
+                "recorders": count,
+                "turns/s": rate,
+                "direct turns/s": direct,
+                "share": rate / direct,
+                "CPU ms a turn": 1e3 * cpu / (number * turns),
+                "MB a recorder": memory,
+            }
+            rows.append(row)
     return rows
 
 
@@ -220,11 +238,11 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), model, reply_seconds)
         with bench.engine:
-            with bench.recorder() as proxy:
-                lengths = [number for number in tokens if number]
-                found["turns"] = [asyncio.run(_turns(proxy, api, number)) for api in SHAPES for number in lengths]
+            with bench.recorder(0) as proxy:
+                rows = [_turns(proxy, api, number) for api in SHAPES for number in tokens]
+                found["turns"] = [asyncio.run(row) for row in rows]
             if turns:
-                with bench.recorder() as proxy:
+                with bench.recorder(0) as proxy:
                     play = [_trajectory(proxy, api, turns, trajectory_tokens) for api in SHAPES]
                     found["trajectory"] = [asyncio.run(played) for played in play]
             if sessions != (0,):

@@ -66,6 +66,18 @@ def test_prompts_are_measured_at_every_length(tokenizer_folder):
 
 
 @deep
+def test_long_conversations_are_measured(tokenizer_folder):
+    small = ["--tokens", 2000, "--turns", 3, "--trajectory-tokens", 3000, "--sessions", 2, "--processes", 1]
+    found = measured(
+        "conversations", "--model", tokenizer_folder, *small, "--session-turns", 12, "--reply-seconds", 0.05
+    )
+    assert list(found) == ["turns", "trajectory", "saturated"]
+    assert [row["API"] for row in found["turns"]] == ["openai-chat", "anthropic"]
+    for rows in found.values():
+        assert_above_zero(rows)
+
+
+@deep
 def test_the_view_of_a_run_is_measured(tokenizer_folder):
     small = ["--sessions", 2, "--calls", 3, "--tokens", 300]
     found = measured("view", "--model", tokenizer_folder, *small)

@@ -18,7 +18,9 @@ _VALUES = st.recursive(
     max_leaves=6,
 )
 _OBJECTS = st.dictionaries(st.sampled_from(["role", "content", "é"]), _VALUES, max_size=3)
-_FIELDS = st.lists(st.tuples(st.sampled_from(["model", "tools", "messages", "é"]), _VALUES), max_size=2)
+_NESTED = st.builds(lambda messages: {"messages": messages}, st.lists(_OBJECTS, max_size=2))
+_KEYS = st.sampled_from(["model", "tools", "messages", "é"])
+_FIELDS = st.lists(st.tuples(_KEYS, _VALUES | _NESTED), max_size=2)
 
 
 @st.composite
@@ -104,6 +106,10 @@ def test_only_new_elements_are_parsed(write):
         b'{"messages": [1, 12]}',
         b'{"messages": [{}], "messages": [{}]}',
         b'{"messages": [{}][{}]}',
+        b'{"a": {"messages": [{}]}, "messages": []}',
+        b'{"a": {"messages": [{}]}}',
+        b'[{"messages": [{}]}]',
+        b'"messages": [{}]',
         b'{"messages": [{}]} {}',
         b'{"messages": [{}]',
         b'\xef\xbb\xbf{"messages": [{}]}',
