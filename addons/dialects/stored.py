@@ -1,59 +1,68 @@
 """Completed calls of a session, and requests that name them by the ids of their replies."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
-from rolltap.addons.dialects.call import DialectError, Message, ModelCall, parse_arguments
+from rolltap.addons.dialects.call import (
+    DialectError,
+    Message,
+    ModelCall,
+    message_tool_call,
+    parse_arguments,
+)
 from rolltap.addons.dialects.json_values import described
 
+NAMING_API = "openai-responses"
+"""The API whose requests can name earlier replies."""
 _ID = re.compile(r"(resp|msg|fc|ctc|rs|cmp)_\w{1,64}", re.ASCII)
 """An id as the Responses API issues them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredCall:
-    """A completed call, as its row has it. The fields of JSON text are those of `Call`."""
+    """A completed call, as later requests of its session can name it.
+
+    Attributes:
+        parent: The call whose conversation and reply are before `messages`; None if nothing is.
+        reply: The reply as it is recorded: arguments of tool calls are JSON texts.
+        asked: The options of the request, in their recorded form.
+    """
 
     call_id: str
-    parent_id: str | None
-    messages: str
-    reply: str
-    sampling: str
+    parent: Self | None
+    messages: list[Message]
+    reply: Message
+    asked: dict[str, Any]
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The options of the request, in their recorded form."""
-        asked: dict[str, Any] = json.loads(self.sampling).get("asked", {})
-        return asked
+    @cached_property
+    def echo(self) -> Message:
+        """The reply as a message of a later request: the same object each time."""
+        echo = {**self.reply, "call_id": self.call_id}
+        if "tool_calls" in echo:
+            tool_calls = []
+            for call in self.reply["tool_calls"]:
+                function = call["function"]
+                arguments = parse_arguments(function["arguments"])
+                tool_calls.append(message_tool_call(call["id"], function["name"], arguments))
+            echo["tool_calls"] = tool_calls
+        return echo
 
-    def as_message(self) -> Message:
-        """Return the reply as a message of a later request."""
-        message: Message = {**json.loads(self.reply), "call_id": self.call_id}
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
-        return message
+    def conversation(self) -> list[Message]:
+        """Return the messages of the call's request and its reply."""
+        calls = [self]
+        while calls[-1].parent is not None:
+            calls.append(calls[-1].parent)
+        messages: list[Message] = []
+        for call in reversed(calls):
+            messages += [*call.messages, call.echo]
+        return messages
 
 
 FindCall = Callable[[str], StoredCall | None]
 """Finds a completed call of the session by its id."""
-
-
-def conversation(call: StoredCall, find: FindCall) -> list[Message] | None:
-    """Return the messages of a call's request and its reply, or None if they are not all known."""
-    path = {call.call_id: call}
-    while call.parent_id is not None:
-        parent = find(call.parent_id)
-        if parent is None or parent.call_id in path:  # no call is its own ancestor
-            return None
-        path[parent.call_id] = call = parent
-    messages: list[Message] = []
-    for each in reversed(path.values()):
-        messages += json.loads(each.messages)
-        messages.append(each.as_message())
-    return messages
 
 
 class NamesStored(DialectError):

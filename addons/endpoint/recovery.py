@@ -1,7 +1,7 @@
 """Recovery: a session's state from the rows of its run, after a restart or when it was dropped.
 
-recovered = recovery.recover(session_id)   # at its first call in this process, or after it was dropped
-if recovered.ended: ...                    # refuse with 410
+recovered = recovery.recover(session_id)  # at its first call here, or after it was dropped
+if recovered.ended: ...                   # refuse with 410
 prompt = recovered.prompt(dialect, model_call)
 find_retried(recovered.calls, request_digest(...), headers)
 """
@@ -10,87 +10,130 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pyarrow as pa
 
-from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Tool, Usage
+from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
+from rolltap.addons.dialects.stored import NAMING_API, StoredCall
 from rolltap.addons.endpoint.budget import Used
 from rolltap.addons.endpoint.generation import Generation
-from rolltap.addons.endpoint.request import ClientRequest, request_digest
+from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest
 from rolltap.addons.endpoint.retries import REMEMBERED
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.history import Conversations, Prompt, Turn, ids_digest
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.index import EndedSessions, SessionIndex, nothing
+from rolltap.addons.store.index import EndedSessions, SessionIndex, Skip, nothing
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
-from rolltap.addons.store.rows import row_digest
+from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.session_options import SessionOptions
 from rolltap.addons.store.tables import RunWriter, batch_rows
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+
+class RunCalls:
+    """The calls of a run, by session. Thread-safe. It reads each commit once, at a `refresh`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._index: SessionIndex | None = None
+
+    def refresh(self, skip: Skip = nothing) -> None:
+        """Add what was committed since. Raises `OSError` and `RunError`."""
+        with self._lock:
+            if self._index is None:
+                self._index = SessionIndex(self._run, "calls", skip)
+            else:
+                self._index.refresh(skip)
+
+    def rows(self, session_id: str) -> tuple[dict[str, Row], bool]:
+        """Return call id -> row, for the undamaged rows of a session as of the last `refresh`.
+
+        Also return True when there are damaged ones: they are left out with a warning. Raises
+        `OSError`.
+        """
+        with self._lock:
+            assert self._index is not None, "`refresh` comes first"
+            batches = list(self._index.batches(session_id))
+            self._index.close()
+        rows: dict[str, Row] = {}
+        damaged = False
+        for batch in batches:
+            for number in range(batch.num_rows):
+                row = _undamaged(batch.slice(number, 1))
+                if row is None:
+                    damaged = True
+                    what = "the row of a call is damaged and not continued"
+                    logger.warning("session %s: %s", session_id, what)
+                else:
+                    rows.setdefault(row["call_id"], row)
+        return rows, damaged
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """A call whose prompt can be rebuilt."""
-
-    row: Row
-    messages: list[Message]
-    """The messages after the parent's conversation and reply."""
-    tools: list[Tool]
-    reply: Message | None
-    """None for a call that did not complete."""
-    sampling: dict[str, Any]
-    again: bool
-    """The `ModelCall.again` of the request."""
-
-    def model_call(self, rule: EchoRule | None) -> ModelCall:
-        """Return the request with only the new messages, of a harness with this echo rule."""
-        return ModelCall(self.row["model"], self.messages, self.tools, echo_rule=rule, again=self.again)
+def _undamaged(batch: pa.RecordBatch) -> Row | None:
+    """Return the row of a batch of one, or None when it is not what was committed."""
+    try:
+        (row,) = batch_rows(batch)
+    except RunError:  # a value that Python does not have
+        return None
+    return row if row_digest(row, CALL_SCHEMA) == row[DIGEST] else None
 
 
 def parents_first(rows: dict[str, Row]) -> list[Row]:
-    """Return rows, by call id, in their order but each parent first: writers whose clocks differ may mix them."""
-    ordered: list[Row] = []
-    seen: set[str] = set()
+    """Return rows in their order but each parent first: the clocks of writers may differ."""
+    ordered: dict[str, Row] = {}
     for own in rows.values():
         row: Row | None = own
-        path: list[Row] = []
-        while row is not None and row["call_id"] not in seen:
-            seen.add(row["call_id"])
-            path.append(row)
+        path: dict[str, Row] = {}
+        while row is not None and row["call_id"] not in ordered and row["call_id"] not in path:
+            path[row["call_id"]] = row
             row = rows.get(row["parent_id"])
-        ordered += reversed(path)
-    return ordered
+        for call_id in reversed(path):
+            ordered[call_id] = path[call_id]
+    return list(ordered.values())
 
 
-def readable_calls(rows: Iterable[Row], again: bool = False) -> Iterator[RecordedCall]:
-    """Yield the calls of a session's rows whose prompts can be rebuilt. The others are left out with a warning."""
-    found: dict[str | None, RecordedCall] = {}
+def readable_calls(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of calls whose prompts can be rebuilt, with decoded JSON.
+
+    `reply` is None for a call that did not complete. Each parent must come first. The other calls
+    are left out with a warning.
+    """
+    found: dict[str | None, Row] = {}
     for row in rows:
-        parent = found.get(row["parent_id"])
-        known = parent.row["prompt_length"] + len(parent.row["completion_ids"]) if parent is not None else 0
         try:
-            if row["parent_id"] is not None and (parent is None or parent.reply is None):
-                raise ValueError(f"its parent {row['parent_id']} cannot be read")
-            if row["prompt_length"] != known + len(row["prompt_tail_ids"]):
-                raise ValueError(f"its prompt has {row['prompt_length']} tokens, but fewer or more can be rebuilt")
-            tools = json.loads(row["tools"]) if row["tools"] is not None or parent is None else parent.tools
-            messages, sampling = json.loads(row["messages"]), json.loads(row["sampling"])
-            reply = json.loads(row["reply"]) if row["status"] == "completed" else None
-            if reply is None and row["status"] == "completed":
-                raise ValueError("it has no reply")
+            _decode(row, found.get(row["parent_id"]))
         except (ValueError, TypeError, RecursionError) as error:
             leave_out(row, str(error))
         else:
-            recorded = found[row["call_id"]] = RecordedCall(row, messages, tools, reply, sampling, again)
-            yield recorded
+            found[row["call_id"]] = row
+            yield row
+
+
+def _decode(row: Row, parent: Row | None) -> None:
+    """Decode the JSON of a row. Raises `ValueError` if its prompt cannot be rebuilt, and others."""
+    prefix = 0
+    if parent is not None:
+        prefix = parent["prompt_length"] + len(parent["completion_ids"])
+    if row["parent_id"] is not None and (parent is None or parent["reply"] is None):
+        raise ValueError(f"its parent {row['parent_id']} cannot be read")
+    length = row["prompt_length"]
+    if length != prefix + len(row["prompt_tail_ids"]):
+        raise ValueError(f"its prompt has {length} tokens, but fewer or more can be rebuilt")
+    if parent is not None and row["tools"] is None:
+        row["tools"] = parent["tools"]
+    else:
+        row["tools"] = json.loads(row["tools"])
+    row["messages"] = json.loads(row["messages"])
+    row["sampling"] = json.loads(row["sampling"])
+    completed = row["status"] == "completed"
+    row["reply"] = json.loads(row["reply"]) if completed else None
+    if completed and row["reply"] is None:
+        raise ValueError("it has no reply")
 
 
 def leave_out(row: Row, why: str) -> None:
@@ -104,29 +147,37 @@ _NOT_A_RECORDERS = KeyError, TypeError, AttributeError, ValueError, RecursionErr
 
 
 class Recovery:
-    """Rebuilds sessions from the run that `writer` appends to. One for each recorder process. Thread-safe.
+    """Rebuilds sessions from the run that `writer` appends to. One for each recorder process.
 
-    It reads the session ids of the run once. After that it reads only what other writers have committed since; what
-    this process has committed only for a session that it has recovered before. Call it in a worker thread.
+    Thread-safe. It reads the session ids of the run once. After that it reads only what other
+    writers have committed since; what this process has committed only for a session that it has
+    recovered before. Call it in a worker thread.
     """
 
     def __init__(self, writer: RunWriter, rendering: Rendering) -> None:
         self.writer = writer
         self.rendering = rendering
+        self.calls = RunCalls(writer.run)
         self.started = utc_now()
         self._lock = threading.Lock()
         """Guards all below."""
         self._recovered: set[str] = set()
         self._ended = EndedSessions(writer.run)
-        self._calls: SessionIndex | None = None
 
     def load(self) -> None:
-        """Read the session ids of the run: 50 µs a call that is not compacted. Raises `OSError` and `RunError`."""
+        """Read the session ids of the run: 50 µs a call that is not compacted.
+
+        Raises `OSError` and `RunError`.
+        """
+        self.calls.refresh(self.writer.owns)
         with self._lock:
-            self._refresh(own=False)
+            self._ended.refresh(self.writer.owns)
 
     def end(self, session_id: str) -> None:
-        """Commit that a session has ended. Raises `OSError`; the session has ended in this process even then."""
+        """Commit that a session has ended.
+
+        Raises `OSError`; the session has ended in this process even then.
+        """
         with self._lock:
             self._ended.add(session_id)
         self.writer.add_event(Event(kind="ended", session_id=session_id))
@@ -136,54 +187,53 @@ class Recovery:
 
         Raises as `load`, and `ValueError` for damaged options of the session.
         """
+        self.load()
         with self._lock:
-            self._refresh(own=session_id in self._recovered)
-            self._recovered.add(session_id)
             ended = session_id in self._ended
-        return RecoveredSession(self, session_id, ended, SessionOptions.read(self.writer.run, session_id))
-
-    def rows(self, session_id: str) -> tuple[list[Row], bool]:
-        """Return the undamaged rows of a session as of the last `recover` or `load`, each call once, parents first.
-
-        Also return True when there are damaged ones: they are left out with a warning. Raises `OSError`.
-        """
-        with self._lock:
-            assert self._calls is not None, "`recover` comes first"
-            batches = list(self._calls.batches(session_id))
-            self._calls.close()
-        return undamaged_calls(session_id, batches)
-
-    def _refresh(self, *, own: bool) -> None:
-        """Read what was committed since; with `own`, by this process too."""
-        skip = nothing if own else self.writer.owns
-        self._ended.refresh(self.writer.owns)
-        if self._calls is None:
-            self._calls = SessionIndex(self.writer.run, "calls", skip)
-        else:
-            self._calls.refresh(skip)
+            again = session_id in self._recovered
+            self._recovered.add(session_id)
+        if again:
+            self.calls.refresh()
+        given = SessionOptions.read(self.writer.run, session_id)
+        return RecoveredSession(self, self.calls, session_id, ended, given)
 
 
 class RecoveredSession:
-    """A session's state. Not thread-safe: one worker at a time. It can be dropped whenever no generation runs."""
+    """A session's state. Not thread-safe: one worker at a time.
+
+    It can be dropped whenever no generation runs.
+    """
 
     again = False
-    """True for one of a rerun, which cannot be dropped: which calls have answered is in no row."""
+    """True for one of a rerun, which cannot be dropped: no row has which calls have answered."""
 
-    def __init__(self, recovery: Recovery, session_id: str, ended: bool, given: SessionOptions) -> None:
+    def __init__(
+        self,
+        recovery: Recovery,
+        run_calls: RunCalls,
+        session_id: str,
+        ended: bool,
+        given: SessionOptions,
+    ) -> None:
         self.ended = ended
         """True when the session has ended: an event `ended`, or a row in `sessions`."""
         self.given = given
         """Options of this session alone."""
         self.conversations = Conversations(recovery.rendering)
         self.calls: list[Generation] = []
-        """The calls that run, and the newest completed ones, oldest first."""
+        """The calls that run, and the newest completed ones, oldest first.
+
+        Known after `index`, as all below.
+        """
+        self.stored: dict[str, StoredCall] = {}
+        """Call id -> a completed call that a request can name."""
         self.roles = SessionRoles()
-        """Known after `index`."""
         self.last_version: str | None = None
-        """The weights that sampled the last token of the session's newest call that has one. Known after `index`."""
+        """The weights that sampled the last token of the session's newest call that has one."""
         self.used = Used()
-        """The use of the budgets by the earlier calls of the session. Known after `index`."""
+        """The use of the budgets by the earlier calls of the session."""
         self._recovery = recovery
+        self._run_calls = run_calls
         self._session_id = session_id
         self._indexed: set[tuple[str, EchoRule | None]] = set()
         self._recovered: set[str] | None = None
@@ -194,40 +244,43 @@ class RecoveredSession:
         """True once it is known that the session had no rows: `index` reads nothing."""
         return self._recovered == set()
 
-    def index(self, dialect: str, model_call: ModelCall) -> None:
-        """Make the recorded calls findable for a request of an API. Reads the session's rows for the first request.
+    def index(self, dialect: str, rule: EchoRule | None = None) -> None:
+        """Make the recorded calls findable for a request of an API, with the rule of its harness.
 
-        The rule with which a harness's echoes are compared (`ModelCall.echo_rule`) is not recorded. The calls of the
-        request's API are taken to have its rule, those of other APIs none. A later request with another rule reads the
-        rows again. Calls whose ancestors are missing or damaged are left out with a warning. Raises `OSError`.
+        Reads the session's rows for the first request. The rule with which a harness's echoes are
+        compared (`ModelCall.echo_rule`) is not recorded. The calls of the request's API are taken
+        to have its rule, those of other APIs none. A later request with another rule reads the rows
+        again. Calls whose ancestors are missing or damaged are left out with a warning. Raises
+        `OSError`.
         """
-        asked = dialect, model_call.echo_rule
-        if self._recovered == set() or asked in self._indexed:
+        if self.without_rows or (dialect, rule) in self._indexed:
             return
         rows, damaged = self._rows()
         first = self._recovered is None
         if self._recovered is None:
             self._recovered = {row["call_id"] for row in rows}
         rows = [row for row in rows if row["call_id"] in self._recovered]
-        restored: list[tuple[RecordedCall, Turn]] = []
+        calls = list(readable_calls(rows))
+        if damaged or len(calls) < len(rows):
+            self.conversations.history.incomplete = True
         past: list[PastCall] = []
-        calls = list(readable_calls(rows, self.again))
-        damaged |= sum(call.reply is not None for call in calls) < sum(row["status"] == "completed" for row in rows)
-        self.conversations.history.incomplete |= damaged
-        for recorded in calls:
-            theirs = recorded.row["dialect"]
-            rule = model_call.echo_rule if theirs == dialect else None
-            if (theirs, rule) in self._indexed:
+        restored: list[tuple[Row, Turn]] = []
+        indexed = {(dialect, rule)}
+        for row in calls:
+            key = row["dialect"], rule if row["dialect"] == dialect else None
+            indexed.add(key)
+            if key in self._indexed:
                 continue
+            request = self.request(row, key[1])
             try:
                 if first:
-                    past.append(self._past(recorded, rule))
-                if recorded.reply is not None:
-                    restored.append((recorded, self._restore(recorded, recorded.reply, rule)))
+                    past.append(self._past(row, request))
+                if row["reply"] is not None:
+                    restored.append((row, self._restore(row, request)))
             except _NOT_A_RECORDERS as error:
                 self.conversations.history.incomplete = True
-                leave_out(recorded.row, f"its messages are not those of a recorder ({error!r})")
-        self._indexed |= {asked, *((row["dialect"], None) for row in rows if row["dialect"] != dialect)}
+                leave_out(row, f"its messages are not those of a recorder ({error!r})")
+        self._indexed |= indexed
         if first:
             self.roles.restore(past)
             self.last_version = _last_version(rows)
@@ -240,34 +293,77 @@ class RecoveredSession:
         model_call: ModelCall,
         request: ClientRequest,
     ) -> Generation | None:
-        """Return the recorded call that answers a request, in a rerun. Raises `OSError` and `RunError`."""
+        """Return the recorded call that answers a request, in a rerun.
+
+        Raises `OSError` and `RunError`.
+        """
         return None
 
     def difference(self, model_call: ModelCall) -> str | None:
-        """Return the difference between a request, which `answer` does not know, and the record, in a rerun."""
+        """Say where a request that `answer` does not know differs from the record, in a rerun."""
         return None
 
     def prompt(self, dialect: Dialect, model_call: ModelCall) -> Prompt:
         """Return the prompt of a new call. Raises as `index`."""
-        self.index(dialect.NAME, model_call)
+        self.index(dialect.NAME, model_call.echo_rule)
         return self.conversations.prompt(model_call)
 
-    def _remember(self, restored: list[tuple[RecordedCall, Turn]], rows: list[Row]) -> None:
-        """Let retries get the newest completed calls."""
-        last_start = max((row["started_at"] for row in rows), default=self._recovery.started)
-        for recorded, turn in restored[-REMEMBERED:]:
-            finished_at = recorded.row["finished_at"] or self._recovery.started
-            lost = last_start <= finished_at < self._recovery.started
-            if (call := self._finished_call(recorded, turn, delivered=not lost)) is not None:
-                self.calls.append(call)
+    def add(self, prepared: PreparedCall, reply: Message) -> None:
+        """Let later requests continue a call that was committed, and name its reply."""
+        call = prepared.call
+        prompt = prepared.prompt
+        if call.dialect == NAMING_API:
+            parent = self.stored.get(call.parent_id or "")
+            self.stored[call.call_id] = StoredCall(
+                call_id=call.call_id,
+                parent=parent,
+                messages=prompt.model_call.messages if parent is None else prompt.new_messages,
+                reply=reply,
+                asked=prompt.model_call.unapplied(),
+            )
+        self.roles.complete(call.call_id, call.role, prompt.opening, reply)
+        self.conversations.add(call.call_id, prompt, call.completion_ids, reply)
+
+    def request(self, row: Row, rule: EchoRule | None) -> ModelCall:
+        """Return the request of a call with only the new messages, of a harness with this rule."""
+        messages = row["messages"]
+        tools = row["tools"]
+        return ModelCall(row["model"], messages, tools, echo_rule=rule, again=self.again)
+
+    def finished_call(self, row: Row, turn: Turn, *, delivered: bool) -> Generation | None:
+        """Return the call as it can be given again; None if that is not exactly its reply."""
+        sampling = row["sampling"]
+        rendering = self._recovery.rendering
+        prompt_ids = turn.prompt_ids()
+        completion_ids = turn.completion_ids.tolist()
+        stop_texts = sampling.get("stop") or ()
+        read = rendering.read(prompt_ids, completion_ids, row["tools"], stop_texts)
+        sampled, num_reasoning = read
+        reply = Reply.of_message(row["reply"], row["finish_reason"])
+        reply.stop = sampled.stop
+        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids()]
+        by_text = row["finish_reason"] == "stop" and not own_end
+        if stop_texts and by_text and reply.stop is None:
+            return None
+        usage = Usage(
+            prompt=row["prompt_length"],
+            completion=len(completion_ids),
+            cached=row["cached_tokens"] or 0,
+            reasoning=num_reasoning,
+            ended=row["finished_at"],
+        )
+        digest = request_digest(row["dialect"], row["model"], ids_digest(prompt_ids), sampling)
+        return Generation(row["call_id"], digest, usage, reply, delivered=delivered)
 
     def _rows(self) -> tuple[list[Row], bool]:
-        """Return the session's rows as `Recovery.rows`."""
-        return self._recovery.rows(self._session_id)
+        """Return the session's rows, each parent first, and True when there are damaged ones."""
+        rows, damaged = self._run_calls.rows(self._session_id)
+        return parents_first(rows), damaged
 
-    def _past(self, recorded: RecordedCall, rule: EchoRule | None) -> PastCall:
-        row, model_call = recorded.row, recorded.model_call(rule)
-        sampled_by = self.conversations.sampled_by(model_call) if row["kind"] == "rendered" else row["parent_id"]
+    def _past(self, row: Row, request: ModelCall) -> PastCall:
+        sampled_by = row["parent_id"]
+        if row["kind"] == "rendered":
+            sampled_by = self.conversations.sampled_by(request)
         return PastCall(
             call_id=row["call_id"],
             parent_id=row["parent_id"],
@@ -275,61 +371,43 @@ class RecoveredSession:
             role=row["role"],
             started_at=row["started_at"],
             finished_at=row["finished_at"] or self._recovery.started,
-            model_call=model_call,
-            reply=recorded.reply,
+            model_call=request,
+            reply=row["reply"],
         )
 
-    def _restore(self, recorded: RecordedCall, reply: Message, rule: EchoRule | None) -> Turn:
-        """Let later calls continue a completed one."""
-        row, request = recorded.row, recorded.model_call(rule)
-        parent = None if row["parent_id"] is None else self.conversations.history.turns[row["parent_id"]]
-        return self.conversations.restore(
-            row["call_id"], parent, row["prompt_tail_ids"], row["completion_ids"], request, reply, row["kind"]
+    def _restore(self, row: Row, request: ModelCall) -> Turn:
+        """Let later requests continue a completed call, and name its reply."""
+        parent_id = row["parent_id"]
+        turn = self.conversations.restore(
+            row["call_id"],
+            None if parent_id is None else self.conversations.history.turns[parent_id],
+            row["prompt_tail_ids"],
+            row["completion_ids"],
+            request,
+            row["reply"],
+            row["kind"],
         )
+        parent = self.stored.get(parent_id)
+        if row["dialect"] == NAMING_API and (parent_id is None or parent is not None):
+            self.stored[row["call_id"]] = StoredCall(
+                call_id=row["call_id"],
+                parent=parent,
+                messages=row["messages"],
+                reply=row["reply"],
+                asked=row["sampling"].get("asked", {}),
+            )
+        return turn
 
-    def _finished_call(self, recorded: RecordedCall, turn: Turn, *, delivered: bool) -> Generation | None:
-        """Return the call as it can be given again, or None when its reply cannot be rebuilt exactly."""
-        row, message = recorded.row, recorded.reply or {}
-        prompt_ids, sampling = turn.prompt_ids(), recorded.sampling
-        reply = Reply.of_message(message, row["finish_reason"])
-        completion_ids, rendering = turn.completion_ids.tolist(), self._recovery.rendering
-        stop_texts = sampling.get("stop") or ()
-        sampled, num_reasoning = rendering.read(prompt_ids, completion_ids, recorded.tools, stop_texts)
-        reply.stop = sampled.stop
-        own_end = completion_ids[-1:] in [[i] for i in rendering.stop_token_ids()]
-        if stop_texts and reply.stop is None and row["finish_reason"] == "stop" and not own_end:
-            return None
-        cached = row["cached_tokens"] or 0
-        return Generation(
-            call_id=row["call_id"],
-            digest=request_digest(row["dialect"], row["model"], ids_digest(prompt_ids), sampling),
-            reply=reply,
-            usage=Usage(row["prompt_length"], len(completion_ids), cached, num_reasoning, row["finished_at"]),
-            delivered=delivered,
-        )
-
-
-def undamaged_calls(session_id: str, batches: Iterable[pa.RecordBatch]) -> tuple[list[Row], bool]:
-    """Return the undamaged rows of a session, each call once, parents first, and True when there are damaged ones."""
-    rows: dict[str, Row] = {}
-    damaged = False
-    for batch in batches:
-        for number in range(batch.num_rows):
-            if (row := undamaged(batch.slice(number, 1), CALL_SCHEMA)) is not None:
-                rows.setdefault(row["call_id"], row)
-            else:
-                damaged = True
-                logger.warning("session %s: the row of a call is damaged and not continued", session_id)
-    return parents_first(rows), damaged
-
-
-def undamaged(batch: pa.RecordBatch, schema: pa.Schema) -> Row | None:
-    """Return the row of a batch of one, or None when it is not what was committed."""
-    try:
-        (row,) = batch_rows(batch)
-    except RunError:  # a value that Python does not have
-        return None
-    return row if row_digest(row, schema) == row[DIGEST] else None
+    def _remember(self, restored: list[tuple[Row, Turn]], rows: list[Row]) -> None:
+        """Let retries get the newest completed calls."""
+        started = self._recovery.started
+        last_start = max((row["started_at"] for row in rows), default=started)
+        for row, turn in restored[-REMEMBERED:]:
+            finished_at = row["finished_at"] or started
+            lost = last_start <= finished_at < started
+            call = self.finished_call(row, turn, delivered=not lost)
+            if call is not None:
+                self.calls.append(call)
 
 
 def _last_version(rows: Iterable[Row]) -> str | None:

@@ -33,7 +33,6 @@ from rolltap.addons.endpoint.request import (
 )
 from rolltap.addons.endpoint.rerun import served_model
 from rolltap.addons.endpoint.session import Session
-from rolltap.addons.endpoint.stored import Archive
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.engine.own_model import OwnModel
 from rolltap.addons.engine.policy import PolicyFile
@@ -113,7 +112,6 @@ class Endpoint:
             rendering=self.rendering,
             writer=self.writer,
             recovery=recovery,
-            archive=Archive(self.writer.run),
             workers=self._workers,
             refusals=self.refusals,
         )

@@ -8,13 +8,14 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
-from rolltap.addons.dialects.stored import NamesStored, StoredCall
+from rolltap.addons.dialects.stored import NamesStored
 from rolltap.addons.endpoint.body import RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
@@ -32,10 +33,9 @@ from rolltap.addons.endpoint.request import (
     request_digest,
     sampling_parameters,
 )
-from rolltap.addons.endpoint.rerun import RerunSession, archive_of
+from rolltap.addons.endpoint.rerun import RerunSession
 from rolltap.addons.endpoint.retries import REMEMBERED, find_retried
 from rolltap.addons.endpoint.roles import find_role
-from rolltap.addons.endpoint.stored import Archive, SessionCalls
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.options import RecorderOptions
@@ -47,6 +47,11 @@ logger = logging.getLogger(__name__)
 
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
+
+
+def _complete(named: NamesStored, dialect: Dialect, recovered: RecoveredSession) -> ModelCall:
+    recovered.index(dialect.NAME)
+    return named.complete(recovered.stored.get)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -61,7 +66,6 @@ class Session:
     rendering: Rendering
     writer: RunWriter
     recovery: Recovery
-    archive: Archive
     workers: Workers
     refusals: Refusals
 
@@ -82,7 +86,6 @@ class Session:
     """
 
     def __post_init__(self) -> None:
-        self._stored = [SessionCalls(self.archive, self.session_id)]
         self.touch()
 
     @property
@@ -115,7 +118,8 @@ class Session:
             except NamesStored as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
-                model_call = await self.workers.run(num_bytes, self._complete, named)
+                complete = partial(_complete, named, dialect, recovered)
+                model_call = await self.workers.run(num_bytes, complete)
         model_call.again = recovered.again
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
@@ -219,24 +223,13 @@ class Session:
             recovered = self._recovered
             if recovered is None:
                 return
-            call = prepared.call
-            prompt = prepared.prompt
-            message = reply.to_message()
-            conversations = recovered.conversations
-            recovered.roles.complete(call.call_id, call.role, prompt.opening, message)
+            num_chars = len(prepared.call.messages)
             try:
-                await self.workers.run(
-                    len(call.messages),
-                    conversations.add,
-                    call.call_id,
-                    prompt,
-                    call.completion_ids,
-                    message,
-                )
+                await self.workers.run(num_chars, recovered.add, prepared, reply.to_message())
             except Exception:
                 # an assistant's message may be its reply from now on
-                conversations.history.incomplete = True
-                logger.exception("call %s cannot be continued", call.call_id)
+                recovered.conversations.history.incomplete = True
+                logger.exception("call %s cannot be continued", prepared.call.call_id)
 
     def _start(
         self,
@@ -350,20 +343,7 @@ class Session:
         source = recovered.given.rerun or self.options.rerun
         if source is None:
             return recovered
-        self._stored.append(SessionCalls(archive_of(source.run), source.session))
         return RerunSession(self.recovery, source, recovered.ended, recovered.given)
-
-    def _complete(self, named: NamesStored) -> ModelCall:
-        for calls in self._stored:
-            calls.refresh()
-        return named.complete(self._find)
-
-    def _find(self, call_id: str) -> StoredCall | None:
-        for calls in self._stored:
-            found = calls.find(call_id)
-            if found is not None:
-                return found
-        return None
 
     def _work_bytes(self, recovered: RecoveredSession, num_bytes: int) -> int:
         """Return the size of the work on a request: the rows of a session are read in a thread."""

@@ -1,12 +1,10 @@
-"""Incremental reading of a run by session: an index of each session's rows, and the sessions that have ended."""
+"""Incremental reading of a run by session: indexes of its tables, and the sessions that ended."""
 
 from array import array
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,10 +17,6 @@ from rolltap.addons.store.tables import TABLES, batch_rows, run_files
 
 Skip = Callable[[str], bool]
 """Name of a segment -> True to leave it for a later time."""
-Place = tuple[str, int]
-"""A row of a session: the name of its segment, and its number among the session's rows there. Compaction keeps it."""
-
-
 OPEN_FILES = 64
 """Segments of a table that are mapped at the same time."""
 
@@ -32,14 +26,13 @@ def nothing(name: str) -> bool:
     return False
 
 
-@dataclass(slots=True)
-class NewCommits:
+class NewCommits(NamedTuple):
     """Commits of one segment that were not read before."""
 
     path: Path
     inode: int
     again: bool
-    """True when the segment was compacted: these are all its rows, those that were read before too."""
+    """True if the segment was compacted: these are all its rows, also those that were read."""
     batches: Iterator[tuple[int, pa.RecordBatch]]
     """(byte offset, batch), in file order. Read them before the next segment's."""
 
@@ -56,24 +49,29 @@ class TableScan:
         """Name of a segment -> byte offset -> why the commits there were skipped."""
 
     def new(self, skip: Skip = nothing) -> Iterator[NewCommits]:
-        """Yield the segments that have commits since the last time, ordered by the start of their writers.
+        """Yield the segments that have commits since the last time, in the order of their writers.
 
         Damage is skipped with a warning. Raises `OSError`.
         """
         for path in run_files(self._run, self._table):
-            if skip(path.name):
+            name = path.name
+            if skip(name):
                 continue
-            inode, end = self._read.get(path.name, (0, 0))
+            inode, end = self._read.get(name, (0, 0))
             file = path.lstat()
             if (file.st_ino, file.st_size) == (inode, end):
                 continue
             with SegmentReader(path, TABLES[self._table]) as reader:
-                again = 0 < inode != reader.inode
-                batches = reader.batches_from(end) if inode == reader.inode else iter(reader)
+                if inode == reader.inode:
+                    batches = reader.batches_from(end)
+                    damage = self.damage[name]
+                else:
+                    batches = iter(reader)
+                    damage = {}
+                again = inode not in (0, reader.inode)
                 yield NewCommits(path, reader.inode, again, batches)
-                self._read[path.name] = reader.inode, reader.end
-                before = self.damage.get(path.name, {}) if inode == reader.inode else {}
-                self.damage[path.name] = before | reader.damage
+                self._read[name] = reader.inode, reader.end
+                self.damage[name] = damage | reader.damage
                 reader.warn_of_damage()
 
 
@@ -81,7 +79,8 @@ class EndedSessions:
     """The ids of sessions with an event `ended` or a row in `sessions`. Not thread-safe."""
 
     def __init__(self, run: Path) -> None:
-        self._scans = {table: TableScan(run, table) for table in ("events", "sessions")}
+        self._events = TableScan(run, "events")
+        self._sessions = TableScan(run, "sessions")
         self._ids: set[str] = set()
 
     def __contains__(self, session_id: object) -> bool:
@@ -93,18 +92,22 @@ class EndedSessions:
 
     def refresh(self, skip: Skip = nothing) -> None:
         """Add what was committed since. Reads only new commits. Raises `OSError`."""
-        for table, scan in self._scans.items():
-            for new in scan.new(skip):
-                for _, batch in new.batches:
-                    rows = batch if table == "sessions" else batch.filter(pc.equal(batch.column("kind"), "ended"))
-                    self._ids.update(rows.column("session_id").drop_null().to_pylist())
+        for new in self._events.new(skip):
+            for _, batch in new.batches:
+                self._add(batch.filter(pc.equal(batch.column("kind"), "ended")))
+        for new in self._sessions.new(skip):
+            for _, batch in new.batches:
+                self._add(batch)
+
+    def _add(self, batch: pa.RecordBatch) -> None:
+        self._ids.update(batch.column("session_id").drop_null().to_pylist())
 
 
 class SessionIndex:
-    """An index of a table's segments: session id -> places of its rows. A context manager; not thread-safe.
+    """An index of a table: session id -> places of its rows. A context manager; not thread-safe.
 
-    It holds what was committed when it was built, and at the last `refresh`. Raises `RunError` when the folder cannot
-    be read.
+    It holds what was committed when it was built, and at the last `refresh`. Raises `RunError` when
+    the folder cannot be read.
     """
 
     def __init__(self, run: Path, table: str, skip: Skip = nothing) -> None:
@@ -113,8 +116,8 @@ class SessionIndex:
         self._schema = TABLES[table]
         self.scan = TableScan(run, table)
         self._inodes: dict[str, int] = {}
-        # session id (None for rows of nobody) -> name of a segment -> for each row the byte offset of its batch
         self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
+        """Session id, None for rows of nobody -> segment -> for each row its batch's offset."""
         self._open: dict[str, SegmentReader] = {}
         self.refresh(skip)
 
@@ -129,7 +132,10 @@ class SessionIndex:
 
     @property
     def session_ids(self) -> list[str | None]:
-        """Ids of the sessions that have rows, in the order of their first ones; None for rows without a session."""
+        """Ids of the sessions that have rows, in the order of their first ones.
+
+        None stands for rows without a session.
+        """
         return list(self._places)
 
     def count(self, session_id: str | None) -> int:
@@ -144,30 +150,35 @@ class SessionIndex:
     def refresh(self, skip: Skip = nothing) -> None:
         """Add what was committed since. Reads only new commits. Raises `OSError`."""
         for new in self.scan.new(skip):
-            if new.path.name in self._open:  # mapped at its earlier length
-                self._open.pop(new.path.name).close()
+            name = new.path.name
+            if name in self._open:  # mapped at its earlier length
+                self._open.pop(name).close()
             if new.again:
                 for places in self._places.values():
-                    places.pop(new.path.name, None)
-            self._inodes[new.path.name] = new.inode
+                    places.pop(name, None)
+            self._inodes[name] = new.inode
             for offset, batch in new.batches:
                 for row in batch.column("session_id").value_counts().to_pylist():
-                    offsets = self._places[row["values"]].setdefault(new.path.name, array("q"))
+                    offsets = self._places[row["values"]].setdefault(name, array("q"))
                     offsets.extend([offset] * row["counts"])
 
-    def batches(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of one session, file by file, in the order of their commits. `columns` None means all."""
+    def batches(
+        self,
+        session_id: str | None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one session, file by file, in the order of their commits.
+
+        `columns` None means all.
+        """
         for name in sorted(self._places.get(session_id, ())):
             reader = self._reader(name)
             for offset in dict.fromkeys(self._places[session_id].get(name, ())):
-                batch = reader.read(offset)
-                if columns is not None:
-                    batch = batch.select([*columns, *({"session_id"} - {*columns})])
-                rows = rows_of_session(batch, session_id)
+                rows = rows_of_session(reader.read(offset), session_id)
                 yield rows if columns is None else rows.select(columns)
 
     def rows(self, session_id: str | None, columns: Sequence[str] | None = None) -> Iterator[Row]:
-        """Yield the rows of one session as `batch_rows` reads them, in the order of their commits."""
+        """Yield the rows of one session as `batch_rows` reads them, in commit order."""
         for batch in self.batches(session_id, columns):
             yield from batch_rows(batch)
 
@@ -177,24 +188,16 @@ class SessionIndex:
             if row[DIGEST] == row_digest(row, self._schema):
                 yield row
 
-    def new_places(self, session_id: str, known: dict[str, int]) -> Iterator[Place]:
-        """Yield the places of a session's rows, file by file, without the first `known[segment]` of each segment."""
-        for name, offsets in sorted(self._places.get(session_id, {}).items()):
-            yield from ((name, number) for number in range(known.get(name, 0), len(offsets)))
-
-    def row(self, session_id: str, place: Place) -> pa.RecordBatch:
-        """Return the batch of one row of a session."""
-        reader, offsets = self._reader(place[0]), self._places[session_id][place[0]]
-        first = bisect_left(offsets, offset := offsets[place[1]])
-        return rows_of_session(reader.read(offset), session_id).slice(place[1] - first, 1)
-
     def _reader(self, name: str) -> SegmentReader:
         if name not in self._open:
             if len(self._open) == OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            while (reader := SegmentReader(self._run / name, self._schema)).inode != self._inodes[name]:
+                oldest = next(iter(self._open))
+                self._open.pop(oldest).close()
+            reader = SegmentReader(self._run / name, self._schema)
+            while reader.inode != self._inodes[name]:
                 # compacted since it was scanned: the same rows at other offsets
                 reader.close()
                 self.refresh(lambda other: other != name)
+                reader = SegmentReader(self._run / name, self._schema)
             self._open[name] = reader
         return self._open[name]

@@ -14,14 +14,13 @@ All replies can be named, also if their requests have `store: false`. Errors are
 OpenAI's API.
 """
 
-import json
 import re
 from functools import cache, partial
 from typing import Any
 
 from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, ReplyContext
 from rolltap.addons.dialects.openai_responses.reply import output_items
-from rolltap.addons.dialects.stored import FindCall, conversation, shown_id
+from rolltap.addons.dialects.stored import FindCall, shown_id
 
 INSTRUCTIONS = "instructions"
 """Key of the recorded options: True if the call's first message is the request's `instructions`."""
@@ -39,10 +38,10 @@ def previous_messages(response_id: str, find: FindCall) -> list[Message]:
     """Return the conversation of an earlier call. Raises `DialectError` for an id of none."""
     prefix, _, call_id = response_id.partition("_")
     call = find(call_id) if prefix == "resp" else None
-    messages = None if call is None else conversation(call, find)
-    if call is None or messages is None:
+    if call is None:
         why = f"Previous response with id {shown_id(response_id)} not found."
         raise DialectError(why, code="previous_response_not_found")
+    messages = call.conversation()
     return messages[1:] if call.asked.get(INSTRUCTIONS) else messages
 
 
@@ -78,5 +77,5 @@ def _issued_items(find: FindCall, call_id: str) -> dict[str, dict[str, Any]]:
     if call is None:
         return {}
     context = ReplyContext(call_id, 0, "", ModelCall("", [], [], requested_sampling=call.asked))
-    reply = Reply.of_message(json.loads(call.reply), None)
+    reply = Reply.of_message(call.reply, None)
     return {item["id"]: item for item in output_items(context, reply)}

@@ -1,7 +1,5 @@
 """A server for the HTTP clients of SDKs: it answers as the recorder does, and knows some calls by their ids."""
 
-import json
-
 import httpx
 
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ServedModel, Usage
@@ -15,14 +13,14 @@ MODELS = [ServedModel("tiny", 4096), ServedModel("org/big", 8192)]
 TALK = Reply("Hi.", "I greet.")
 
 
-def stored_call(call_id, messages, reply, parent_id=None, **asked):
+def stored_call(call_id, messages, reply, parent=None, **asked):
     """Return a call whose request had `messages` after those of its parent."""
     return StoredCall(
         call_id=call_id,
-        parent_id=parent_id,
-        messages=json.dumps(messages),
-        reply=json.dumps(reply.to_message()),
-        sampling=json.dumps({"max_tokens": 9, "asked": asked}),
+        parent=parent,
+        messages=messages,
+        reply=reply.to_message(),
+        asked=asked,
     )
 
 

@@ -75,7 +75,7 @@ class Recorded(test_history.Session):
     def prompts(self, messages):
         """Return the prompts of a request, here and after a restart."""
         request, recovered = self.decode(messages), self.recovered()
-        recovered.index(self.dialect, request)
+        recovered.index(self.dialect, request.echo_rule)
         return self.conversations.prompt(request), recovered.conversations.prompt(request)
 
     def works(self):
@@ -115,7 +115,7 @@ class TestConversations:
         echo = {"role": "assistant", "content": reply["content"], "call_id": "0"}
         request = ModelCall("m", [user("Hello"), echo, user("Go on")], session.tools)
         recovered = session.recovered()
-        recovered.index(NAME, request)
+        recovered.index(NAME)
         whole = [user("Hello"), {**echo, "reasoning_content": "I look."}, user("Go on")]
         assert [*recovered.conversations.prompt(request).ids] == session.rendering.render(whole, session.tools)
 
@@ -240,16 +240,16 @@ class TestEchoRule:
         kinds = []
         for user_id, command in (("me", "ls"), ("me", "cd a && ls"), ('{"device_id": "d", "session_id": "s"}', "ls")):
             request = claude.decode([user("Hi"), *self.echo(reply, command)], user_id)
-            recovered.index(routes.MESSAGES.NAME, request)
+            recovered.index(routes.MESSAGES.NAME, request.echo_rule)
             kinds.append(recovered.conversations.prompt(request).kind)
         assert kinds == ["rendered", "bridged", "bridged"]
 
     def test_calls_of_other_apis_have_no_rule(self, session):
         reply = session.ask([user("Hi")], test_history.TestEchoRule.COMMAND)
         recovered = session.recovered()
-        recovered.index(routes.MESSAGES.NAME, ModelCall("m", [user("Hi")], [], echo_rule=normal_arguments))
+        recovered.index(routes.MESSAGES.NAME, normal_arguments)
         request = session.decode([user("Hi"), arguments('{"command": "cd a && ls"}')(reply), result(reply)])
-        recovered.index(NAME, request)
+        recovered.index(NAME)
         assert recovered.conversations.prompt(request).kind == "bridged"
 
 
@@ -288,7 +288,7 @@ def test_every_prompt_and_its_reason_are_what_they_would_have_been(rendering, en
     recovered = session.recovered()
     for session.tools, messages in itertools.product(([TOOL], []), reversed(branches)):
         request = session.decode(messages)
-        recovered.index(session.dialect, request)
+        recovered.index(session.dialect, request.echo_rule)
         before, after = session.conversations.prompt(request), recovered.conversations.prompt(request)
         assert seen(after) == seen(before)
 
@@ -463,7 +463,7 @@ def test_a_session_that_was_forgotten_is_found_among_the_rows_of_the_own_process
     request = session.decode([user("Hi"), reply, user("Go on")])
     for _ in range(2):
         recovered = recovery.recover("s1")
-        recovered.index(NAME, request)
+        recovered.index(NAME)
         assert recovered.conversations.prompt(request).kind == "bridged"
         assert [call.delivered for call in recovered.calls] == [True]
 
@@ -474,7 +474,7 @@ def test_the_rows_of_the_own_process_are_not_read_for_a_new_session(session, mon
     session.ask([user("Hi")], "Hello.<|im_end|>")
     monkeypatch.setattr("rolltap.addons.store.index.SegmentReader", None)  # whoever reads, fails
     for number in range(5):
-        recovery.recover(f"new {number}").index(NAME, session.decode([user("Hi")]))
+        recovery.recover(f"new {number}").index(NAME)
 
 
 def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(session):
@@ -488,7 +488,7 @@ def test_many_threads_recover_sessions_while_calls_are_committed_and_compacted(s
     def recover(name):
         request = session.decode([user("Hi"), {"role": "assistant", "content": f"I am {name}."}, user("Go on")])
         recovered = recovery.recover(name)
-        recovered.index(NAME, request)
+        recovered.index(NAME)
         return recovered.conversations.prompt(request).kind
 
     with ThreadPoolExecutor(4) as threads:

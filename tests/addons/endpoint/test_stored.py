@@ -3,12 +3,11 @@
 import io
 import json
 from contextlib import asynccontextmanager
-from unittest import mock
+from itertools import pairwise
 
 import pytest
 
-from rolltap.addons.endpoint import stored
-from tests.addons.harness import recording, user
+from tests.addons.harness import recording, said, user
 from tests.scripted_engine import Answer, Say
 
 RESPONSES = "/v1/responses"
@@ -179,29 +178,31 @@ async def test_a_damaged_call_is_not_found(client, harness, scripted_engine):
     await client.ask(user(), previous_response_id=fine["id"])
 
 
-async def test_a_call_is_checked_once(client, monkeypatch):
-    named = (await client.ask(user()))["id"]
-    undamaged = mock.Mock(side_effect=stored.undamaged)
-    monkeypatch.setattr(stored, "undamaged", undamaged)
-    for _ in range(3):
-        await client.ask(user("Go on."), previous_response_id=named)
-    assert undamaged.call_count == 1
-
-
-async def test_a_request_that_names_an_id_reads_the_rows_of_its_chain(client, harness, monkeypatch):
+async def test_a_request_that_names_an_id_reads_no_rows_of_a_session_that_runs(client, harness, monkeypatch):
     named = (await client.ask(user("First.")))["id"]
-    for _ in range(20):
-        await client.ask(user("Something else."))
-    await client.ask(user("Go on."), previous_response_id=named)  # who asks first looks at each row once
-    row, read = stored.Archive.row, []
-    monkeypatch.setattr(stored.Archive, "row", lambda *asked: read.append(asked) or row(*asked))
-    counts = []
+    monkeypatch.setattr("rolltap.addons.store.index.SegmentReader", None)  # whoever reads, fails
     for _ in range(3):
-        read.clear()
         named = (await client.ask(user("Go on."), previous_response_id=named))["id"]
-        counts.append(len(read))
-    # calls of the chain, and the call of the request before
-    assert counts == [2, 3, 4]
-    harness.endpoint.writer.close()  # compacts
-    await client.ask(user("Go on."), previous_response_id=named)
-    assert kinds(harness)[-1] == BRIDGED
+    assert kinds(harness)[1:] == [BRIDGED] * 3
+
+
+async def test_messages_of_named_calls_are_the_same_objects_in_each_request(client, harness, monkeypatch):
+    named = (await client.ask(user("First.")))["id"]
+    (session,) = harness.endpoint.sessions.values()
+    asked = []
+    begin = session.begin
+    keep = asked.append
+    monkeypatch.setattr(session, "begin", lambda dialect, call, *rest: keep(call) or begin(dialect, call, *rest))
+    for _ in range(3):
+        named = (await client.ask(user("Go on."), previous_response_id=named))["id"]
+    for before, after in pairwise(asked):
+        assert all(a is b for a, b in zip(before.messages, after.messages, strict=False))
+
+
+async def test_a_call_of_another_api_is_part_of_the_conversation_that_it_began(client, harness):
+    reply = await harness.ask(user("First."))
+    echo = {"role": "assistant", "content": said(reply[1])}
+    answer = await client.ask(user("First."), echo, user("Go on."), tools=[])
+    last = await client.ask(user("And?"), previous_response_id=answer["id"], tools=[])
+    assert kinds(harness)[1:] == [BRIDGED] * 2
+    assert last["previous_response_id"] == answer["id"]
