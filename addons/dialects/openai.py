@@ -49,9 +49,9 @@ def error_body(error: DialectError, code: str | int) -> dict[str, Any]:
 
 def read_content(fields: Fields, key: str, element: Part) -> str:
     """Return the text of a content: absent, a string, or a list of parts (see `read_texts`)."""
-    text = fields.maybe(key, str)
-    if text is not None:
-        return text
+    content = fields.values.get(key)
+    if isinstance(content, str):
+        return content
     return "".join(read_texts(fields, key, element, "a string or a list of parts"))
 
 
@@ -94,7 +94,7 @@ def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -
     sentence about the remedy.
     """
     for key in keys:
-        if fields[key]:
+        if fields.values.get(key):
             parameter = f"Unsupported parameter: '{fields.place(key)}'"
             why = f"{parameter} is not supported with this model. {instead}".strip()
             raise DialectError(why, code="unsupported_parameter")
@@ -102,6 +102,8 @@ def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -
 
 def require_offered(choice: Fields, offered: Collection[str]) -> None:
     """Raise `DialectError` for a `tool_choice` that names a tool which is not `offered`."""
+    if not choice.values:
+        return
     choices = [_flat(choice)]
     if choices[0]["type"] == "allowed_tools":
         choices = [_flat(tool) for tool in choices[0].objects("tools")]

@@ -91,7 +91,7 @@ class OpenAIChat(OpenAIDialect):
             raise fields.refusal(self.CONVERSATION, "a non-empty list")
         _refuse_options(fields)
         limit = "max_completion_tokens"
-        if fields[limit] is None:
+        if request.get(limit) is None:
             limit = "max_tokens"  # the older name
         form = fields.inner("response_format")
         metadata = fields.inner("metadata")
@@ -100,11 +100,11 @@ class OpenAIChat(OpenAIDialect):
             messages=dialect.name_results(dialect.all_messages(parts), _ORPHAN),
             parts=parts,
             tools=[],
-            stream=fields["stream"] is True,
+            stream=request.get("stream") is True,
             include_usage=fields.inner("stream_options")["include_usage"] is True,
             max_tokens=fields.optional(limit, Fields.positive_integer),
             stop=fields.stop_texts("stop"),
-            may_call=fields["tool_choice"] != "none",
+            may_call=request.get("tool_choice") != "none",
             schema=wanted_schema(form, form.inner("json_schema")),
             requested_sampling=fields.chosen(_SAMPLING_FIELDS),
             client_metadata=metadata.texts_by_place(*metadata.values),
@@ -112,7 +112,7 @@ class OpenAIChat(OpenAIDialect):
         )
         for tool in fields.objects("tools"):
             _read_tool(tool, model_call)
-        if fields["web_search_options"] is not None:
+        if request.get("web_search_options") is not None:
             model_call.hosted_tools.append({"type": "web_search_options"})
         require_offered(fields.inner("tool_choice"), model_call.tool_names)
         return dialect.decoded(model_call)
