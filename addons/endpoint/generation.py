@@ -175,7 +175,8 @@ class Generation:
         self._session = session
         self._prepared = prepared
         self._grant = grant
-        self._sampled = session.rendering.sampled_reply(prepared.prompt.ids, prepared.prompt.model_call)
+        prompt = prepared.prompt
+        self._sampled = session.rendering.sampled_reply(prompt.ids, prompt.model_call)
         self._outage: str | None = None
         """The failure of an engine after which no token was sampled."""
         self._started_at = asyncio.get_running_loop().time()

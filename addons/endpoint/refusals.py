@@ -61,9 +61,11 @@ def event_kind(error: Exception) -> EventKind:
     if isinstance(error, BudgetUsedUp | PromptOverBudget):
         return "budget"
     if isinstance(error, DialectError):
+        if error.code in _KINDS:
+            return _KINDS[error.code]
         ours = error.status >= _OUR_STATUS
-        return _KINDS.get(error.code, "fault" if ours else "rejected")
-    ours = isinstance(error, _OURS) and not isinstance(error, ConnectionError)
+    else:
+        ours = isinstance(error, _OURS) and not isinstance(error, ConnectionError)
     return "fault" if ours else "rejected"
 
 
@@ -132,12 +134,13 @@ class Refusals:
         """Write or count one refusal."""
         event = replace(
             event,
-            session_id=None if event.session_id is None else printable(event.session_id),
             host=printable(event.host),
             method=printable(event.method),
             path=printable(event.path),
             detail=printable(event.detail),
         )
+        if event.session_id is not None:
+            event.session_id = printable(event.session_id)
         key = event.session_id, event.kind
         tally = self._tallies.setdefault(key, _Tally())
         self._tallies.move_to_end(key)
@@ -183,7 +186,9 @@ class Refusals:
                 return False
             omitted = f"{self._omitted} events of refusals in all were left out"
             event = replace(event, session_id=None, detail=f"{omitted}, the last: {event.detail}")
-        level = logging.INFO if event.kind in _USUAL else logging.WARNING
+        level = logging.WARNING
+        if event.kind in _USUAL:
+            level = logging.INFO
         target = f"{event.method} {event.host}{event.path}".strip()
         why = event.detail or "not served"
         logger.log(level, "session %s: %s %s: %s", event.session_id, event.kind, target, why)

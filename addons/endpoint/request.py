@@ -35,7 +35,8 @@ class ClientRequest:
 
     @classmethod
     def of(cls, request: web.Request, prefix: str = "") -> Self:
-        """Return an HTTP request without its body. `prefix` is what its path has before the API's own path."""
+        """Return an HTTP request without its body. `prefix` is what its path has before the
+        API's own path."""
         headers = request.headers
         return cls(
             session_id=headers[SESSION_HEADER],
@@ -77,12 +78,17 @@ class PreparedCall:
 
 
 def sampling_parameters(
-    own: Mapping[str, Any], stop_token_ids: Sequence[int], model_call: ModelCall, max_new_tokens: int
+    own: Mapping[str, Any],
+    stop_token_ids: Sequence[int],
+    model_call: ModelCall,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
     """Return vLLM's parameters: the recorder's `own`, and the harness's token limit, stop texts
     and grammar."""
-    limits = max_new_tokens, own.get("max_tokens", max_new_tokens), model_call.max_tokens or max_new_tokens
-    sampling = {**own, "max_tokens": min(limits), "stop_token_ids": stop_token_ids}
+    most = min(max_new_tokens, own.get("max_tokens", max_new_tokens))
+    if model_call.max_tokens:
+        most = min(most, model_call.max_tokens)
+    sampling = {**own, "max_tokens": most, "stop_token_ids": stop_token_ids}
     if model_call.stop:
         sampling["stop"] = model_call.stop
     if model_call.grammar is not None:
@@ -90,7 +96,12 @@ def sampling_parameters(
     return sampling
 
 
-def request_digest(dialect: str, model: str, prompt_digest: bytes, sampling: Mapping[str, Any]) -> bytes:
+def request_digest(
+    dialect: str,
+    model: str,
+    prompt_digest: bytes,
+    sampling: Mapping[str, Any],
+) -> bytes:
     """Return the digest of a request. Requests with the same digest repeat each other.
 
     It covers the API, the model's name, the prompt (by its `ids_digest`) and `sampling`, the

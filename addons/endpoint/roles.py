@@ -75,14 +75,13 @@ def find_role(model_call: ModelCall, headers: Mapping[str, str], earlier: Earlie
     """Return the role of a call. `headers` needs lower-case keys, or lookups that ignore case."""
     if model_call.grammar is not None:
         return Role("auxiliary", "the reply must match a JSON schema, and it has no tools")
-    metadata = {**model_call.client_metadata, **_codex_metadata(headers)}
-    if "compaction" in metadata or metadata.get("request_kind") == "compaction":
+    if "compaction" in model_call.client_metadata or _codex_compacts(headers):
         return Role("compaction", "the request asks for a compaction")
     for header, value, role in _HEADERS:
         found = headers.get(header)
         if found and value in ("", found):
             return Role(role, f"header {header}: {value}".removesuffix(": "))
-    prompt_id = metadata.get("metadata.promptId", "")
+    prompt_id = model_call.client_metadata.get("metadata.promptId", "")
     if "#" in prompt_id and "########" not in prompt_id:
         return Role("subagent", "metadata.promptId: that of a sub-agent")  # Qwen Code
     system = next((m["content"] for m in model_call.messages if m["role"] == "system"), "")
@@ -111,13 +110,12 @@ def _gives_results(model_call: ModelCall) -> bool:
     return False
 
 
-def _codex_metadata(headers: Mapping[str, str]) -> dict[str, str]:
+def _codex_compacts(headers: Mapping[str, str]) -> bool:
     try:
         metadata: Any = json.loads(headers.get("x-codex-turn-metadata", "{}"))
     except (ValueError, RecursionError):
-        return {}
-    kind = metadata.get("request_kind") if isinstance(metadata, dict) else None
-    return {"request_kind": kind} if isinstance(kind, str) else {}
+        return False
+    return isinstance(metadata, dict) and metadata.get("request_kind") == "compaction"
 
 
 @dataclass(slots=True)

@@ -91,7 +91,9 @@ class Session:
     @property
     def generations(self) -> list[Generation]:
         """The calls that run, and the finished ones that a retry can get, oldest first."""
-        return [] if self._recovered is None else self._recovered.calls
+        if self._recovered is None:
+            return []
+        return self._recovered.calls
 
     @property
     def idle(self) -> bool:
@@ -113,8 +115,13 @@ class Session:
         async with self._order:
             recovered = await self._open()
             try:
-                decode = self._bodies.decode
-                model_call = await self.workers.run(len(body), decode, dialect, body, request.target)
+                model_call = await self.workers.run(
+                    len(body),
+                    self._bodies.decode,
+                    dialect,
+                    body,
+                    request.target,
+                )
             except NamesStored as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
@@ -305,7 +312,6 @@ class Session:
             session_id=self.session_id,
             call_id=uuid.uuid4().hex,
             prompt_ids=prompt.ids,
-            parent_id=prompt.parent.call_id if prompt.parent else None,
             prefix_length=prompt.prefix_length,
             kind=prompt.kind,
             kind_reason=prompt.reason,
@@ -315,8 +321,11 @@ class Session:
             model=model_call.model,
             stream=model_call.stream,
             messages=json_text(prompt.new_messages),
-            tools=json_text(model_call.tools) if prompt.parent is None else None,
         )
+        if prompt.parent is None:
+            call.tools = json_text(model_call.tools)
+        else:
+            call.parent_id = prompt.parent.call_id
         asked = {**sampling, "asked": model_call.unapplied()}
         return PreparedCall(
             call=call,
@@ -347,7 +356,9 @@ class Session:
 
     def _work_bytes(self, recovered: RecoveredSession, num_bytes: int) -> int:
         """Return the size of the work on a request: the rows of a session are read in a thread."""
-        return num_bytes if recovered.without_rows else max(num_bytes, INLINE_BYTES)
+        if recovered.without_rows:
+            return num_bytes
+        return max(num_bytes, INLINE_BYTES)
 
     def _check_open(self) -> None:
         if self._state != "open":
