@@ -9,28 +9,13 @@ from typing import Any
 from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY, Renderer, create_renderer
 from renderers.configs import config_from_name
 
-from rolltap.addons.dialects.call import Message, Tool, assistant_message, message_tool_call
-from rolltap.addons.dialects.tools import as_object, function_tool
+from rolltap.addons.dialects.call import Message, Tool
+from rolltap.addons.dialects.tools import as_object
 from rolltap.addons.errors import InputError
 from rolltap.addons.prompts.families import UNREADABLE, Family, families, plain
+from rolltap.addons.prompts.probes import TOOLS, TURNS, USER, answered
 from rolltap.addons.prompts.reply import read_text
-from rolltap.addons.prompts.template import PARALLEL_PROBE, PROBE, PROBE_TOOLS
 from rolltap.addons.prompts.tokenizer import CachingTokenizer
-
-_HELLO: Message = {"role": "user", "content": "Hello"}
-_PROBES: list[tuple[list[Message], list[Tool] | None]] = [
-    ([_HELLO], None),
-    ([{"role": "system", "content": "Be brief."}, _HELLO], PROBE_TOOLS),
-    (
-        [
-            PROBE[0],
-            {**PROBE[1], "content": "I do.", "reasoning_content": "I look."},
-            PROBE[2],
-        ],
-        PROBE_TOOLS,
-    ),
-    (PARALLEL_PROBE, PROBE_TOOLS),
-]
 
 
 def named_renderer(tokenizer: CachingTokenizer, name: str) -> Renderer:
@@ -70,35 +55,20 @@ def splits_otherwise(tokenizer: CachingTokenizer, renderer: Renderer) -> bool:
 
 def _probed(template: Renderer, renderer: Renderer) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the tokens of the chat template, and those of a renderer, for the probes."""
-    for messages, tools in _PROBES:
+    conversations = [[USER], [{"role": "system", "content": "Be brief."}, USER]]
+    for turn in TURNS.values():
+        if "tool_calls" in turn:
+            conversations.append(answered(turn))
+            conversations.append(answered({**turn, "content": "I do."}))
+    for messages in conversations:
         try:
-            ids = template.render_ids(messages, tools=tools, add_generation_prompt=True)
+            ids = template.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
         except Exception:
-            if messages is PARALLEL_PROBE:
+            if len(messages) == len(answered(TURNS["two calls"])):
                 continue  # a template that takes one call a turn says nothing about several
             raise
-        yield ids, renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        yield ids, renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
 
-
-_SCHEMA = {name: {"type": name} for name in ("string", "integer", "boolean", "array", "object")}
-_PARAMETERS = {"type": "object", "properties": _SCHEMA}
-TOOLS = [function_tool(name, "Looks.", _PARAMETERS) for name in ("look", "listen")]
-_ONE = message_tool_call("functions.look:0", "look", {"string": "é"})
-_AWKWARD = message_tool_call(
-    "functions.listen:1",
-    "listen",
-    {"string": ' "x"\n<y> {z}, 3 ', "integer": 3, "boolean": True, "array": [1, {"a": "b"}]},
-)
-_ASKED: list[Message] = [{"role": "user", "content": "Look."}]
-TURNS: dict[str, Message] = {
-    "one call": assistant_message("", "", [_ONE]),
-    "awkward arguments": assistant_message("", "", [_AWKWARD]),
-    "two calls": assistant_message("", "", [_ONE, _AWKWARD]),
-    "text": assistant_message("Nothing there.", "", []),
-    "reasoning": assistant_message("Nothing there.", "I look around.", []),
-    "reasoning and a call": assistant_message("", "I look around.", [_ONE]),
-}
-"""Turns that a family must read as the model's prompts write them."""
 
 WrittenTurns = dict[str, tuple[str, str]]
 """Name of one of the `TURNS` -> the prompt before it, and the turn, as text."""
@@ -109,8 +79,8 @@ def written_turns(render: Callable[[list[Message], list[Tool], bool], str]) -> W
     written = {}
     for name, turn in TURNS.items():
         try:
-            prompt = render(_ASKED, TOOLS, True)
-            whole = render([*_ASKED, turn], TOOLS, False)
+            prompt = render([USER], TOOLS, True)
+            whole = render([USER, turn], TOOLS, False)
         except Exception:
             continue  # templates raise for messages that they do not support
         common = commonprefix([prompt, whole])  # noqa: RUF071 - of texts, not of paths

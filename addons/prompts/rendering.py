@@ -17,13 +17,9 @@ from rolltap.addons.prompts.choice import (
 )
 from rolltap.addons.prompts.controls import ControlTokens
 from rolltap.addons.prompts.families import families
+from rolltap.addons.prompts.probes import USER
 from rolltap.addons.prompts.reply import ReplyParser, SampledReply
-from rolltap.addons.prompts.template import (
-    USER,
-    Placeholder,
-    TemplateContinuation,
-    tokens_of_turns,
-)
+from rolltap.addons.prompts.template import Placeholder, TemplateContinuation, tokens_of_turns
 from rolltap.addons.prompts.tokenizer import load, vocabulary_size
 from rolltap.addons.store.metadata import tokenizer_digests
 
@@ -44,11 +40,6 @@ _READS_ONE_TURN = frozenset(
 They are given only the suffix from that token on, so that their work does not grow with the
 conversation.
 """
-_SYSTEM_LATER: list[Message] = [
-    {"role": "user", "content": "Hello"},
-    {"role": "system", "content": "Be brief."},
-]
-"""A probe that fails for templates which take a system message only at the beginning."""
 _LONG_PROMPT = 8
 """Characters per token of the context window.
 
@@ -126,8 +117,9 @@ class Rendering:
         self.refuses_tools = self.unreadable is not None and renderer != "default"
         """True when calls with tools are refused: it was not chosen by hand that they stay text."""
         self._system_anywhere = True
+        """False for a template that takes a system message only at the beginning."""
         try:
-            self._render(_SYSTEM_LATER, [], True)
+            self._render([USER, {"role": "system", "content": "Be brief."}], [], True)
         except Exception:
             self._system_anywhere = False
         self.controls = ControlTokens(self.tokenizer, self._render, self.stop_token_ids())

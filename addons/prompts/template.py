@@ -18,12 +18,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rolltap.addons.dialects.call import Message, Tool, assistant_message, message_tool_call
-from rolltap.addons.dialects.dialect import name_results
-from rolltap.addons.dialects.tools import function_tool
 from rolltap.addons.prompts.controls import BREAK
+from rolltap.addons.prompts.probes import TOOLS, TURNS, USER, answered
 
-USER: Message = {"role": "user", "content": "Hello"}
-"""The message that is written after the sampled turn and after the placeholder."""
 _TEXT = "a8c1f0e7"
 PLACEHOLDER = f"{BREAK}{_TEXT}{BREAK}"
 """The text of the placeholder, whose tokens are its own."""
@@ -120,34 +117,8 @@ def tokens_of_turns(
     return after_user[:end] + whole[1]
 
 
-_WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
-PROBE_TOOLS: list[Tool] = [
-    function_tool("look", "Looks.", _WHERE),
-    function_tool("listen", "Listens.", _WHERE),
-]
-_CALLS = [
-    message_tool_call("c0", "look", {"where": "é door"}),
-    message_tool_call("c1", "listen", {"where": "far door"}),
-]
-_RESULTS: list[Message] = [
-    {"role": "tool", "content": "Nothing.", "tool_call_id": "c0"},
-    {"role": "tool", "content": "Steps.", "tool_call_id": "c1"},
-]
-# in the form in which dialects decode them
-PROBE: list[Message] = name_results(
-    [
-        {"role": "user", "content": "Look."},
-        assistant_message("", "", _CALLS[:1]),
-        *_RESULTS[:1],
-        {"role": "assistant", "content": "There is no door"},
-        {"role": "user", "content": "Look again."},
-    ]
-)
-PARALLEL_PROBE: list[Message] = name_results(
-    [{"role": "user", "content": "Look."}, assistant_message("", "", _CALLS), *_RESULTS]
-)
-"""Several calls in one turn, which some templates refuse."""
-_PARALLEL_RESULTS = PARALLEL_PROBE[2:]
+_ONE = answered(TURNS["one call"])
+_TWO = answered(TURNS["two calls"])
 
 
 class TemplateContinuation:
@@ -168,12 +139,11 @@ class TemplateContinuation:
         self._placeholder = Placeholder(render, encode, self._ends)
         self._stop_ids = stop_ids
         self._past_end = past_end
-        self.refusal = (
-            self._probe(PROBE[:1], PROBE[2:3])
-            or self._probe(PROBE[:3], PROBE[4:])
-            or self._probe(PROBE[:1], _PARALLEL_RESULTS)
-        )
-        self._takes_turns = self._probe([*PROBE, PROBE[0]], PROBE[2:]) is None
+        self.refusal = self._probe([USER], _ONE[2:]) or self._probe(_ONE, [USER]) or self._probe([USER], _TWO[2:])
+        # later in the conversation than the placeholder is
+        later = [*_ONE, TURNS["text"], USER, USER]
+        new = [*_ONE[2:], TURNS["text"], USER]
+        self._takes_turns = self._probe(later, new) is None
         """True when new messages may include assistant messages."""
 
     def extension(self, completion_ids: list[int], messages: list[Message]) -> list[int] | None:
@@ -207,12 +177,12 @@ class TemplateContinuation:
         """
         turn = placeholder_turn(new)
         before = [*earlier, turn]
-        for tools in ([], PROBE_TOOLS):
+        for tools in ([], TOOLS):
             try:
                 last = self._placeholder.after(before, tools, generation=False)
                 whole = self._placeholder.after([*before, *new], tools)
             except Exception as error:
-                if new is _PARALLEL_RESULTS:
+                if new == _TWO[2:]:
                     continue  # refused in full prompts too
                 return f"the chat template refuses a conversation with tools: {error}"
             if not whole and turn.get("tool_calls"):

@@ -24,8 +24,9 @@ from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.dialects.dialect import name_results
 from rolltap.addons.dialects.tools import as_object, function_tool
 from rolltap.addons.errors import InputError
-from rolltap.addons.prompts.choice import TOOLS, TURNS, find_family, written_turns
+from rolltap.addons.prompts.choice import find_family, written_turns
 from rolltap.addons.prompts.families import families
+from rolltap.addons.prompts.probes import TOOLS, TURNS
 from rolltap.addons.prompts.rendering import Rendering
 from rolltap.addons.prompts.reply import ReplyParser, read_text
 from tests.addons.prompts import continuing

@@ -7,8 +7,8 @@ import pytest
 
 from rolltap.addons.dialects.call import ModelCall
 from rolltap.addons.prompts import families as module
-from rolltap.addons.prompts.choice import TOOLS
 from rolltap.addons.prompts.families import Family, families
+from rolltap.addons.prompts.probes import TOOLS
 from rolltap.addons.prompts.reply import LONGEST_MARK, ReplyParser
 
 CALLS = {
