@@ -18,7 +18,10 @@ from rolltap.addons.dialects.google import GoogleGenerateContent
 from rolltap.addons.dialects.openai_chat import OpenAIChat
 from rolltap.addons.dialects.openai_responses import OpenAIResponses
 
-CHAT, GEMINI, MESSAGES, RESPONSES = OpenAIChat(), GoogleGenerateContent(), AnthropicMessages(), OpenAIResponses()
+CHAT = OpenAIChat()
+GEMINI = GoogleGenerateContent()
+MESSAGES = AnthropicMessages()
+RESPONSES = OpenAIResponses()
 DIALECTS: list[Dialect] = [CHAT, GEMINI, MESSAGES, RESPONSES]
 
 _MOST_FOLDERS = 12
@@ -41,7 +44,8 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
     """Return the route of a request to `target` (path and query), or None when it is not served.
 
     An API is served at its own paths, and behind any prefix, because providers and gateways have
-    such paths: `/openai/deployments/NAME`, `/api/anthropic`, `/api/paas/v4`. The shortest one counts.
+    such paths: `/openai/deployments/NAME`, `/api/anthropic`, `/api/paas/v4`. The shortest one
+    counts.
 
     `headers` are looked up in lower case. OpenAI and Anthropic list models under the same path: the
     header `anthropic-version`, which Anthropic's API requires, selects Anthropic.
@@ -65,16 +69,18 @@ def find_route(method: str, target: str, headers: Mapping[str, str]) -> Route | 
 
 
 _SAMPLES = re.compile(
-    r"[^/]*/(.*:)?(complete|completions|responses|messages|converse|invoke|(stream)?(raw)?predict|(stream|batch)?generate)"
-    r"|(api|v\d+)/chat(?![\w-])|[^/]*/(batches|language-model)(?![\w-])",
+    r"[^/]*/(.*:)?(complete|completions|responses|messages|converse|invoke)"
+    r"|[^/]*/(.*:)?((stream)?(raw)?predict|(stream|batch)?generate)"
+    r"|(api|v\d+)/chat(?![\w-])"
+    r"|[^/]*/(batches|language-model)(?![\w-])",
 )
-"""How the last folder and the name of a path begin in model APIs, including APIs that are not served here, and in
-batches of calls."""
+"""Beginnings of the last folder and the name of a path in model APIs, also in APIs that are not
+served here, and in batches of calls."""
 _DECODED = 3
 """Number of times that a path is decoded: by proxies, and by the server behind them."""
 
-_PATHS = {path.removeprefix("/v1/"): path for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages")}
-"""End of a path that asks for a reply -> the path."""
+_PATHS = ("chat/completions", "responses", "messages")
+"""Paths that ask for a reply, after `/v1/`."""
 _ALIKE = 0.85
 """Similarity of a mistyped path, of `difflib`: one letter that is wrong, missing or too much."""
 _LONGEST = 100
@@ -91,7 +97,7 @@ _NOT_SERVED = {
 
 
 def api_not_served(target: str) -> str:
-    """Return the name of the API whose model call a request to `target` is, or "" if there is none."""
+    """Return the name of the API whose model call a request to `target` is, or "" if it is none."""
     path = target.partition("?")[0].lower()
     for name, pattern in _NOT_SERVED.items():
         if re.fullmatch(pattern, path):
@@ -100,11 +106,11 @@ def api_not_served(target: str) -> str:
 
 
 def looks_like_model_call(method: str, target: str) -> bool:
-    """Return True when a request that is not served is probably a model call, however its path is spelled.
+    """Return True when a request that is not served is probably a model call.
 
-    A heuristic: a POST whose path ends like those of known model APIs. Servers differ in what they ignore of a path. It
-    is compared as the most tolerant one would read it: decoded, in lower case, without parameters, empty folders and
-    dot segments, and without what follows the name.
+    A heuristic: a POST whose path ends like those of known model APIs. Servers differ in the parts
+    of a path that they ignore. It is compared as the most tolerant one would read it: decoded, in
+    lower case, without parameters, empty folders and dot segments, and only to the end of the name.
     """
     if method != "POST":
         return False
@@ -113,12 +119,13 @@ def looks_like_model_call(method: str, target: str) -> bool:
     path = target.partition("?")[0]
     for _ in range(_DECODED):
         path = unquote(path)
-    path = posixpath.normpath("///" + re.sub(r";[^/]*|[?#].*", "", path.replace("\\", "/"), flags=re.S))
-    return _SAMPLES.match("/".join(path.lower().split("/")[-2:])) is not None
+    path = re.sub(r";[^/]*|[?#].*", "", path.replace("\\", "/"), flags=re.S)
+    folders = posixpath.normpath(f"///{path}").lower().split("/")
+    return _SAMPLES.match("/".join(folders[-2:])) is not None
 
 
 def advice(method: str, target: str) -> str:
-    """Return what would make a request that is not served a model call, or "" when it is probably none.
+    """Return the remedy for a model call that is not served, or "" when it is probably none.
 
     Either its API is not served, or its path is mistyped.
     """
@@ -128,17 +135,25 @@ def advice(method: str, target: str) -> str:
     if name := api_not_served(target):
         use = "Let the program use OpenAI's Chat Completions or Responses, or Anthropic's Messages"
         return f"the recorder does not serve {name}. {use}"
-    folders = [folder for folder in path[-_LONGEST:].lower().split("/") if folder] if len(path) <= _LONGEST else []
-    for end in ("/".join(folders[-2:]), "/".join(folders[-1:])):
-        for meant in get_close_matches(end, _PATHS, 1, _ALIKE):
-            return f"did you mean {_PATHS[meant]}?"
+    if len(path) > _LONGEST:
+        return ""
+    folders = [folder for folder in path.lower().split("/") if folder]
+    for length in (2, 1):
+        for meant in get_close_matches("/".join(folders[-length:]), _PATHS, 1, _ALIKE):
+            return f"did you mean /v1/{meant}?"
     return ""
 
 
 def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
-    """Return the body of a 404 in the format of the API that the request resembles, else an empty JSON object."""
-    path, wanted = target.partition("?")[0], advice(method, target)
-    why = f"{method} {path} is not served here{f': {wanted}' if wanted else '.'}"
+    """Return the body of a 404 in the format of the API that the request resembles.
+
+    Returns an empty JSON object for a request that resembles none.
+    """
+    path = target.partition("?")[0]
+    remedy = advice(method, target)
+    why = f"{method} {path} is not served here."
+    if remedy:
+        why = f"{why[:-1]}: {remedy}"
     dialect: Dialect
     if api_not_served(target) == _BEDROCK:
         return json.dumps({"__type": "ResourceNotFoundException", "message": why}).encode()
@@ -146,7 +161,7 @@ def not_served(method: str, target: str, headers: Mapping[str, str]) -> bytes:
         dialect = MESSAGES
     elif path.startswith("/v1beta"):
         dialect = GEMINI
-    elif path.startswith("/v1/") or wanted:
+    elif path.startswith("/v1/") or remedy:
         dialect = CHAT
     else:
         return b"{}"
