@@ -1,8 +1,7 @@
 """HTTP server of the model APIs, on loopback, in the event loop of mitmdump.
 
-mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It
-passes the session id and the host in headers, with a per-process secret that
-authenticates them.
+mitmproxy can stream only what an upstream sends, so `Capture` redirects model calls here. It passes
+the session id and the host in headers, with a per-process secret that authenticates them.
 """
 
 import asyncio
@@ -158,8 +157,10 @@ class Endpoint:
         seconds."""
         now = asyncio.get_running_loop().time()
         for session_id, session in list(self.sessions.items()):
+            if now - session.used_at < seconds:
+                continue
             session.settle()
-            if session.idle and now - session.used_at >= seconds:
+            if session.idle:
                 del self.sessions[session_id]
 
     def headers(self, session_id: str, host: str) -> dict[str, str]:

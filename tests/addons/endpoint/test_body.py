@@ -89,7 +89,7 @@ async def test_a_body_that_is_or_becomes_too_long_is_refused(post, encoding, enc
 
 @pytest.mark.parametrize("other", [lambda body: body[:-5], lambda body: body * 2], ids=["early", "later"])
 async def test_a_body_that_does_not_end_where_it_says_is_refused(post, other):
-    """What a cut zstd frame holds is read, as mitmproxy does."""
+    """A cut zstd frame is read as far as it goes, as mitmproxy does."""
     status, text = await post(other(gzip.compress(os.urandom(1000))), "gzip")
     assert (status, b"cannot be decompressed" in text) == (400, True), text
 
