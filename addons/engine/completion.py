@@ -167,9 +167,11 @@ class _Weights:
         if self.model is not None:
             self._name(self._policy.version)
             return
+        if not spans:
+            return
         versions = [*self._earlier]
         lost_from = _end(versions)
-        if spans and lost_from < self._start and self._lost == {spans[0].version}:
+        if lost_from < self._start and self._lost == {spans[0].version}:
             lost = replace(spans[0], start=lost_from, end=self._start)
             versions.append(lost)
         for span in spans:

@@ -125,6 +125,23 @@ class TestPublication:
         assert spans(call) == [(ONE, 0, len(call["completion_ids"]))]
 
 
+async def test_the_usage_in_an_event_of_its_own_takes_no_names_of_weights_away(harness, scripted_engine):
+    """vLLM sends it so, behind the last tokens."""
+    choice = {
+        "token_ids": [5],
+        "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]},
+        "finish_reason": "length",
+        "weight_versions": [{"version": "7", "start": 0, "end": 1}],
+    }
+    usage = {"prompt_tokens_details": {"cached_tokens": 3}}
+    events = [json.dumps(event) for event in ({"choices": [choice]}, {"choices": [], "usage": usage})]
+    body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    scripted_engine.replies.append(Answer(200, body.encode()))
+    assert (await harness.ask(user()))[0] == 200
+    (call,) = harness.calls()
+    assert (spans(call), call["cached_tokens"], call["violation"]) == ([("7", 0, 1)], 3, None)
+
+
 class TestGone:
     """An adapter that the engine has unloaded."""
 
