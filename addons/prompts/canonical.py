@@ -75,14 +75,18 @@ def _canonical_numbers(value: Any) -> Any:
 
 
 _UNSTEADY = re.compile(
-    r"\d{4}[-/]\d\d[-/]\d\d(?:[T ,]+\d\d:\d\d(?::\d\d)?[.\d]*)?(?:Z|[+-]\d\d:?\d\d)?"  # 2026-11-26T10:58:03.1Z
+    # 2026-11-26T10:58:03.1Z
+    r"\d{4}[-/]\d\d[-/]\d\d(?:[T ,]+\d\d:\d\d(?::\d\d)?[.\d]*)?(?:Z|[+-]\d\d:?\d\d)?"
     r"|\b\d{1,2}/\d{1,2}/\d{4}\b|\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?(?: [AP]M\b)?| [AP]M\b)"
-    r"|\b(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? +)?"  # Thursday, November 26, 2026
-    r"(?:\d{1,2} +)?(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +(?:\d{1,2},? +)?(?:\d{4}|\d\d:\d\d)\b"
+    # Thursday, November 26, 2026
+    r"|\b(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? +)?"
+    r"(?:\d{1,2} +)?"
+    r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]* +(?:\d{1,2},? +)?(?:\d{4}|\d\d:\d\d)\b"
     r"|\b\d+(?:\.\d+)? ?(?:ms|s|secs?|seconds?)\b|(?i:duration_?ms)\W+[\d.]+"
     r"|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|\b(?=[a-f]*\d)[0-9a-f]{7,64}\b"
     r"|(?<=ID: )\w+"  # of a process, of a piece of output
-    r"|rolltap[-_]work[-_][\w-]{8}[-_/]\w{8}",  # the folder of a rollout's session, in a path or a name made of it
+    # the folder of a rollout's session, in a path or a name made of it
+    r"|rolltap[-_]work[-_][\w-]{8}[-_/]\w{8}",
     re.ASCII,
 )
 
@@ -90,7 +94,8 @@ _UNSTEADY = re.compile(
 def steady(text: str) -> str:
     """Return a text without what differs between two starts of one program.
 
-    That is: dates, times, durations, ids of processes and commits, UUIDs, folders that rolltap makes.
+    That is: dates, times, durations, ids of processes and commits, UUIDs, and folders that
+    rolltap makes.
     """
     return _UNSTEADY.sub("~", text)
 
@@ -169,7 +174,7 @@ def issued_forms(echo: Message) -> Iterator[tuple[Message, str | None]]:
 
     With each form comes the reasoning that the reply must have had, None for any. The rules:
 
-    - Reasoning in front: pydantic-ai and others write reasoning as `<think>` text before the content.
+    - Reasoning in front: pydantic-ai and others write it as `<think>` text before the content.
     - A text for no text: LiteLLM fills an empty message, as Anthropic's API refuses one.
     - A newline at the end: gptme strips it or adds one.
 
@@ -197,8 +202,12 @@ def echoed_reasoning(echo: Message) -> str:
 
 
 def textless(echo: Message) -> bool:
-    """Return True for an echo of tool calls without text. Reasoning and LiteLLM's text do not count."""
-    return bool(echo.get("tool_calls")) and _split_reasoning(echo)[1].strip() in ("", _LITELLM_EMPTY)
+    """Return True for an echo of tool calls without text.
+
+    Reasoning and LiteLLM's text do not count.
+    """
+    content = _split_reasoning(echo)[1].strip()
+    return bool(echo.get("tool_calls")) and content in ("", _LITELLM_EMPTY)
 
 
 def _split_reasoning(echo: Message) -> tuple[str | None, str]:

@@ -81,9 +81,9 @@ class Turn:
         """Keep of a full prompt only the tokens after those that it shares with another call."""
         theirs = np.frombuffer(base._ids(len(self.tail_ids)), np.int32)
         ours = np.frombuffer(self.tail_ids, np.int32)[: len(theirs)]
-        different = np.flatnonzero(ours != theirs)
+        different = [*np.flatnonzero(ours != theirs)[:1], len(theirs)]
         self.base = base
-        self.shared = int(different[0]) if len(different) else len(theirs)
+        self.shared = int(different[0])
         self.tail_ids = self.tail_ids[self.shared :]
 
     def _ids(self, needed: int) -> "array[int]":
@@ -107,8 +107,8 @@ class Node:
 
     digest: bytes
     """Digest of the tools, the echo rule and all messages."""
-    call_id: str
-    """The first call that had it."""
+    call_id: str = ""
+    """The first call that had it. Empty for tools without messages."""
     excerpt: str = ""
     """The first `_EXCERPT` characters of its last message in the canonical form."""
     newest: "Node | None" = None
@@ -132,16 +132,17 @@ class Conversation:
 
     model_call: ModelCall
     path: list[Node]
-    """The recorded prefixes: `path[n]` has `messages[:n]` after all that is before them."""
+    """The recorded prefixes: `path[n]` has `messages[:n]` after all that is before them. The first
+    one may have no messages, and is there even if it was not recorded."""
 
     @property
     def unread(self) -> list[Message]:
         """The messages after the path."""
-        return self.model_call.messages[max(0, len(self.path) - 1) :]
+        return self.model_call.messages[len(self.path) - 1 :]
 
     def digest(self) -> bytes:
         """Return the digest of all messages."""
-        digest = self.path[-1].digest if self.path else first_digest(self.model_call)
+        digest = self.path[-1].digest
         for message in self.unread:
             digest = extend_digest(digest, message, self.model_call)
         return digest
@@ -167,12 +168,16 @@ class Match:
         """The kind of a call with these messages."""
         if self.reason is None:
             return "bridged"
-        return "rendered" if self.turns or self.changed is not None else "root"
+        if self.turns or self.changed is not None:
+            return "rendered"
+        return "root"
 
     @property
     def sampled_by(self) -> str | None:
         """A call that sampled a reply among the messages."""
-        return self.turns[0].call_id if self.turns else self.call_id
+        for turn in self.turns:
+            return turn.call_id
+        return self.call_id
 
     def turn(self, echo: Message) -> Turn | None:
         """Return the call that issued the echoed reply. Calls of equal tokens are one.
@@ -213,17 +218,18 @@ class History:
 
     def read(self, model_call: ModelCall) -> Conversation:
         """Return the conversation of a request. Messages of a recent one are not read again."""
-        conversation = self.read_after(None, replace(model_call, messages=[]))
-        conversation.model_call = model_call
-        nearest = None
+        root = self._node(first_digest(model_call))
+        conversation = Conversation(model_call, [root])
+        others: list[Conversation] = []
         for recent in self._recent:
-            shared = _shared(recent.model_call.messages, model_call.messages)
+            before = recent.model_call.messages
+            shared = _shared(before, model_call.messages)
             path = recent.path[: shared + 1]
-            if path[:1] == conversation.path[:1] and len(path) >= len(conversation.path):
+            if path[0] is root and len(path) >= len(conversation.path):
                 conversation.path = path
-                nearest = recent if 2 * shared > len(recent.model_call.messages) else None
-        self._recent = [recent for recent in self._recent if recent is not nearest][1 - _RECENT :]
-        self._recent.append(conversation)
+            if path[0] is not root or 2 * shared <= len(before):
+                others.append(recent)
+        self._recent = [*others[1 - _RECENT :], conversation]
         return self._follow(conversation)
 
     def read_after(self, parent: Turn | None, model_call: ModelCall) -> Conversation:
@@ -231,8 +237,10 @@ class History:
 
         `model_call` has the messages after the parent's conversation and reply.
         """
-        start = parent.node if parent else self._nodes.get(first_digest(model_call))
-        return self._follow(Conversation(model_call, [start] if start else []))
+        start = parent.node if parent else None
+        if start is None:
+            start = self._node(first_digest(model_call))
+        return self._follow(Conversation(model_call, [start]))
 
     def match(self, conversation: Conversation) -> Match:
         """Find the call with the longest conversation and reply that the messages begin with.
@@ -244,11 +252,12 @@ class History:
         Where a recorded conversation has a reply and the request another assistant message, the
         program has changed its history, and also where a reply stands at another place.
         """
-        path = conversation.path
-        end = max(0, len(path) - 1)
-        while end and not path[end].turns:
+        end = len(conversation.path) - 1
+        while end and not conversation.path[end].turns:
             end -= 1
-        match = Match(path[end].turns if end else (), end)
+        match = Match((), end)
+        if end:
+            match.turns = conversation.path[end].turns
         self._find_changed(match, conversation)
         if match.changed is not None:
             match.reason = self._why_changed(match.changed, match.call_id, conversation)
@@ -262,13 +271,13 @@ class History:
         `conversation` has the messages after its parent's conversation and reply.
         """
         model_call = conversation.model_call
-        match = self.match(conversation) if kind == "rendered" else Match((), 0)
         path = [*conversation.path]
-        if turn.base is None and path:
-            nearest = path[-1].turns or (self.turns[path[-1].call_id],)
-            turn.store_after(nearest[-1])
-        if not path:
-            path.append(self._node(first_digest(model_call), turn.call_id))
+        known = path[-1].newest or path[-1]
+        if turn.base is None and known.call_id:
+            turn.store_after(self.turns[known.call_id])
+        match = Match((), 0)
+        if kind == "rendered":
+            match = self.match(conversation)
         for message in [*conversation.unread, reply]:
             digest = extend_digest(path[-1].digest, message, model_call)
             excerpt = canonical(message, model_call)[:_EXCERPT]
@@ -306,18 +315,17 @@ class History:
         for tool_call in tool_calls:
             self._issued[tool_call["id"]] = turn.call_id
 
-    def _node(self, digest: bytes, call_id: str, excerpt: str = "") -> Node:
+    def _node(self, digest: bytes, call_id: str = "", excerpt: str = "") -> Node:
         return self._nodes.setdefault(digest, Node(digest, call_id, excerpt))
 
     def _follow(self, conversation: Conversation) -> Conversation:
         """Extend the path of a conversation as far as its messages were recorded. Return it."""
         path = conversation.path
-        if path:
-            for message in conversation.unread:
-                node = self._after(path[-1], message, conversation.model_call)
-                if node is None:
-                    break
-                path.append(node)
+        for message in conversation.unread:
+            node = self._after(path[-1], message, conversation.model_call)
+            if node is None:
+                break
+            path.append(node)
         return conversation
 
     def _after(self, node: Node, message: Message, model_call: ModelCall) -> Node | None:
@@ -353,14 +361,15 @@ class History:
         places = [i for i in range(match.end, len(messages)) if messages[i]["role"] == "assistant"]
         if not places:
             return
-        left = max(0, len(path) - 1)
-        ahead = _replies_ahead(path[-1]) if path else []
+        left = len(path) - 1
+        ahead = _replies_ahead(path[-1])
         for i in places:
-            here = ahead if match.end else ahead[i - left : i - left + 1]
-            if i < left:
-                here = [path[i].reply]
+            here = ahead
+            if not match.end:
+                here = ahead[i - left : i - left + 1]
             call_ids = [self._issuer(messages[i], model_call)]
             if i < left:
+                here = [path[i].reply]
                 call_ids.append(path[i + 1].changed)
             call_ids += [reply.call_id for reply in here if reply]
             match.call_id = next(filter(None, call_ids), None)
@@ -391,22 +400,21 @@ class History:
             return f"message {index} may be the reply of a call that cannot be read"
         if index < len(path) and (reply := path[index].reply) is not None:
             return _difference(conversation, index, reply)
-        if path and (index < len(path) - 1 or path[-1].newest is None):
+        left = len(path) - 1
+        if index < left or (left and path[-1].newest is None):
             return f"message {index} is the reply of call {call_id}, changed or at another place"
         return self._why_new(conversation)
 
     def _why_new(self, conversation: Conversation) -> str:
         """Say where a conversation leaves the recorded ones."""
-        path = conversation.path
-        if not path:
-            if not self.turns:
-                return "no earlier call"
+        followed = conversation.path[-1].newest
+        if not self.turns:
+            return "no earlier call"
+        if followed is None:
             return "its tools are not those of any earlier call"
-        followed = path[-1].newest
-        assert followed is not None, "a recorded prefix without a reply is followed by a message"
         if not conversation.unread:
             return f"it ends within the conversation of call {followed.call_id}"
-        return _difference(conversation, len(path) - 1, followed)
+        return _difference(conversation, len(conversation.path) - 1, followed)
 
 
 def _difference(conversation: Conversation, index: int, theirs: Node) -> str:
@@ -456,7 +464,9 @@ class Prompt:
     @property
     def opening(self) -> bytes:
         """The `opening_digest` of the conversation."""
-        return self.parent.opening if self.parent else opening_digest(self.model_call)
+        if self.parent is not None:
+            return self.parent.opening
+        return opening_digest(self.model_call)
 
     def digest(self) -> bytes:
         """Return the digest of the ids, of which only those after the parent's are read."""
@@ -477,9 +487,10 @@ class Conversations:
         the renderer refuses.
         """
         match = self.history.match(self.history.read(model_call))
-        continued = self._continue(model_call, match) if match.reason is None else None
-        if continued is not None:
-            return continued
+        if match.reason is None:
+            continued = self._continue(model_call, match)
+            if continued is not None:
+                return continued
         messages = model_call.messages
         ids = self._rendering.render(self._with_reasoning(messages), model_call.tools)
         return Prompt(
@@ -534,9 +545,12 @@ class Conversations:
         completion = array("i", completion_ids)
         hashed = _hash_after(parent, tail)
         hashed.update(completion)
-        shared = parent.length if parent else 0
-        opening = parent.opening if parent else opening_digest(model_call)
-        turn = Turn(call_id, parent, shared, tail, completion, hashed, opening)
+        turn = Turn(call_id, parent, 0, tail, completion, hashed)
+        if parent is None:
+            turn.opening = opening_digest(model_call)
+        else:
+            turn.opening = parent.opening
+            turn.shared = parent.length
         self.history.add(turn, self.history.read_after(parent, model_call), reply, kind)
         return turn
 
@@ -564,12 +578,13 @@ class Conversations:
             return None
         ids += turn.completion_ids
         ids.extend(extension)
-        reason = TEXT_DROPPED if turn.textless and textless(echo) else None
+        if turn.textless and textless(echo):
+            match.reason = TEXT_DROPPED
         return Prompt(
             model_call,
             ids,
             "bridged",
-            reason,
+            match.reason,
             parent=turn,
             prefix_length=turn.length,
             new_messages=new_messages,
@@ -597,6 +612,8 @@ def ids_digest(ids: Sequence[int]) -> bytes:
 
 def _hash_after(parent: Turn | None, ids: "array[int]") -> "hashlib.blake2b":
     """Return the hash of a turn's ids and the ids after them."""
-    hashed = parent.hashed.copy() if parent else hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
+    if parent is not None:
+        hashed = parent.hashed.copy()
     hashed.update(ids)
     return hashed
