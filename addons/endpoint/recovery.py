@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
@@ -25,7 +26,7 @@ from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.history import Conversations, Prompt, Turn, ids_digest
 from rolltap.addons.prompts.rendering import Rendering
-from rolltap.addons.store.index import EndedSessions, SessionIndex, Skip, nothing
+from rolltap.addons.store.index import SessionIndex, Skip, TableScan
 from rolltap.addons.store.records import CALL_SCHEMA, DIGEST, Event, utc_now
 from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.session_options import SessionOptions
@@ -42,7 +43,7 @@ class RunCalls:
         self._lock = threading.Lock()
         self._index: SessionIndex | None = None
 
-    def refresh(self, skip: Skip = nothing) -> None:
+    def refresh(self, skip: Skip = None) -> None:
         """Add what was committed since. Raises `OSError` and `RunError`."""
         with self._lock:
             if self._index is None:
@@ -162,16 +163,28 @@ class Recovery:
         self._lock = threading.Lock()
         """Guards all below."""
         self._recovered: set[str] = set()
-        self._ended = EndedSessions(writer.run)
+        self._ended: set[str] = set()
+        """Ids of sessions with an event `ended` or a row."""
+        self._events = TableScan(writer.run, "events")
+        self._sessions = TableScan(writer.run, "sessions")
 
     def load(self) -> None:
         """Read the session ids of the run: 50 µs a call that is not compacted.
 
         Raises `OSError` and `RunError`.
         """
-        self.calls.refresh(self.writer.owns)
+        own = self.writer.owns
+        self.calls.refresh(own)
         with self._lock:
-            self._ended.refresh(self.writer.owns)
+            for new in self._events.new(own):
+                for _, batch in new.batches:
+                    self._add_ended(batch.filter(pc.equal(batch.column("kind"), "ended")))
+            for new in self._sessions.new(own):
+                for _, batch in new.batches:
+                    self._add_ended(batch)
+
+    def _add_ended(self, rows: pa.RecordBatch) -> None:
+        self._ended.update(rows.column("session_id").drop_null().to_pylist())
 
     def end(self, session_id: str) -> None:
         """Commit that a session has ended.

@@ -1,4 +1,4 @@
-"""Incremental reading of a run by session: indexes of its tables, and the sessions that ended."""
+"""Incremental reading of a run: a scan of a table, and its rows by session."""
 
 from array import array
 from collections import defaultdict
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltap.addons.store.metadata import read_metadata
 from rolltap.addons.store.records import DIGEST
@@ -15,22 +14,16 @@ from rolltap.addons.store.rows import Row, row_digest
 from rolltap.addons.store.segment import SegmentReader, rows_of_session
 from rolltap.addons.store.tables import TABLES, batch_rows, run_files
 
-Skip = Callable[[str], bool]
-"""Name of a segment -> True to leave it for a later time."""
+Skip = Callable[[str], bool] | None
+"""Name of a segment -> True to leave it for a later time. None leaves none."""
 OPEN_FILES = 64
 """Segments of a table that are mapped at the same time."""
-
-
-def nothing(name: str) -> bool:
-    """Skip no segment."""
-    return False
 
 
 class NewCommits(NamedTuple):
     """Commits of one segment that were not read before."""
 
     path: Path
-    inode: int
     again: bool
     """True if the segment was compacted: these are all its rows, also those that were read."""
     batches: Iterator[tuple[int, pa.RecordBatch]]
@@ -43,64 +36,38 @@ class TableScan:
     def __init__(self, run: Path, table: str) -> None:
         self._run = run
         self._table = table
-        self._read: dict[str, tuple[int, int]] = {}
-        """Name of a segment -> its inode and the end of what was read."""
+        self.inodes: dict[str, int] = {}
+        """Name of a segment -> its inode."""
+        self._ends: dict[str, int] = {}
+        """Name of a segment -> the end of what was read."""
         self.damage: dict[str, dict[int, str]] = {}
         """Name of a segment -> byte offset -> why the commits there were skipped."""
 
-    def new(self, skip: Skip = nothing) -> Iterator[NewCommits]:
+    def new(self, skip: Skip = None) -> Iterator[NewCommits]:
         """Yield the segments that have commits since the last time, in the order of their writers.
 
         Damage is skipped with a warning. Raises `OSError`.
         """
         for path in run_files(self._run, self._table):
             name = path.name
-            if skip(name):
+            if skip is not None and skip(name):
                 continue
-            inode, end = self._read.get(name, (0, 0))
+            inode = self.inodes.get(name)
             file = path.lstat()
-            if (file.st_ino, file.st_size) == (inode, end):
+            if file.st_ino == inode and file.st_size == self._ends[name]:
                 continue
             with SegmentReader(path, TABLES[self._table]) as reader:
                 if inode == reader.inode:
-                    batches = reader.batches_from(end)
+                    batches = reader.batches_from(self._ends[name])
                     damage = self.damage[name]
                 else:
                     batches = iter(reader)
                     damage = {}
-                again = inode not in (0, reader.inode)
-                yield NewCommits(path, reader.inode, again, batches)
-                self._read[name] = reader.inode, reader.end
+                yield NewCommits(path, inode not in (None, reader.inode), batches)
+                self.inodes[name] = reader.inode
+                self._ends[name] = reader.end
                 self.damage[name] = damage | reader.damage
                 reader.warn_of_damage()
-
-
-class EndedSessions:
-    """The ids of sessions with an event `ended` or a row in `sessions`. Not thread-safe."""
-
-    def __init__(self, run: Path) -> None:
-        self._events = TableScan(run, "events")
-        self._sessions = TableScan(run, "sessions")
-        self._ids: set[str] = set()
-
-    def __contains__(self, session_id: object) -> bool:
-        return session_id in self._ids
-
-    def add(self, session_id: str) -> None:
-        """Add a session that has just ended."""
-        self._ids.add(session_id)
-
-    def refresh(self, skip: Skip = nothing) -> None:
-        """Add what was committed since. Reads only new commits. Raises `OSError`."""
-        for new in self._events.new(skip):
-            for _, batch in new.batches:
-                self._add(batch.filter(pc.equal(batch.column("kind"), "ended")))
-        for new in self._sessions.new(skip):
-            for _, batch in new.batches:
-                self._add(batch)
-
-    def _add(self, batch: pa.RecordBatch) -> None:
-        self._ids.update(batch.column("session_id").drop_null().to_pylist())
 
 
 class SessionIndex:
@@ -110,12 +77,11 @@ class SessionIndex:
     the folder cannot be read.
     """
 
-    def __init__(self, run: Path, table: str, skip: Skip = nothing) -> None:
+    def __init__(self, run: Path, table: str, skip: Skip = None) -> None:
         read_metadata(run)
         self._run = run
         self._schema = TABLES[table]
         self.scan = TableScan(run, table)
-        self._inodes: dict[str, int] = {}
         self._places: defaultdict[str | None, dict[str, array[int]]] = defaultdict(dict)
         """Session id, None for rows of nobody -> segment -> for each row its batch's offset."""
         self._open: dict[str, SegmentReader] = {}
@@ -147,7 +113,7 @@ class SessionIndex:
         while self._open:
             self._open.popitem()[1].close()
 
-    def refresh(self, skip: Skip = nothing) -> None:
+    def refresh(self, skip: Skip = None) -> None:
         """Add what was committed since. Reads only new commits. Raises `OSError`."""
         for new in self.scan.new(skip):
             name = new.path.name
@@ -156,7 +122,6 @@ class SessionIndex:
             if new.again:
                 for places in self._places.values():
                     places.pop(name, None)
-            self._inodes[name] = new.inode
             for offset, batch in new.batches:
                 for row in batch.column("session_id").value_counts().to_pylist():
                     offsets = self._places[row["values"]].setdefault(name, array("q"))
@@ -194,7 +159,7 @@ class SessionIndex:
                 oldest = next(iter(self._open))
                 self._open.pop(oldest).close()
             reader = SegmentReader(self._run / name, self._schema)
-            while reader.inode != self._inodes[name]:
+            while reader.inode != self.scan.inodes[name]:
                 # compacted since it was scanned: the same rows at other offsets
                 reader.close()
                 self.refresh(lambda other: other != name)

@@ -3,17 +3,17 @@
 They are a file in the run folder, which is written before the session's first call.
 """
 
-import json
-from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
+
+from pydantic import BaseModel
 
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.store.staging import write_atomically
 
 
-class SessionOptions(NamedTuple):
+class SessionOptions(BaseModel):
     """Options of a session, all optional.
 
     Attributes:
@@ -21,33 +21,23 @@ class SessionOptions(NamedTuple):
         rerun: The recorded session whose calls answer its requests, in place of `rolltap_rerun`.
     """
 
-    sampling: Mapping[str, Any] = {}
+    sampling: dict[str, Any] = {}
     rerun: RecordedFrom | None = None
 
     def write(self, run: Path, session_id: str) -> None:
         """Give them to a session of a run; without any, nothing is written. Raises `OSError`."""
-        given: dict[str, Any] = {}
-        if self.sampling:
-            given["sampling"] = dict(self.sampling)
-        if self.rerun is not None:
-            given["rerun"] = self.rerun.as_json()
-        if given:
+        if self != SessionOptions():
             path = _file(run, session_id)
             path.parent.mkdir(exist_ok=True)
-            write_atomically(path, json.dumps(given))
+            write_atomically(path, self.model_dump_json())
 
     @classmethod
     def read(cls, run: Path, session_id: str) -> Self:
         """Return those of a session. Raises `OSError`, and `ValueError` for a damaged file."""
-        path = _file(run, session_id)
         try:
-            given = json.loads(path.read_text())
-            rerun = given.get("rerun")
-            return cls(given.get("sampling", {}), rerun and RecordedFrom.of(rerun))
+            return cls.model_validate_json(_file(run, session_id).read_bytes())
         except FileNotFoundError:
             return cls()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has no options of a session: {error!r}") from error
 
 
 def _file(run: Path, session_id: str) -> Path:

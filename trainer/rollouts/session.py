@@ -241,7 +241,7 @@ async def _play(stage: Stage, session: Session, group: Group, enter: Enter) -> F
             session.started_at = utc_now()
             session.policy_version = session.policy_version or recorder.published_version()
             session.status, session.error = "cancelled", "the rollout was stopped while it ran"
-            given = SessionOptions(group.sampling, group.fork)
+            given = SessionOptions(sampling=dict(group.sampling), rerun=group.fork)
             await run_to_end(recorder.begin, session, group.key, given)
             ahead = prepare_ahead(job)
             command = stage.harness.command_for(task.instruction)

@@ -419,6 +419,19 @@ def test_a_session_with_a_row_has_ended(session):
     assert [session.recovered(name).ended for name in names] == [True, *[False] * 6]
 
 
+def test_a_session_has_ended_when_another_process_says_so_or_this_one_has_ended_it(session):
+    recovery = Recovery(session.writer, session.rendering)
+    names = "abcd"
+    assert [recovery.recover(name).ended for name in names] == [False] * 4
+    other = RunWriter(session.run)
+    other.add_event(Event(kind="call_started", session_id="a"))
+    other.add_event(Event(kind="ended", session_id="b"))
+    other.add_event(Event(kind="ended"))
+    other.add_session(Session(session_id="c", status="completed"))
+    recovery.end("d")
+    assert [recovery.recover(name).ended for name in names] == [False, True, True, True]
+
+
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from rolltap.addons.store import index as index_module
 from rolltap.addons.store import tables
-from rolltap.addons.store.index import EndedSessions, SessionIndex
-from rolltap.addons.store.records import Event, Session
+from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.segment import SegmentReader, compact
 from rolltap.addons.store.tables import RunWriter, run_files
 from tests import factories
@@ -161,20 +160,3 @@ class TestRefresh:
                 index.refresh()
             assert rows(index) == {"a": ["0", "2", "3"]}
         assert len(caplog.records) == 1
-
-
-class TestEndedSessions:
-    def test_they_have_an_event_or_a_row(self, run):
-        writer, ended = RunWriter(run), EndedSessions(run)
-        writer.add_event(Event(kind="call_started", session_id="a"))
-        writer.add_event(Event(kind="ended", session_id="b"))
-        writer.add_event(Event(kind="ended"))
-        ended.refresh()
-        assert [name in ended for name in "abcd"] == [False, True, False, False]
-        RunWriter(run).add_session(Session(session_id="c", status="completed"))
-        ended.refresh()
-        writer.add_event(Event(kind="ended", session_id="d"))
-        ended.refresh(writer.owns)
-        assert [name in ended for name in "abcd"] == [False, True, True, False]
-        ended.refresh(index_module.nothing)
-        assert [name in ended for name in "abcd"] == [False, True, True, True]
