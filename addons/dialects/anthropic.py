@@ -71,6 +71,10 @@ _ORPHAN = (
     "messages: unexpected `tool_use_id` found in `tool_result` blocks: {}. "
     "Each `tool_result` block must have a corresponding `tool_use` block in the previous message."
 )
+_EMPTY_BLOCKS = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -141,8 +145,7 @@ class AnthropicMessages(dialect.Dialect):
         content: list[dict[str, Any]] = []
         shown = context.model_call.reasoning
         if reply.reasoning and shown != "hidden":
-            thinking = _empty_block("thinking")
-            thinking["signature"] = sign(context.call_id)
+            thinking = {**_EMPTY_BLOCKS["thinking"], "signature": sign(context.call_id)}
             if shown == "shown":
                 thinking["thinking"] = reply.reasoning
             content.append(thinking)
@@ -379,7 +382,7 @@ class _StreamEncoder(dialect.StreamEncoder):
         if self._open != kind:
             events += self._close()
             self._open = kind
-            events += self._start(_empty_block(kind))
+            events += self._start(_EMPTY_BLOCKS[kind])
         if kind == "text" or self._context.model_call.reasoning == "shown":
             events += self._delta({"type": f"{kind}_delta", kind: text})
         return events
@@ -408,12 +411,6 @@ class _StreamEncoder(dialect.StreamEncoder):
 
 def _event(kind: str, **fields: Any) -> bytes:
     return dialect.server_event({"type": kind, **fields}, kind)
-
-
-def _empty_block(kind: str) -> dict[str, Any]:
-    if kind == "thinking":
-        return {"type": kind, "thinking": "", "signature": ""}
-    return {"type": kind, "text": ""}
 
 
 def _message(context: ReplyContext, usage: Usage) -> dict[str, Any]:

@@ -68,6 +68,7 @@ _SAMPLING_FIELDS = [
 _UNSUPPORTED = ["logprobs", "top_logprobs", "audio"]
 _UNSUPPORTED_OF_VLLM = ["echo", "continue_final_message", "prompt_logprobs"]
 """Fields that change the kind of the reply. Other fields that are not read here are hints."""
+_CHUNK = "chat.completion.chunk"
 _ORPHAN = "Invalid parameter: 'tool_call_id' of '{}' not found in 'tool_calls' of previous message."
 
 
@@ -238,8 +239,8 @@ class _StreamEncoder(dialect.StreamEncoder):
             events += self._chunk({"tool_calls": [{"index": index, **call}]})
         events += self._chunk({}, reply.finish_reason)
         if self._context.model_call.include_usage:
-            last = {**self._completion([]), "usage": _usage(usage)}
-            events += dialect.server_event(last)
+            last = _completion(self._context, _CHUNK, [])
+            events += dialect.server_event({**last, "usage": _usage(usage)})
         return events + b"data: [DONE]\n\n"
 
     def error(self, error: DialectError) -> bytes:
@@ -247,10 +248,7 @@ class _StreamEncoder(dialect.StreamEncoder):
 
     def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-        return dialect.server_event(self._completion([choice]))
-
-    def _completion(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return _completion(self._context, "chat.completion.chunk", choices)
+        return dialect.server_event(_completion(self._context, _CHUNK, [choice]))
 
 
 def _completion(
