@@ -1,4 +1,5 @@
-"""Addon: redirects model calls to the endpoint. Refusals of the proxy are in the words of the request's API."""
+"""Addon: redirects model calls to the endpoint. Refusals of the proxy are in the words of the
+request's API."""
 
 import string
 from collections.abc import Callable
@@ -19,10 +20,12 @@ CAPTURED = "rolltap_captured"
 """Key of `flow.metadata`: True for a request that was redirected to the endpoint."""
 
 CONTROL_HOST = "session.rolltap"
-"""Virtual host of the recorder. A session's requests to it come through the proxy with the session's credentials."""
+"""Virtual host of the recorder. A session's requests to it come through the proxy with the
+session's credentials."""
 END_PATH = "/end"
-"""A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced unless
-`rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see `rolltap_accept_rewards`."""
+"""A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced
+unless `rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see
+`rolltap_accept_rewards`."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation
@@ -32,11 +35,12 @@ _PATH_CHARACTERS = string.punctuation
 class Capture:
     """Redirects model calls to the recorder's endpoint.
 
-    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps its
-    paths that have a prefix before the path of a model API: it may be an application of another kind.
+    `is_named` is true for a host and a port if the user allowed that very host. Such a host keeps
+    its paths that have a prefix before the path of a model API: it may be an application of another
+    kind.
     """
 
-    def __init__(self, recorder: Recorder, is_named: Callable[[str, int], bool] = lambda host, port: False) -> None:
+    def __init__(self, recorder: Recorder, is_named: Callable[[str, int], bool]) -> None:
         self._recorder = recorder
         self._is_named = is_named
 
@@ -46,8 +50,10 @@ class Capture:
         ctx.options.update(http2=False)
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
-        """Redirect a model call to the endpoint, without the harness's API key. Its body follows as it arrives."""
-        endpoint, request = self._recorder.endpoint, flow.request
+        """Redirect a model call to the endpoint, without the harness's API key. Its body follows as
+        it arrives."""
+        endpoint = self._recorder.endpoint
+        request = flow.request
         if flow.response is not None or flow.error is not None or endpoint is None:
             return
         if request.host == CONTROL_HOST:
@@ -55,12 +61,14 @@ class Capture:
                 _redirect(flow, endpoint)
             return
         if request.headers.get("upgrade", "").lower() == "websocket":
-            # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for seconds
-            flow.response = http.Response.make(426, b"{}", {"content-type": "application/json"})
-            if name := routes.api_not_served(request.path):
-                self._recorder.record(event_of(flow, "uncaptured", f"refused: {name}"))
-            else:
-                self._recorder.record(event_of(flow, "refused", WEBSOCKET))
+            # 426 makes Codex fall back to HTTP immediately; after other statuses it retries for
+            # seconds
+            flow.response = json_response(426)
+            event = event_of(flow, "refused", WEBSOCKET)
+            name = routes.api_not_served(request.path)
+            if name:
+                event = event_of(flow, "uncaptured", f"refused: {name}")
+            self._recorder.record(event)
             return
         route = routes.find_route(request.method, request.path, request.headers)
         if route is not None and not (route.prefix and self._is_named(request.host, request.port)):
@@ -69,37 +77,50 @@ class Capture:
 
 def _redirect(flow: http.HTTPFlow, endpoint: Endpoint) -> None:
     request = flow.request
-    fields = [
-        (name, printable(value, None))
-        for name, value in request.headers.items(multi=True)
-        if name.lower() not in _CREDENTIALS and not name.lower().startswith("x-rolltap-")
-    ]
-    ours = endpoint.headers(flow.metadata[SESSION], printable(request.host))
-    request.headers = http.Headers([(name.encode(), value.encode()) for name, value in [*fields, *ours.items()]])
+    fields = endpoint.headers(flow.metadata[SESSION], printable(request.host))
+    headers = http.Headers([(name.encode(), value.encode()) for name, value in fields.items()])
+    for name, value in request.headers.items(multi=True):
+        lower = name.lower()
+        if lower not in _CREDENTIALS and not lower.startswith("x-rolltap-"):
+            headers.add(name, printable(value, None))
+    request.headers = headers
     request.path = quote(request.path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
-    request.scheme, request.host, request.port = "http", "127.0.0.1", endpoint.port
+    request.scheme = "http"
+    request.host = "127.0.0.1"
+    request.port = endpoint.port
     flow.metadata[CAPTURED] = True
 
 
 def ends_session(request: http.Request) -> bool:
-    """Return True for the request that ends a session, which no limit refuses: it frees what the session holds."""
+    """Return True for the request that ends a session, which no limit refuses: it frees what the
+    session holds."""
     return (request.host, request.method, request.path) == (CONTROL_HOST, "POST", END_PATH)
 
 
 def refuse(flow: http.HTTPFlow, error: DialectError) -> Event:
     """Answer a request with an error in the words of its API. Return the event to record."""
     request = flow.request
-    headers = {"content-type": "application/json", "retry-after": str(error.retry_after)}
     body = b"{}"
     route = routes.find_route(request.method, request.path, request.headers)
     if route is not None:
         body = route.dialect.encode_error(error)
-    flow.response = http.Response.make(error.status, body, headers)
+    flow.response = json_response(error.status, body)
+    flow.response.headers["retry-after"] = str(error.retry_after)
     return event_of(flow, event_kind(error), str(error))
+
+
+def json_response(status: int, body: bytes = b"{}") -> http.Response:
+    return http.Response.make(status, body, {"content-type": "application/json"})
 
 
 def event_of(flow: http.HTTPFlow, kind: EventKind, detail: str) -> Event:
     """Return an event about a request, without its query."""
     request = flow.request
-    session_id, path = flow.metadata.get(SESSION), request.path.partition("?")[0]
-    return Event(kind=kind, session_id=session_id, host=request.host, method=request.method, path=path, detail=detail)
+    return Event(
+        kind=kind,
+        session_id=flow.metadata.get(SESSION),
+        host=request.host,
+        method=request.method,
+        path=request.path.partition("?")[0],
+        detail=detail,
+    )

@@ -1,103 +1,121 @@
-"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can be reached."""
+"""Addon: egress filter. Denies by default: only the endpoint and the hosts of `rolltap_allow` can
+be reached."""
 
 import asyncio
-import fnmatch
 import ipaddress
 import logging
+import re
 import socket
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from fnmatch import fnmatchcase
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mitmproxy import connection, ctx, exceptions, flow, http, tls
 from mitmproxy.net.check import is_valid_host
 from mitmproxy.net.http.url import parse_authority
-from mitmproxy.net.tls import starts_like_tls_record
 from mitmproxy.proxy.context import Context
 from mitmproxy.proxy.layer import NextLayer
 from mitmproxy.proxy.layers import ClientTLSLayer, ServerTLSLayer
 from mitmproxy.proxy.layers.http import HTTPMode
 from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 
-from rolltap.addons.dialects.routes import advice, looks_like_model_call, not_served
-from rolltap.addons.proxy.capture import CAPTURED, event_of
-from rolltap.addons.proxy.layers import BoundedClientTLS, FirstBytes, Http, is_open
+from rolltap.addons.dialects import routes
+from rolltap.addons.proxy.capture import CAPTURED, event_of, json_response
+from rolltap.addons.proxy.layers import BoundedClientTLS, Http, begins_tls
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.store.records import Event
 
 logger = logging.getLogger(__name__)
 
-Decision = Literal["served", "allowed", "refused"]
 WEB_PORTS = ("80", "443")
-"""Ports of a pattern that names none."""
+"""Ports of an option that names none."""
+_HOST_AND_PORT = re.compile(r"(\[[^\]]*:[^\]]*\]|[^:]*):([^:]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """A pattern of `fnmatch` for a host, and one for its port. An empty port stands for `WEB_PORTS`."""
+def read_patterns(text: str) -> list[str]:
+    """Return patterns of `HOST:PORT` for an option.
 
-    host: str
-    port: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Pattern":
-        """Read a pattern such as `pypi.org`, `*.example.org:8443`, `127.0.0.1:*` or `[::1]:80`.
-
-        Raises ValueError when the port is neither `*` nor a number up to 65535, or the host is empty.
-        """
-        host, colon, port = text.strip().rpartition(":")
-        if not colon or port.endswith("]") or (":" in host and _address(host[1:-1]) is None):
-            host, colon, port = text.strip(), "", ""  # `::1` and `[::1]` have no port
-        if colon and port != "*" and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-            raise ValueError(f"{text!r} has the port {port!r}: give a number up to 65535, or *")
-        if not host:
-            raise ValueError(f"{text!r} has no host: give HOST or HOST:PORT")
-        return cls(one_name(host), port)
-
-    def matches(self, host: str, port: int) -> bool:
-        """Return True when sessions may ask for this host and port."""
-        return self._has_port(port) and fnmatch.fnmatchcase(one_name(host), self.host)
-
-    def names(self, host: str, port: int) -> bool:
-        """Return True when the pattern is this host, not only a pattern that matches it."""
-        return self._has_port(port) and self.host == one_name(host)
-
-    def _has_port(self, port: int) -> bool:
-        return str(port) in WEB_PORTS if not self.port else self.port in ("*", str(port))
-
-
-def one_name(host: str) -> str:
-    """Return a host in the form in which names are compared: lower case, without a final dot, an address unbracketed.
-
-    The brackets of `[::1]` are removed; those of a pattern such as `[ab].example.org` stay.
+    Options are `pypi.org`, `*.example.org:8443`, `127.0.0.1:*`, `::1` or `[::1]:80`. Raises
+    `ValueError` when the port is neither `*` nor a number up to 65535, or the host is empty.
     """
-    name = host.lower().removesuffix(".")
-    return name[1:-1] if name.startswith("[") and name.endswith("]") and _address(name[1:-1]) else name
+    host = text.strip()
+    ports: tuple[str, ...] = WEB_PORTS
+    match = _HOST_AND_PORT.fullmatch(host)
+    if match is not None:
+        host = match[1]
+        ports = (match[2],)
+    for port in ports:
+        is_number = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+        if port != "*" and not is_number:
+            raise ValueError(f"{text!r} has the port {port!r}: give a number up to 65535, or *")
+    if not host:
+        raise ValueError(f"{text!r} has no host: give HOST or HOST:PORT")
+    return [f"{normalize_host(host)}:{port}" for port in ports]
 
 
-def is_allowed(patterns: Iterable[Pattern], host: str, port: int) -> bool:
-    """Return True when a pattern matches a valid host and its port."""
-    name = one_name(host)
-    return name.isascii() and is_valid_host(name) and any(pattern.matches(name, port) for pattern in patterns)
+def is_allowed(patterns: Collection[str], host: str, port: int) -> bool:
+    """Return True when sessions may ask for this host and port."""
+    name = normalize_host(host)
+    if not name.isascii() or not is_valid_host(name):
+        return False
+    return any(fnmatchcase(f"{name}:{port}", pattern) for pattern in patterns)
 
 
-def may_be_used(patterns: Iterable[Pattern], host: str, address: str, port: int) -> bool:
+def is_named(patterns: Collection[str], host: str, port: int) -> bool:
+    """Return True when a pattern is this very host, without a wildcard."""
+    name = normalize_host(host)
+    return f"{name}:{port}" in patterns or f"{name}:*" in patterns
+
+
+def is_permitted_address(patterns: Collection[str], host: str, address: str, port: int) -> bool:
     """Return True unless an allowed host turned out to be on this machine or in a private network.
 
-    `address` is one that the host has. One that is not public needs a pattern of its own; `localhost` stands for the
-    addresses of this machine.
+    `address` is one that the host has. One that is not public needs a pattern of its own;
+    `localhost` stands for the addresses of this machine.
     """
     found = _address(address.partition("%")[0])
     if found is None:
         return False
     real = getattr(found, "ipv4_mapped", None) or found
-    here = real.is_loopback and one_name(host) == "localhost"
-    return real.is_global or any(
-        pattern.names(str(real), port) or pattern.names(address, port) or (here and pattern.names("localhost", port))
-        for pattern in patterns
-    )
+    if real.is_global:
+        return True
+    names = [str(real), address]
+    if real.is_loopback and normalize_host(host) == "localhost":
+        names.append("localhost")
+    return any(is_named(patterns, name, port) for name in names)
+
+
+def normalize_host(host: str) -> str:
+    """Return a host in the form in which hosts are compared.
+
+    It is in lower case, without a final dot. The brackets of an address such as `[::1]` are
+    removed; those of a pattern such as `[ab].example.org` stay.
+    """
+    name = host.lower().removesuffix(".")
+    if name.startswith("[") and name.endswith("]") and _address(name[1:-1]) is not None:
+        return name[1:-1]
+    return name
+
+
+def conflicting_host(request: http.Request, sni: str | None) -> str:
+    """Return another name that a request or its TLS connection gives to its host, or "".
+
+    Such a request could reach another site than the host which was allowed: servers choose a site
+    by these names.
+    """
+    if sni and normalize_host(sni) != normalize_host(request.host):
+        return sni
+    for authority in filter(None, [*request.headers.get_all("host"), request.authority]):
+        try:
+            host, port = parse_authority(authority, check=True)
+        except ValueError:
+            return authority
+        if normalize_host(host) != normalize_host(request.host) or port not in (None, request.port):
+            return authority
+    return ""
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -107,59 +125,48 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def other_name(request: http.Request, sni: str | None) -> str:
-    """Return the name that a request or its TLS connection gives to its host, if that is another one, or "".
-
-    Such a request could reach another site than the host which was allowed: servers choose a site by these names.
-    """
-    if sni and one_name(sni) != one_name(request.host):
-        return sni
-    for authority in [*request.headers.get_all("host"), request.authority]:
-        try:
-            host, port = parse_authority(authority, check=True) if authority else (request.host, None)
-        except ValueError:
-            return authority
-        if one_name(host) != one_name(request.host) or port not in (None, request.port):
-            return authority
-    return ""
-
-
-_checked: ContextVar[tuple[tuple[str, int], list[Any]] | None] = ContextVar("_checked", default=None)
+_Checked = tuple[tuple[str, int], list[Any]]
+_checked: ContextVar[_Checked | None] = ContextVar("_checked", default=None)
 """The host and port to which this task opens a connection, and their addresses that may be used."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Describes the last request on a client's connection, if it was let through."""
+class _Admitted:
+    """The last request on a client's connection, which was let through."""
 
     target: tuple[str, int]
-    session_id: str | None
-    served: bool
-    """True for a request to the endpoint."""
+    session_id: str
+    is_captured: bool
 
 
 class Egress:
     """Refuses requests and connections that are neither for the endpoint nor for an allowed host.
 
-    A refused request gets 404, with the error body of the model API that it seems to belong to, or `{}`. The tested
-    harnesses accept a 404 to telemetry, settings and update checks; after a dropped connection some retry for 20 s. A
-    request that looks like a model call is recorded as `uncaptured`, also when its host is allowed. A request that
-    names another host than the one it would reach gets 421.
+    A refused request gets 404, with the error body of the model API that it seems to belong to, or
+    `{}`. The tested harnesses accept a 404 to telemetry, settings and update checks; after a
+    dropped connection some retry for 20 s. A request that looks like a model call is recorded as
+    `uncaptured`, also when its host is allowed. A request that names another host than the one it
+    would reach gets 421.
 
-    `server_connect` opens a connection only for the request that was let through last on the client's connection. This
-    also stops what no hook for requests sees: other protocols, and requests that no addon answered because a hook
-    raised. It looks the host up: mitmproxy connects only to the addresses that were checked. The certificate of a host
-    is verified against the name that was allowed.
+    `server_connect` opens a connection only for the request that was let through last on the
+    client's connection. This also stops what no hook for requests sees: other protocols, and
+    requests that no addon answered because a hook raised. It looks the host up: mitmproxy connects
+    only to the addresses that were checked. The certificate of a host is verified against the name
+    that was allowed.
 
-    Must come after `Capture`, which marks the model calls. `record` writes an event; `session_of` returns the session
-    of a tunnel.
+    Must come after `Capture`, which marks the model calls. `record` writes an event; `session_of`
+    returns the session of a tunnel.
     """
 
-    def __init__(self, record: Callable[[Event], None], session_of: Callable[[connection.Client], str | None]) -> None:
+    def __init__(
+        self,
+        record: Callable[[Event], None],
+        session_of: Callable[[connection.Client], str | None],
+    ) -> None:
         self._record = record
         self._session_of = session_of
-        self._patterns: list[Pattern] = []
-        self._let_through: MutableMapping[connection.Client, _Asked] = WeakKeyDictionary()
+        self._patterns: set[str] = set()
+        self._admitted: MutableMapping[connection.Client, _Admitted] = WeakKeyDictionary()
 
     def load(self, _: object) -> None:
         """Make mitmproxy answer CONNECT and TLS without connecting to the host first."""
@@ -169,43 +176,50 @@ class Egress:
         """Read the patterns. A wrong one is refused, and none is used."""
         if "rolltap_allow" not in updated:
             return
-        self._patterns = []
+        patterns: set[str] = set()
+        self._patterns = set()
         try:
-            self._patterns = [Pattern.parse(text) for text in ctx.options.rolltap_allow]
+            for text in ctx.options.rolltap_allow:
+                patterns.update(read_patterns(text))
         except ValueError as error:
             if ctx.master.addons.get("proxyserver").is_running:
                 raise exceptions.OptionsError(f"rolltap_allow: {error}") from error
             logger.error("rolltap_allow: %s", error)  # see `Recorder.configure`
+            return
+        self._patterns = patterns
 
     def running(self) -> None:
-        """Let mitmproxy get the addresses that were checked: a name that is looked up twice may have two answers.
+        """Let mitmproxy get the addresses that were checked: a name that is looked up twice may
+        have two answers.
 
-        With Python 3.12, mitmproxy lets tasks run before what started them has ended. One that is cancelled meanwhile
-        leaves its socket open.
+        With Python 3.12, mitmproxy lets tasks run before what started them has ended. One that is
+        cancelled meanwhile leaves its socket open.
         """
         loop = asyncio.get_running_loop()
         loop.set_task_factory(None)
         look_up = loop.getaddrinfo
 
         async def getaddrinfo(host: Any, port: Any, **how: Any) -> list[Any]:
-            target, addresses = _checked.get() or (None, [])
-            return addresses if target == (host, port) else await look_up(host, port, **how)
+            checked = _checked.get()
+            if checked is not None and checked[0] == (host, port):
+                return checked[1]
+            return await look_up(host, port, **how)
 
         loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
 
     def is_named(self, host: str, port: int) -> bool:
         """Return True when an option is this very host, not only a pattern that matches it."""
-        return any(pattern.names(host, port) for pattern in self._patterns)
+        return is_named(self._patterns, host, port)
 
     def next_layer(self, nextlayer: NextLayer) -> None:
-        """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not choose after that."""
-        context, data = nextlayer.context, nextlayer.data_client()
+        """Choose what a connection speaks: HTTP, or TLS to us and then HTTP. mitmproxy does not
+        choose after that."""
+        context = nextlayer.context
         in_tunnel = context.server.address is not None
-        if is_open(data):
-            nextlayer.layer = FirstBytes(context)
-        elif not starts_like_tls_record(data) or isinstance(context.layers[-1], ClientTLSLayer):
+        has_tls = isinstance(context.layers[-1], ClientTLSLayer)
+        if has_tls or not begins_tls(nextlayer.data_client()):
             mode = HTTPMode.transparent if in_tunnel else HTTPMode.regular
-            nextlayer.layer = Http(context, mode, self._report, self._is_served)
+            nextlayer.layer = Http(context, mode, self._report, self._is_captured)
         elif in_tunnel:
             nextlayer.layer = ServerTLSLayer(context)
             nextlayer.layer.child_layer = BoundedClientTLS(context)
@@ -216,39 +230,52 @@ class Egress:
         """Forget a server name that is none: mitmproxy cannot make a certificate for it."""
         client = data.context.client
         if client.sni is not None and not is_valid_host(client.sni):
-            self._refused(client, f"SNI {client.sni!r}", _host(data.context.server))
+            self._refused(client, data.context.server, f"SNI {client.sni!r}")
             client.sni = None
 
     def tls_failed_client(self, data: tls.TlsData) -> None:
-        """Record a client that began with TLS and did not go on with it, or does not trust our certificate."""
-        self._refused(data.context.client, f"TLS failed: {data.conn.error}", _host(data.context.server))
+        """Record a client that began with TLS and did not go on with it, or does not trust our
+        certificate."""
+        self._refused(data.context.client, data.context.server, f"TLS failed: {data.conn.error}")
 
     def requestheaders(self, flow: http.HTTPFlow) -> None:
         """Answer a refused request before its body is read, or let it through as it arrives."""
-        self._let_through.pop(flow.client_conn, None)
-        request = flow.request
+        self._admitted.pop(flow.client_conn, None)
         if flow.response is not None or flow.error is not None:
             return
-        # decided by the host that mitmproxy connects to: the harness can put anything into the Host header
-        decision: Decision = "allowed" if is_allowed(self._patterns, request.host, request.port) else "refused"
-        if flow.metadata.get(CAPTURED):
-            decision = "served"
-        if decision == "refused":
-            flow.response = http.Response.make(404, b"{}", {"content-type": "application/json"})
-            flow.response.content = not_served(request.method, request.path, request.headers)
-        if decision != "served":
-            self._tell(flow, decision)
-        if decision == "allowed" and (other := other_name(request, flow.client_conn.sni)):
-            flow.response = http.Response.make(421, b"{}", {"content-type": "application/json"})
-            self._record(event_of(flow, "refused", f"the request names another host: {other}"))
+        request = flow.request
+        is_captured = flow.metadata.get(CAPTURED, False)
+        if not is_captured:
+            # by the host that mitmproxy connects to: a harness can put anything into the header
+            # Host
+            if is_allowed(self._patterns, request.host, request.port):
+                self._check_allowed(flow)
+            else:
+                body = routes.not_served(request.method, request.path, request.headers)
+                flow.response = json_response(404, body)
+                self._record(_refusal(flow))
         if flow.response is None:
-            _keep_to_http(request)
+            # a proxy may ignore `Upgrade` (RFC 9110, 7.8)
+            request.headers.pop("http2-settings", None)
+            if request.headers.pop("upgrade", ""):
+                request.headers.pop("connection", None)
             request.stream = True
-            target, session_id = (request.host, request.port), flow.metadata.get(SESSION)
-            self._let_through[flow.client_conn] = _Asked(target, session_id, decision == "served")
+            self._admitted[flow.client_conn] = _Admitted(
+                (request.host, request.port), flow.metadata[SESSION], is_captured
+            )
+
+    def _check_allowed(self, flow: http.HTTPFlow) -> None:
+        request = flow.request
+        if routes.looks_like_model_call(request.method, request.path):
+            self._record(event_of(flow, "uncaptured", "let through"))
+        other = conflicting_host(request, flow.client_conn.sni)
+        if other:
+            flow.response = json_response(421)
+            self._record(event_of(flow, "refused", f"the request names another host: {other}"))
 
     def responseheaders(self, flow: http.HTTPFlow) -> None:
-        """Forward a reply as it arrives. Close a connection that would change to another protocol."""
+        """Forward a reply as it arrives. Close a connection that would change to another
+        protocol."""
         assert flow.response is not None
         if flow.response.status_code == 101:
             protocol = flow.response.headers.get("upgrade", "no protocol")
@@ -258,74 +285,87 @@ class Egress:
             flow.response.stream = True
 
     async def server_connect(self, data: ServerConnectionHookData) -> None:
-        """Refuse a connection that is not allowed, before it is opened: nobody learns which ports of a host are open.
+        """Refuse a connection that is not allowed, before it is opened: nobody learns which ports
+        of a host are open.
 
         The refusal is set first, so that it stays when this hook raises.
         """
-        client, server = data.client, data.server
-        error, server.error = server.error, "the recorder does not let sessions connect to this host"
+        client = data.client
+        server = data.server
+        error = server.error
+        server.error = "the recorder does not let sessions connect to this host"
         assert server.address is not None
-        (host, port, *_), asked = server.address, self._let_through.get(client)
-        if server.transport_protocol != "tcp" or asked is None or asked.target != (host, port):
-            self._refused(client, "a connection for a request that no addon answered", host)
+        host, port = server.address[:2]
+        admitted = self._admitted.get(client)
+        if server.transport_protocol != "tcp" or admitted is None or admitted.target != (host, port):
+            self._refused(client, server, "a connection for a request that no addon answered")
             return
-        if error is None and not asked.served:
+        if error is None and not admitted.is_captured:
+            loop = asyncio.get_running_loop()
             try:
-                found: list[Any] = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found: list[Any] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError, asyncio.CancelledError) as failure:
                 # as mitmproxy does: a connection that raises here would be counted for ever
                 server.error = str(failure) or "connection cancelled"
                 return
-            usable = [each for each in found if may_be_used(self._patterns, host, each[4][0], port)]
+            usable = []
+            for each in found:
+                if is_permitted_address(self._patterns, host, each[4][0], port):
+                    usable.append(each)
             if not usable:
                 address = found[0][4][0]
-                why = f"the host has the address {address}, which is not public: allow {address}:{port}"
-                self._refused(client, why, host)
+                advice = f"which is not public: allow {address}:{port}"
+                self._refused(client, server, f"the host has the address {address}, {advice}")
                 return
             _checked.set(((host, port), usable))
-        server.error, server.sni = error, one_name(host)
+        server.error = error
+        server.sni = normalize_host(host)
 
     def tcp_start(self, flow: flow.Flow) -> None:
-        """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it raised."""
+        """Close a connection that speaks no HTTP. `next_layer` lets none begin, unless it
+        raised."""
         flow.kill()
-        self._refused(flow.client_conn, f"{flow.type}, not HTTP", _host(flow.server_conn))
+        self._refused(flow.client_conn, flow.server_conn, f"{flow.type}, not HTTP")
 
     udp_start = dns_request = tcp_start
 
-    def _is_served(self, client: connection.Client) -> bool:
-        asked = self._let_through.get(client)
-        return asked is not None and asked.served
+    def _is_captured(self, client: connection.Client) -> bool:
+        admitted = self._admitted.get(client)
+        return admitted is not None and admitted.is_captured
 
     def _report(self, context: Context, request: http.Request | None, reason: str) -> None:
-        host = _host(context.server)  # of a tunnel, or of the host that broke a rule
-        if request:
-            path = request.path.partition("?")[0]
-            self._refused(context.client, reason, host or request.host, request.method, path)
-        else:
-            port = f" (port {context.server.address[1]})" if context.server.address else ""
-            self._refused(context.client, reason + port, host)
+        """Record a message that a layer refused: of a client, or of the host that it asked."""
+        if request is None and context.server.address:
+            reason += f" (port {context.server.address[1]})"
+        self._refused(context.client, context.server, reason, request)
 
-    def _refused(self, client: connection.Client, why: str, host: str = "", method: str = "", path: str = "") -> None:
-        asked = self._let_through.get(client)
-        session_id = self._session_of(client) or (asked.session_id if asked else None)
-        self._record(Event(kind="refused", session_id=session_id, host=host, method=method, path=path, detail=why))
-
-    def _tell(self, flow: http.HTTPFlow, decision: Decision) -> None:
-        method, target = flow.request.method, flow.request.path
-        if decision == "refused" and (wanted := advice(method, target)):
-            self._record(event_of(flow, "uncaptured", f"refused: {wanted}"))
-        elif looks_like_model_call(method, target):
-            self._record(event_of(flow, "uncaptured", "refused" if decision == "refused" else "let through"))
-        elif decision == "refused":
-            self._record(event_of(flow, "refused", ""))
-
-
-def _host(server: connection.Server) -> str:
-    return server.address[0] if server.address else ""
+    def _refused(
+        self,
+        client: connection.Client,
+        server: connection.Server,
+        why: str,
+        request: http.Request | None = None,
+    ) -> None:
+        event = Event(kind="refused", session_id=self._session_of(client), detail=why)
+        admitted = self._admitted.get(client)
+        if event.session_id is None and admitted is not None:
+            event.session_id = admitted.session_id
+        if request is not None:
+            event.host = request.host
+            event.method = request.method
+            event.path = request.path.partition("?")[0]
+        if server.address:
+            event.host = server.address[0]
+        self._record(event)
 
 
-def _keep_to_http(request: http.Request) -> None:
-    """Remove what asks for other protocols: a proxy may ignore `Upgrade` (RFC 9110, 7.8)."""
-    request.headers.pop("http2-settings", None)
-    if request.headers.pop("upgrade", ""):
-        request.headers.pop("connection", None)
+def _refusal(flow: http.HTTPFlow) -> Event:
+    """Return the event of a request to a host that is not allowed."""
+    method = flow.request.method
+    path = flow.request.path
+    wanted = routes.advice(method, path)
+    if wanted:
+        return event_of(flow, "uncaptured", f"refused: {wanted}")
+    if routes.looks_like_model_call(method, path):
+        return event_of(flow, "uncaptured", "refused")
+    return event_of(flow, "refused", "")

@@ -1,4 +1,5 @@
-"""Addon: bounds the connections of a session, and of all sessions, by the process's file descriptors."""
+"""Addon: bounds the connections of a session, and of all sessions, by the process's file
+descriptors."""
 
 import asyncio
 import logging
@@ -19,30 +20,33 @@ logger = logging.getLogger(__name__)
 FIRST_REQUEST_SECONDS = 30.0
 """Seconds that a connection has until its first request with credentials."""
 STRANGERS = 124
-"""Number of connections without credentials. asyncio accepts 100 of the proxy's, and the endpoint 20,
-before the first one is looked at."""
+"""Number of connections without credentials. asyncio accepts 100 of the proxy's, and the endpoint
+20, before the first one is looked at."""
 SESSION_CONNECTIONS = 1024
 """Number of connections of a session, where the limit of descriptors allows four times as many."""
 RETRY_SECONDS = 5
 """Value of `retry-after`."""
 _PER_CONNECTION = 4
-"""Descriptors of a session's connection: itself, the two ends of the proxy's connection to the endpoint,
-and the connection to the engine."""
+"""Descriptors of a session's connection: itself, the two ends of the proxy's connection to the
+endpoint, and the connection to the engine."""
 _RESERVE = 148
 """Descriptors of connections without credentials, and of the files of the run."""
 _NO_ROOM = "closed to make room for others"
 
 
 class Descriptors:
-    """Raises the soft limit of descriptors to the hard one, and bounds connections so that it is never reached.
+    """Raises the soft limit of descriptors to the hard one, and bounds connections so that it is
+    never reached.
 
-    If a session has too many connections, its oldest one without a running request is closed. If all
-    sessions have too many, the one that was used least recently is closed. If all connections have a
-    running request, a new request gets an error with `retry-after`: 429 if its session has too many
-    connections, else 503. So no session alone can cause a 503, which is a fault of the machine.
+    If a session has too many connections, its oldest one without a running request is closed. If
+    all sessions have too many, the one that was used least recently is closed. If all connections
+    have a running request, a new request gets an error with `retry-after`: 429 if its session has
+    too many connections, else 503. So no session alone can cause a 503, which is a fault of the
+    machine.
 
-    The request that ends a session is served in any case, in the place of another one of its session.
-    Of too many connections without credentials the oldest is closed. Each closed connection is recorded.
+    The request that ends a session is served in any case, in the place of another one of its
+    session. Of too many connections without credentials the oldest is closed. Each closed
+    connection is recorded.
 
     Must come after `Sessions`.
     """
@@ -104,7 +108,8 @@ class Descriptors:
                 del self._sessions[session]
 
     def http_connect(self, flow: http.HTTPFlow) -> None:
-        """Note the session of a tunnel. A tunnel gets no error: its first request gets it in words of its API."""
+        """Note the session of a tunnel. A tunnel gets no error: its first request gets it in words
+        of its API."""
         if flow.response is None:
             self._make_room(flow)
             self._idle[flow.client_conn] = None
@@ -148,7 +153,8 @@ class Descriptors:
         return min(SESSION_CONNECTIONS, max(1, self._most // 4))
 
     def _make_room(self, flow: http.HTTPFlow) -> bool:
-        """Count a connection for its session, and close others. Return False if too few can be closed."""
+        """Count a connection for its session, and close others. Return False if too few can be
+        closed."""
         client = flow.client_conn
         session = flow.metadata[SESSION]
         if self._clients.get(client) != session:

@@ -1,9 +1,12 @@
-"""Addon: the address that the proxy listens on. Without `rolltap_secret_file` it must be loopback."""
+"""Addon: the address that the proxy listens on. Without `rolltap_secret_file` it must be
+loopback."""
 
 import asyncio
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mitmproxy import ctx, exceptions
 from mitmproxy.proxy.mode_specs import ProxyMode
@@ -16,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class Listen:
-    """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`, and writes the
-    address to `rolltap_ready` once the proxy listens."""
+    """Sets the default address to loopback, refuses other addresses without `rolltap_secret_file`,
+    and writes the address to `rolltap_ready` once the proxy listens."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -34,49 +37,62 @@ class Listen:
             host = mode.listen_host(ctx.options.listen_host)
             if mode.type_name != "regular":
                 # sessions have no credentials in other modes, and some carry other protocols
-                refusal = f"the mode is {mode.full_spec!r}: rolltap records in the mode `regular` only"
-            elif ctx.options.rolltap_secret_file or is_loopback(host):
-                continue
-            else:
-                refusal = (
-                    f"the proxy would listen on {host!r}, which other machines can reach: set rolltap_secret_file, or "
-                    "listen on 127.0.0.1 (listen_host, or mode regular@127.0.0.1:PORT)"
+                self._refuse(f"the mode is {mode.full_spec!r}: rolltap records in the mode `regular` only")
+            elif not ctx.options.rolltap_secret_file and not is_loopback(host):
+                self._refuse(
+                    f"the proxy would listen on {host!r}, which other machines can reach: set "
+                    "rolltap_secret_file, or listen on 127.0.0.1 (listen_host, or mode "
+                    "regular@127.0.0.1:PORT)"
                 )
-            if self._announcing is not None:
-                raise exceptions.OptionsError(refusal)
-            logger.error("%s", refusal)  # see `Recorder.configure`
+
+    def _refuse(self, reason: str) -> None:
+        if self._announcing is not None:
+            raise exceptions.OptionsError(reason)
+        logger.error("%s", reason)  # see `Recorder.configure`
 
     def running(self) -> None:
         """Announce the address of the proxy."""
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
+        options = ctx.options
         proxyserver = ctx.master.addons.get("proxyserver")
         addresses = proxyserver.listen_addrs()
-        if is_loopback(ctx.options.listen_host) and not all(is_loopback(host) for host, *_ in addresses):
-            # mitmproxy 12 binds its address before it loads scripts, that is before `load` sets it: bind again
+        if is_loopback(options.listen_host) and not _are_loopback(addresses):
+            # mitmproxy 12 binds its address before it loads scripts, that is before `load` sets it
             port = addresses[0][1]
-            modes = [mode if "@" in mode else f"{mode}@{ctx.options.listen_host}:{port}" for mode in ctx.options.mode]
-            ctx.options.update(mode=modes)
+            modes = []
+            for mode in options.mode:
+                if "@" not in mode:
+                    mode += f"@{options.listen_host}:{port}"
+                modes.append(mode)
+            options.update(mode=modes)
             await proxyserver.setup_servers()
             addresses = proxyserver.listen_addrs()
         if not addresses:
             return  # the port is in use: mitmproxy logs that and stops
-        if not ctx.options.rolltap_secret_file and not all(is_loopback(host) for host, *_ in addresses):
+        if not options.rolltap_secret_file and not _are_loopback(addresses):
             advice = "set rolltap_secret_file, or listen on 127.0.0.1"
-            logger.error("the proxy listens on %s without rolltap_secret_file: stopping; %s", addresses, advice)
+            logger.error("the proxy listens on %s: stopping; %s", addresses, advice)
             ctx.master.shutdown()
             return
         urls = " and ".join(f"http://{host}:{port}" for host, port, *_ in addresses)
-        logger.info("recording to %s, proxy at %s", ctx.options.rolltap_out, urls)
-        if ctx.options.rolltap_ready:
-            ready = Path(ctx.options.rolltap_ready).expanduser()
-            host, port, *_ = addresses[0]
-            endpoint = self._recorder.endpoint
-            warnings = [] if endpoint is None else [*endpoint.warnings]
-            announced = {"host": host, "port": port, "warnings": warnings}
-            try:
-                write_atomically(ready, json.dumps(announced) + "\n")
-            except OSError as error:
-                logger.error("rolltap_ready: %s: stopping", error)
-                ctx.master.shutdown()
+        logger.info("recording to %s, proxy at %s", options.rolltap_out, urls)
+        if options.rolltap_ready:
+            self._write(addresses[0])
+
+    def _write(self, address: Sequence[Any]) -> None:
+        warnings: Sequence[str] = ()
+        if self._recorder.endpoint is not None:
+            warnings = self._recorder.endpoint.warnings
+        ready = Path(ctx.options.rolltap_ready).expanduser()
+        announced = {"host": address[0], "port": address[1], "warnings": [*warnings]}
+        try:
+            write_atomically(ready, json.dumps(announced) + "\n")
+        except OSError as error:
+            logger.error("rolltap_ready: %s: stopping", error)
+            ctx.master.shutdown()
+
+
+def _are_loopback(addresses: Sequence[Sequence[Any]]) -> bool:
+    return all(is_loopback(address[0]) for address in addresses)

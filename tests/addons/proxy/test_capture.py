@@ -29,7 +29,7 @@ async def recorder(options):
 
 @pytest.fixture
 def capture(recorder):
-    addon = Capture(recorder)
+    addon = Capture(recorder, lambda host, port: False)
     ctx.master.addons.add(addon)
     return addon
 
@@ -189,6 +189,6 @@ class TestModelCalls:
 
 async def test_nothing_is_captured_before_a_run_is_open():
     async with running({}) as recorder:
-        flow = captured(Capture(recorder))
+        flow = captured(Capture(recorder, lambda host, port: False))
         recorder.record(Event(kind="refused"))
     assert CAPTURED not in flow.metadata

@@ -12,7 +12,7 @@ from mitmproxy.proxy.server_hooks import ServerConnectionHookData
 from mitmproxy.test import taddons, tflow
 
 from rolltap.addons.proxy.capture import CAPTURED
-from rolltap.addons.proxy.egress import Egress, Pattern, is_allowed, may_be_used, other_name
+from rolltap.addons.proxy.egress import Egress, conflicting_host, is_allowed, is_permitted_address, read_patterns
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import Recorder
 
@@ -147,13 +147,13 @@ async def test_a_host_is_verified_by_the_name_that_was_allowed(egress):
 def test_a_request_has_one_name(headers, sni, other):
     made = http.Request.make("GET", "https://pypi.org/")
     made.headers = http.Headers([(name.encode(), value.encode()) for name, value in headers])
-    assert other_name(made, sni) == other
+    assert conflicting_host(made, sni) == other
 
 
 def test_the_name_of_an_address_has_no_brackets():
     made = http.Request.make("GET", "https://x:8443/")
     made.data.host, made.headers["host"] = "::1", "[::1]:8443"
-    assert other_name(made, None) == ""
+    assert conflicting_host(made, None) == ""
 
 
 @pytest.mark.parametrize("kind", ["tcp", "udp", "dns"])
@@ -278,30 +278,30 @@ def test_bytes_of_a_tunnel_are_refused_with_its_host_and_port(egress, events):
 def test_a_wrong_pattern_is_an_error_of_the_start(egress, caplog):
     ctx.options.rolltap_allow = ["pypi.org", "pypi.org:https"]
     assert caplog.messages == ["rolltap_allow: 'pypi.org:https' has the port 'https': give a number up to 65535, or *"]
-    assert egress._patterns == []
+    assert egress._patterns == set()
 
 
 @pytest.mark.parametrize(
-    ("text", "host", "port"),
+    ("text", "patterns"),
     [
-        ("PyPI.org.", "pypi.org", ""),
-        ("pypi.org:8443", "pypi.org", "8443"),
-        ("*.example.org:*", "*.example.org", "*"),
-        ("::1", "::1", ""),
-        ("[::1]", "::1", ""),
-        ("[::1]:80", "::1", "80"),
-        ("[ab].example.org", "[ab].example.org", ""),
-        ("[ab].example.org:1", "[ab].example.org", "1"),
+        ("PyPI.org.", ["pypi.org:80", "pypi.org:443"]),
+        ("pypi.org:8443", ["pypi.org:8443"]),
+        ("*.example.org:*", ["*.example.org:*"]),
+        ("::1", ["::1:80", "::1:443"]),
+        ("[::1]", ["::1:80", "::1:443"]),
+        ("[::1]:80", ["::1:80"]),
+        ("[ab].example.org", ["[ab].example.org:80", "[ab].example.org:443"]),
+        ("[ab].example.org:1", ["[ab].example.org:1"]),
     ],
 )
-def test_a_pattern_is_a_host_and_a_port(text, host, port):
-    assert Pattern.parse(text) == Pattern(host, port)
+def test_an_option_is_a_host_and_a_port_or_those_of_the_web(text, patterns):
+    assert read_patterns(text) == patterns
 
 
 @pytest.mark.parametrize("text", ["", ":80", "a:0", "a:65536", "a:https", "a:", "a:٣"])
 def test_a_pattern_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="give"):
-        Pattern.parse(text)
+        read_patterns(text)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_pattern_that_is_none_is_refused(text):
     ],
 )
 def test_a_host_is_allowed_on_the_ports_of_its_pattern(pattern, host, port, allowed):
-    assert is_allowed([Pattern.parse(pattern)], host, port) is allowed
+    assert is_allowed(read_patterns(pattern), host, port) is allowed
 
 
 @pytest.mark.parametrize(
@@ -340,5 +340,5 @@ def test_a_host_is_allowed_on_the_ports_of_its_pattern(pattern, host, port, allo
     ],
 )
 def test_an_address_that_is_not_public_needs_a_pattern_of_its_own(pattern, host, addresses, used):
-    found = {address: may_be_used([Pattern.parse(pattern)], host, address, 80) for address in addresses}
+    found = {address: is_permitted_address(read_patterns(pattern), host, address, 80) for address in addresses}
     assert found == dict.fromkeys(addresses, used)
