@@ -264,7 +264,6 @@ class TestRead:
             ("harmony", '<|channel|>final <|constrain|>json<|message|>{"a": 1}', '{"a": 1}'),
             ("hermes", "Use the <think> tag.", "Use the <think> tag."),
             ("lfm", f"<|tool_call_start|>[look(a={'-' * 7000}1)]<|tool_call_end|>", None),
-            ("lfm", f"<|tool_call_start|>[look(a='{'x' * 40_000}')]<|tool_call_end|>", None),
         ],
     )
     def test_what_only_looks_like_a_part_of_a_reply_is_text(self, name, text, content):
@@ -300,6 +299,13 @@ class TestRead:
         reply = read_text(families()["lfm"], "", text, [])
         assert called(reply) == calls
         assert reply.content == ("" if calls else text)
+
+
+def test_a_python_call_is_read_up_to_a_length_since_nothing_else_runs_meanwhile():
+    text = f"<|tool_call_start|>[look(string='{'x' * 32_768}')]<|tool_call_end|>"
+    reply = read_text(families()["lfm"], "", text, TOOLS)
+    assert (reply.content, reply.tool_calls) == (text, [])
+    assert reply.unread == "the call cannot be read: it has more than 32768 characters"
 
 
 MARKS = [GOOD, *GOOD, "<think>", "</think>", "<|im_end|>", "é", "\0", "{", "}"]
