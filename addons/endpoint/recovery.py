@@ -377,16 +377,7 @@ class RecoveredSession:
         sampled_by = row["parent_id"]
         if row["kind"] == "rendered":
             sampled_by = self.conversations.sampled_by(request)
-        return PastCall(
-            call_id=row["call_id"],
-            parent_id=row["parent_id"],
-            sampled_by=sampled_by,
-            role=row["role"],
-            started_at=row["started_at"],
-            finished_at=row["finished_at"] or self._recovery.started,
-            model_call=request,
-            reply=row["reply"],
-        )
+        return PastCall(row, request, sampled_by)
 
     def _restore(self, row: Row, request: ModelCall) -> Turn:
         """Let later requests continue a completed call, and name its reply."""

@@ -58,7 +58,7 @@ class Role:
     evidence: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Earlier:
     """Facts about a new call that follow from the session's earlier ones."""
 
@@ -123,23 +123,18 @@ class PastCall:
     """A call as its row has it. Raises `KeyError` and the like for messages that no recorder
     wrote."""
 
-    call_id: str
-    parent_id: str | None
-    sampled_by: str | None
-    """The `Prompt.sampled_by` of the call."""
-    role: CallRole
-    started_at: datetime
-    finished_at: datetime
+    row: Mapping[str, Any]
+    """The row, with its reply parsed; None for a call that did not complete."""
     model_call: ModelCall
     """The request with only the messages after the parent's conversation and reply."""
-    reply: Message | None
-    """None for a call that did not complete."""
+    sampled_by: str | None
+    """The `Prompt.sampled_by` of the call."""
     opening: bytes = field(init=False)
 
     def __post_init__(self) -> None:
         self.opening = opening_digest(self.model_call)
         _answered(self.model_call.messages)
-        _tool_calls(self.reply)
+        _tool_calls(self.row["reply"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +184,12 @@ class SessionRoles:
             over = over or tool_call in answered or call.call_id == sampled_by
             if over:
                 del self._waiting[tool_call]
+        earlier = Earlier(tools=self.tools_seen, role=self._roles.get(sampled_by or ""))
         waiting = [*self._waiting.values()]
-        caller = None
         if sampled_by is None and waiting and waiting[0].opening != opening:
-            caller = [call.call_id for call in waiting if call.opening != opening][-1]
-        role = self._roles.get(sampled_by or "")
-        earlier = Earlier(tools=self.tools_seen, role=role, waiting=caller)
+            for call in waiting:
+                if call.opening != opening:
+                    earlier.waiting = call.call_id
         self.tools_seen |= bool(tools)
         return earlier
 
@@ -217,14 +212,17 @@ class SessionRoles:
         openings: dict[str | None, bytes] = {}
         steps: list[tuple[datetime, Callable[[], object]]] = []
         for call in calls:
-            opening = openings.get(call.parent_id, call.opening)
-            openings[call.call_id] = opening
+            row = call.row
+            opening = openings.get(row["parent_id"], call.opening)
+            openings[row["call_id"]] = opening
             asked = call.model_call
+            began = row["started_at"]
             ask = partial(self.ask, asked.messages, asked.tools, opening, call.sampled_by)
-            steps.append((call.started_at, ask))
-            if call.reply is not None:
-                complete = partial(self.complete, call.call_id, call.role, opening, call.reply)
-                steps.append((max(call.started_at, call.finished_at), complete))
+            steps.append((began, ask))
+            if row["reply"] is not None:
+                what = row["call_id"], row["role"], opening, row["reply"]
+                complete = partial(self.complete, *what)
+                steps.append((max(began, row["finished_at"] or began), complete))
         for _, step in sorted(steps, key=itemgetter(0)):
             step()
 

@@ -183,8 +183,15 @@ def test_a_compaction_ends_all_waiting(asked):
 
 def past(call_id, began, ended, messages, answer=None, parent=None, sampled_by=None, role="agent"):
     """Return a call with these messages; `began` and `ended` are seconds."""
-    times = START + timedelta(seconds=began), START + timedelta(seconds=ended)
-    return PastCall(call_id, parent, sampled_by or parent, role, *times, ModelCall("m", messages, [TOOL]), answer)
+    row = {
+        "call_id": call_id,
+        "parent_id": parent,
+        "role": role,
+        "started_at": START + timedelta(seconds=began),
+        "finished_at": START + timedelta(seconds=ended),
+        "reply": answer,
+    }
+    return PastCall(row, ModelCall("m", messages, [TOOL]), sampled_by or parent)
 
 
 def restored(*calls):
