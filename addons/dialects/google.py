@@ -116,7 +116,7 @@ class GoogleGenerateContent(dialect.Dialect):
         assert match is not None
         model = Fields({"model": unquote(match["model"])}, WORDING).label("model")
         fields = Fields(camel_case_fields(request), WORDING)
-        if fields["generateContentRequest"] is not None:  # countTokens has the whole request here
+        if fields["contents"] is None:  # countTokens may have a whole request in place of them
             fields = message_field(fields, "generateContentRequest")
         config = message_field(fields, "generationConfig")
         _refuse_unsupported(fields, config, model)
