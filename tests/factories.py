@@ -70,7 +70,7 @@ def add_rows(run: Path, *rows: Call | Session | Event | Routing | Score, sync: s
             Call: writer.add_call,
             Session: writer.add_session,
             Event: writer.add_event,
-            Routing: writer.note_routing,
+            Routing: writer.note,
             Score: lambda score: writer.add_batch("scores", to_batch(asdict(score), SCORE_SCHEMA)),
         }
         for row in rows:

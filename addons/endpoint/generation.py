@@ -292,7 +292,7 @@ class Generation:
             self._settle()
             self._enter(State.COMMITTED)
             if session.engines.routing:
-                session.writer.note_routing(make_routing(self.call, routed_experts))
+                session.writer.note(make_routing(self.call, routed_experts))
             adding = asyncio.create_task(session.add(prepared, reply))  # in the order of commits
             if session.writer.sync_policy == "call":
                 await asyncio.to_thread(session.writer.sync)

@@ -83,15 +83,6 @@ def open_file(run: Path, name: str) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def has_file(run: Path, name: str) -> bool:
-    """Return True when `open_file` opens a file."""
-    try:
-        open_file(run, name).close()
-    except OSError:
-        return False
-    return True
-
-
 def read_file(run: Path, name: str) -> bytes:
     """Return the contents of a file of a run folder.
 

@@ -105,6 +105,11 @@ def json_text(value: Any) -> str:
         return encode(json.loads(encode(value), parse_constant=str))
 
 
+def values_of(record: Any) -> dict[str, Any]:
+    """Return field -> value of a record."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
+
+
 def utc_now() -> datetime:
     """Return the current time as an aware datetime in UTC, the zone of all timestamp columns."""
     return datetime.now(UTC)
@@ -242,7 +247,8 @@ class Call:
 
     def to_row(self) -> dict[str, Any]:
         """Return the call as a row of `CALL_SCHEMA` without its digest."""
-        row = {name: getattr(self, name) for name in CALL_SCHEMA.names if hasattr(self, name)}
+        row = values_of(self)
+        del row["prompt_ids"], row["prefix_length"]
         row["prompt_length"] = len(self.prompt_ids)
         row["prompt_tail_ids"] = self.prompt_ids[self.prefix_length :]
         row["weight_versions"] = [asdict(span) for span in self.weight_versions]
@@ -303,7 +309,7 @@ class Session:
 
         `SESSION_JSON` are JSON texts there.
         """
-        row = {name: getattr(self, name) for name in SESSION_SCHEMA.names if name != DIGEST}
+        row = values_of(self)
         for name in SESSION_JSON:
             row[name] = json_text(row[name])
         return row
@@ -354,7 +360,7 @@ many, and why the model gets the tokens where a renderer keeps no texts |
 
     def to_row(self) -> dict[str, Any]:
         """Return the event as a row of `EVENT_SCHEMA` without its digest."""
-        return {name: getattr(self, name) for name in EVENT_SCHEMA.names if name != DIGEST}
+        return values_of(self)
 
 
 _TYPES: dict[Any, pa.DataType] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rolltap.addons.store.records import DIGEST, Call, schema_of
+from rolltap.addons.store.records import Call, schema_of, values_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Routing:
 
     def to_row(self) -> dict[str, Any]:
         """Return the routing as a row of `ROUTING_SCHEMA` without its digest."""
-        return {name: getattr(self, name) for name in ROUTING_SCHEMA.names if name != DIGEST}
+        return values_of(self)
 
 
 ROUTING_SCHEMA = schema_of(Routing)

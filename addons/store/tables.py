@@ -109,8 +109,7 @@ class RunWriter:
         self._no_room = WriteOutage(run, "calls were refused")
         self._late: deque[Event] = deque()
         """Faults that could not be committed."""
-        self._lost_events = WriteOutage(run, "events were lost")
-        self._lost_routings = WriteOutage(run, "routings were lost")
+        self._lost = WriteOutage(run, "events and routings were lost")
         # pyarrow imports pandas at the first call, which takes a second: not during a model call
         pa.array([0])
 
@@ -165,31 +164,26 @@ class RunWriter:
                 self._late.appendleft(late)
                 return
 
-    def note(self, event: Event) -> None:
-        """Commit one event, unless that raises `OSError`: a full disk does not prevent the reply.
+    def note(self, row: Event | Routing) -> None:
+        """Commit an event or a routing, unless that raises `OSError`: the reply comes all the same.
 
         A fault decides on a reward: it is committed later, after the next event that can be. Others
-        are lost. The log says when events begin to be lost, and how many were lost when one can be
+        are lost. The log says when rows begin to be lost, and how many were lost when one can be
         written again.
         """
         try:
-            self.add_event(event)
-        except OSError as error:
-            if event.kind == "fault" and len(self._late) < MOST_LATE:
-                self._late.append(event)
+            if isinstance(row, Event):
+                self.add_event(row)
             else:
-                self._lost_events.failed(error)
-        else:
-            self._lost_events.passed()
-
-    def note_routing(self, routing: Routing) -> None:
-        """Commit one routing, unless that raises `OSError`: the call is kept without it."""
-        try:
-            self._add_row("routing", routing.to_row())
+                self._add_row("routing", row.to_row())
         except OSError as error:
-            self._lost_routings.failed(error)
+            may_wait = len(self._late) < MOST_LATE
+            if may_wait and isinstance(row, Event) and row.kind == "fault":
+                self._late.append(row)
+            else:
+                self._lost.failed(error)
         else:
-            self._lost_routings.passed()
+            self._lost.passed()
 
     def add_batch(self, table: str, batch: pa.RecordBatch) -> None:
         """Commit a batch of rows, digest column included."""

@@ -278,7 +278,7 @@ class TestWriteOutage:
                     writer.note(Event(kind="refused"))
             first, last = [record.getMessage() for record in caplog.records]
             assert "until further notice: [Errno 122] Disk quota exceeded" in first
-            assert last.endswith("can be written again: 50 events were lost")
+            assert last.endswith("can be written again: 50 events and routings were lost")
 
     def test_a_fault_is_written_once_the_disk_has_room(self, run, disk, caplog):
         with RunWriter(run) as writer:

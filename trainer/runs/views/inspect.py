@@ -17,7 +17,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rolltap.addons.errors import InputError
-from rolltap.addons.store.door import has_file
+from rolltap.addons.store.door import open_file
 from rolltap.addons.store.index import SessionIndex
 from rolltap.addons.store.records import Call, Session, json_text
 from rolltap.addons.store.rewards import session_rows
@@ -217,9 +217,17 @@ def show_session(
         policy_versions=versions,
         suspicions=session_suspicions(recorded, events),
         revisions=session_rows(run, recorded.session_id),
-        diff=diff if has_file(run, diff) else None,
+        diff=diff if _has_file(run, diff) else None,
         trained=steps,
     )
+
+
+def _has_file(run: Path, name: str) -> bool:
+    try:
+        open_file(run, name).close()
+    except OSError:
+        return False
+    return True
 
 
 def session_events(index: SessionIndex, session_id: str | None) -> list[dict[str, Any]]:
