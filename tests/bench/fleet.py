@@ -128,7 +128,7 @@ def simulate(nodes: int = 64, groups: int = 1250, size: int = 8, slots: int = 16
     placement, clock = Placement(), 0.0
     names = [f"node-{number:02}" for number in range(nodes)]
     for name in names:
-        placement.join(name, slots, {})
+        placement.join(name, slots)
     for number in range(groups):
         placement.submit(f"g{number}", [f"g{number}-{index}" for index in range(size)])
     waiting: dict[str, list[tuple[str, str]]] = {name: [] for name in names}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-_OF_A_RUN = ("run.json", "rollout.lock", "training.json", "policy.json", "service.jsonl", "service.token", "fleet.json")
+_OF_A_RUN = ("run.json", "rollout.lock", "training.json", "policy.json", "service.jsonl", "service.token")
 """Files that a run folder has, one at least, from its begin on."""
 
 

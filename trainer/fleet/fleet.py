@@ -1,7 +1,6 @@
 """The driver's side of a fleet: the cluster's nodes, the actors on them, and the writer of the run."""
 
 import asyncio
-import json
 import logging
 import os
 import secrets
@@ -15,7 +14,6 @@ from typing import Any
 
 from rolltap.addons.engine.policy import POLICY_FILE
 from rolltap.addons.errors import InputError, RecorderError, RolltapError
-from rolltap.addons.store.staging import write_atomically
 from rolltap.trainer.fleet.facts import Examined
 from rolltap.trainer.fleet.messages import Failure, Report, Setup, require_ray
 from rolltap.trainer.fleet.node import Node
@@ -29,8 +27,6 @@ NAMESPACE = "rolltap"
 """Ray namespace of the actors."""
 RESOURCE = "rolltap"
 """Ray resource: most sessions at once on a node that has it. If a node has it, the others are not used."""
-FLEET_FILE = "fleet.json"
-"""File in the run folder with the name by which a later driver finds the actors."""
 CONNECT_SECONDS = 10.0
 """Longest wait for the cluster's address to accept a connection."""
 AGAIN_SECONDS = 30.0
@@ -50,8 +46,8 @@ class Member:
     engine: str
     handle: Any
     number: int = 0
-    again: bool = True
-    """True until a report was written: the one before may have been, by a driver that died."""
+    again: bool = False
+    """True while a report is written: a write that was cancelled may have been done."""
     report: Report | None = None
     seen: float = field(default_factory=time.monotonic)
 
@@ -107,13 +103,12 @@ class Fleet:
         return results
 
     async def open(self) -> None:
-        """Start or find the actors of the nodes, and write what these have. Raises the error of a node if all fail."""
-        path = self._run / FLEET_FILE
-        if not path.exists():
-            write_atomically(path, json.dumps({"fleet": secrets.token_hex(4)}))
-        self._name = json.loads(path.read_text())["fleet"]
+        """Start the actors of the nodes. Sessions that an earlier driver left get a row. Raises the error of a node if
+        all fail."""
+        self._name = secrets.token_hex(4)
         own = self._ray.get_runtime_context().get_node_id()
-        self._writer = self._actor(Writer, own, str(self._run), name=f"{self._name}-writer-{secrets.token_hex(4)}")
+        self._writer = self._actor(Writer, own, str(self._run), name=f"{self._name}-writer")
+        await self.write("end_interrupted")
         failures = [why for why in await asyncio.gather(*map(self.join, self.nodes())) if why is not None]
         if not self.members:
             raise failures[0] if failures else InputError(f"no node of the cluster {self._address} runs sessions")
@@ -130,24 +125,18 @@ class Fleet:
         setup = replace(self.setup, engine=engine, config=config)
         member = Member(name, slots, engine, None)
         self.members[name] = member
+        actor = f"{self._name}-{node[:16]}-{secrets.token_hex(2)}"
         try:
-            for _ in range(2):
-                actor = f"{self._name}-{node[:16]}"
-                member.handle = self._actor(
-                    Node, node, name, setup, name=actor, lifetime="detached", get_if_exists=True
-                )
-                if await self.ask(member, "open", setup, self.tasks, self.policy(), self.found if late else None):
-                    await self.next_report(member)
-                    return None
-                await self.retire(member)
-                self.members[name] = member
+            member.handle = self._actor(Node, node, name, setup, name=actor)
+            await self.ask(member, "open", self.tasks, self.policy(), self.found if late else None)
+            await self.next_report(member)
         except RolltapError as error:
-            with suppress(RolltapError):  # one that had failed for an earlier driver may have rows
+            with suppress(RolltapError):  # its folder is removed
                 await self.retire(member)
             self.forget(member)
             logger.warning("node %s is not used: %s", name, error)
             return error
-        return RecorderError(f"node {name} does not start with new settings")
+        return None
 
     def newcomers(self) -> list[str]:
         """Return the nodes that are no members and may be."""
@@ -213,7 +202,7 @@ class Fleet:
             self._ray.kill(member.handle)
 
     async def close(self) -> None:
-        """Retire all members. One whose rows cannot be written goes on, for a later driver. Raises `OSError`."""
+        """Retire all members. Raises `OSError` when rows cannot be written."""
         members = list(self.members.values())
         ends = await asyncio.gather(*map(self.retire, members), return_exceptions=True)
         with suppress(OSError):

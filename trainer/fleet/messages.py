@@ -104,7 +104,6 @@ class Report(NamedTuple):
     package: Any
     ended: Sequence[tuple[Session, float]]
     closed: Sequence[str]
-    held: Mapping[str, Sequence[str]]
     running: Mapping[str, str]
     """Session that runs -> the version of the weights that it began with."""
     counts: Mapping[Phase, int]

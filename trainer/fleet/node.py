@@ -2,17 +2,15 @@
 
 The worker records into a folder of this machine. All rows that it commits go to the run of the driver, those of
 sessions that still run too: a node that dies takes no recorded session with it. The driver asks, and acknowledges what
-it has written: a driver that died finds the node by its name, and the node gives the last report again.
+it has written: a question that is asked again gets the last report again. A node ends with its driver.
 """
 
 import asyncio
 import json
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -37,8 +35,6 @@ from rolltap.trainer.tasks.task import Task
 
 WAIT_SECONDS = 1.0
 """Longest wait for something new to report."""
-ALONE_SECONDS = 86_400.0
-"""Time without a driver after which a node ends, once its sessions have."""
 LOG_BYTES = 64 * 1024
 """Most bytes of each log that are sent, its last ones."""
 _ORDER = ("sessions", "events", "calls", "routing")
@@ -100,30 +96,26 @@ class Node:
         """The last one, until it is acknowledged."""
         self._number = 0
         self._polling = asyncio.Lock()
-        """Held by one question at a time: that of a driver that is gone may still wait for its answer."""
+        """Held by one question at a time: one whose answer is lost may still wait for it."""
         self._metadata: dict[str, Any] = {}
         self._asked = time.monotonic()
 
     @recorded
-    async def open(self, setup: Setup, tasks: Sequence[Task], policy: str, fleet: Examined | None) -> bool:
-        """Start the worker, unless it runs. Return False for a node that was started with another setup.
-
-        A node that joins a `fleet` is compared with what its nodes found.
-        """
+    async def open(self, tasks: Sequence[Task], policy: str, fleet: Examined | None) -> None:
+        """Start the worker, unless it runs. A node that joins a `fleet` is compared with what its nodes found."""
         if self._running is None:
             if fleet is not None:
                 version = json.loads(policy)["version"] if policy else UNPUBLISHED.version
-                found = await asyncio.to_thread(examine, self.name, setup, tasks, version, True)
+                found = await asyncio.to_thread(examine, self.name, self._setup, tasks, version, True)
                 require_alike({"of the fleet": fleet, self.name: found})
             self._out = self._stack.enter_context(workplace()) / "run"
             self._out.mkdir()
-            self._shard, self._setup = Shard(self._out), setup
+            self._shard = Shard(self._out)
             self._publish(policy)
             self._running = asyncio.create_task(self._run(tasks))
         await self._ready.wait()
         if self._failure is not None:
             raise self._failure.error()
-        return replace(setup, engine=self._setup.engine) == self._setup
 
     @recorded
     async def give(self, group: Group, policy: str, how: Mapping[str, Any]) -> None:
@@ -149,7 +141,7 @@ class Node:
         async with self._polling:
             if self._report is None or self._report.number == number:
                 self._report = await self._next_report()
-            return self._report  # the same again if its driver died before it had written it, or said so
+            return self._report  # the same again if its answer was lost
 
     async def _next_report(self) -> Report:
         if not self._news.is_set():
@@ -158,7 +150,6 @@ class Node:
         self._news.clear()
         # before the rows are read: they are at least as new as what is said of them
         (ended, self._ended), (closed, self._closed) = (self._ended, []), (self._closed, [])
-        held = {name: tuple(group.session_ids) for name, group in self._groups.items()}
         failure = self._failure
         package = await asyncio.to_thread(self._package, [session for session, _ in ended])
         self._number += 1
@@ -167,7 +158,6 @@ class Node:
             None if package is None else require_ray().put(package),
             ended,
             closed,
-            held,
             self._schedule.running_versions() if self._schedule else {},
             dict(self._schedule.counts) if self._schedule else {},
             failure,
@@ -204,23 +194,16 @@ class Node:
             await asyncio.to_thread(worker.fit, tasks, self._setup.private)
             async with worker, Schedule(worker.stage, lambda *_: None, ended=self._note) as self._schedule:
                 self._ready.set()
-                while not self._closing.is_set() and not self._is_alone():
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._closing.wait(), ALONE_SECONDS)
+                await self._closing.wait()
                 raise asyncio.CancelledError  # the schedule would wait for its sessions
         except asyncio.CancelledError:
-            if not self._closing.is_set():
-                await self.leave()
-                os._exit(0)
+            pass
         except Exception as error:
             self._failure = Failure.of(error, self.name)
         finally:
             self._schedule = None
             self._ready.set()
             self._news.set()
-
-    def _is_alone(self) -> bool:
-        return not self._groups and time.monotonic() - self._asked > ALONE_SECONDS
 
     def _note(self, session: Session, judged: float) -> None:
         self._ended.append((session, judged))

@@ -10,8 +10,7 @@ more sessions than slots then, less than a group more; they wait there for slots
 """
 
 import heapq
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ from rolltap.trainer.rollouts.resume import NOT_RUN, attempt_of, next_attempt, p
 
 
 class Piece(NamedTuple):
-    """Sessions of a group that one node runs; after a loss, or a restart, a group may have several."""
+    """Sessions of a group that one node runs; after a loss a group may have several."""
 
     order: tuple[bool, int, int]
     """Pieces that evaluate come first, then those of a higher priority, then the older ones."""
@@ -46,11 +45,9 @@ class Placement:
     _queue: list[Piece] = field(default_factory=list)
     _submitted: int = 0
 
-    def join(self, node: str, slots: int, held: Mapping[str, Sequence[str]]) -> None:
-        """Take a node with so many slots, and what it `held` already: group -> session ids."""
+    def join(self, node: str, slots: int) -> None:
+        """Take a node with so many slots."""
         self._nodes[node] = _Node(slots)
-        for group_id, session_ids in held.items():
-            self._hold(node, Piece((False, 0, 0), group_id, tuple(session_ids)))
 
     def lost(self, node: str) -> list[Piece]:
         """Forget a node. Return the pieces that it held."""
@@ -119,20 +116,6 @@ class Placement:
         node = self._nodes[name]
         node.pieces[piece.group_id] = piece
         node.left.update(map(place_of, piece.session_ids))
-
-
-def not_held(session_ids: Iterable[str], held: Iterable[str]) -> list[str]:
-    """Return the sessions of a group that are not among those that nodes hold for an earlier driver.
-
-    An earlier attempt of a training has the same places with another number at their end.
-    """
-    own, others = [*session_ids], [*held]
-    same = not {*map(place_of, own)}.isdisjoint(map(place_of, others))
-
-    def place(name: str) -> str:
-        return place_of(name) if same else re.sub(r"\.\d+$", "", place_of(name))
-
-    return [name for name in own if place(name) not in {*map(place, others)}]
 
 
 def run_again(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -14,7 +14,7 @@ from rolltap.addons.errors import RecorderError, RolltapError, UnreadableModelEr
 from rolltap.addons.store.records import Session
 from rolltap.trainer.console import Advance
 from rolltap.trainer.fleet.fleet import Fleet, Member
-from rolltap.trainer.fleet.placement import Placement, not_held, run_again
+from rolltap.trainer.fleet.placement import Placement, run_again
 from rolltap.trainer.rollouts.outcomes import Tally
 from rolltap.trainer.rollouts.resume import Group, place_of
 from rolltap.trainer.rollouts.schedule import OnEnd
@@ -58,8 +58,6 @@ class FleetSchedule:
         self._tally = Tally()
         self._groups: dict[str, _Given] = {}
         self._tasks = asyncio.TaskGroup()
-        self._early: defaultdict[str, list[tuple[Session, float]]] = defaultdict(list)
-        """Group that was not submitted yet -> its sessions that ended, of an earlier driver."""
         self._watching: set[asyncio.Task[None]] = set()
         self._over = False
 
@@ -67,7 +65,6 @@ class FleetSchedule:
         await self._tasks.__aenter__()
         for member in list(self._fleet.members.values()):
             self._join(member)
-        await self._end_lost("")
         self._watch(self._tick())
         return self
 
@@ -105,8 +102,7 @@ class FleetSchedule:
         seconds: float = math.inf,
         apart: bool = False,
     ) -> asyncio.Future[list[Session]]:
-        """Take a group, as `Schedule.submit`, without a `stage` of its own: nodes have one. Sessions of it that nodes
-        have for an earlier driver are taken up."""
+        """Take a group, as `Schedule.submit`, without a `stage` of its own: nodes have one."""
         how = {"policy_version": policy_version, "evaluates": evaluates, "priority": priority, "apart": apart}
         result: asyncio.Future[list[Session]] = asyncio.get_running_loop().create_future()
         given = _Given(group, how, time.monotonic() + seconds, result)
@@ -115,13 +111,8 @@ class FleetSchedule:
             return result
         self._groups[group.group_id] = given
         self._tally.expect(group.task.id, len(group.session_ids))
-        held = [name for piece in self._placement.pieces(group.group_id) for name in piece.session_ids]
-        for session, judged in self._early.pop(group.group_id, []):
-            if not not_held([session.session_id], group.session_ids):  # others ended before the caller looked
-                held.append(session.session_id)
-                self._end(session, judged)
-        if missing := not_held(group.session_ids, held):
-            self._placement.submit(group.group_id, missing, evaluates=evaluates, priority=priority)
+        if group.session_ids:
+            self._placement.submit(group.group_id, group.session_ids, evaluates=evaluates, priority=priority)
         self._end_if_over(given)
         asyncio.get_running_loop().call_soon(self._go_on)
         return result
@@ -161,8 +152,7 @@ class FleetSchedule:
         return self.counts.get("running", 0)
 
     def _join(self, member: Member) -> None:
-        assert member.report is not None
-        self._placement.join(member.name, member.slots, member.report.held)
+        self._placement.join(member.name, member.slots)
         self._watch(self._follow(member))
 
     def _watch(self, work: Any) -> None:
@@ -229,7 +219,7 @@ class FleetSchedule:
             raise RecorderError(f"no node of the fleet is left; the last: {error}")
         self._go_on()
 
-    async def _end_lost(self, why: str, groups: Sequence[str] = ()) -> None:
+    async def _end_lost(self, why: str, groups: Sequence[str]) -> None:
         """End the sessions that no node holds and that began, and those of some groups that have rows."""
         held = {place_of(name) for piece in self._placement.pieces() for name in piece.session_ids}
         ended = await self._fleet.write("end_lost", held, why, groups)
@@ -263,12 +253,9 @@ class FleetSchedule:
 
     def _end(self, session: Session, judged: float) -> None:
         """Note a session of a group of this schedule, which has its row."""
-        group_id = session.group_id or ""
-        if group_id in self._groups:
-            self._groups[group_id].ended.append(session)
+        if (given := self._groups.get(session.group_id or "")) is not None:
+            given.ended.append(session)
             self._note(session, judged)
-        else:
-            self._early[group_id].append((session, judged))
 
     def _end_if_over(self, given: _Given) -> None:
         """End a group of which nothing waits or runs."""

@@ -44,7 +44,7 @@ class FleetWorker(Worker):
     With `publishes`, an engine at a loopback address is refused if there are several nodes: weights would reach one.
 
     `fit` connects to the cluster and raises `InputError` for nodes that differ, with the node's name. Entering starts
-    an actor on each node, or finds those that an earlier driver left, and takes up what they have.
+    an actor on each node, which ends with this process.
     """
 
     def __init__(

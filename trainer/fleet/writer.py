@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from rolltap.addons.errors import RunError
-from rolltap.addons.store.metadata import add_engine, add_recorder, write_metadata
+from rolltap.addons.store.metadata import RUN_FILE, add_engine, add_recorder, write_metadata
 from rolltap.addons.store.records import DIGEST, Session, utc_now
 from rolltap.addons.store.tables import RunWriter, read_batches
 from rolltap.trainer.fleet.messages import Package, recorded
@@ -47,17 +47,26 @@ class Writer:
         self._writer.end_session()
 
     @recorded
+    async def end_interrupted(self) -> None:
+        """Give a row `cancelled` to the sessions that an earlier driver left."""
+        if not (self._run / RUN_FILE).exists():
+            return
+        for session in interrupted_sessions(self._run):
+            session.finished_at = utc_now()
+            self._writer.add_session(session)
+
+    @recorded
     async def end_lost(self, held: Collection[str], why: str, groups: Collection[str]) -> list[Session]:
         """Give a row `infrastructure` to sessions that began and whose places no node holds.
 
         Return them, after those of `groups` that have a row: it may have come before the report that tells of its end.
         """
-        self._lost = f"lost: {why}" if why else self._lost
+        self._lost = f"lost: {why}"
         rows = load_sessions(self._run).values()
         ended = [row for row in rows if row.group_id in groups and place_of(row.session_id) not in held]
         lost = [each for each in interrupted_sessions(self._run) if place_of(each.session_id) not in held]
         for session in lost:
-            session.status, session.error = "infrastructure", why or "the node that ran it is gone"
+            session.status, session.error = "infrastructure", why
             session.finished_at = utc_now()
             self._writer.add_session(session)
         return [*ended, *lost]

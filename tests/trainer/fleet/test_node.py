@@ -55,7 +55,7 @@ async def test_rows_are_sent_once_a_session_after_its_calls_and_compaction_sends
     assert (run / "logs" / "s-0.log").read_text() == "out"
 
 
-async def test_what_an_earlier_driver_had_written_before_it_was_killed_is_not_written_twice(node, tmp_path):
+async def test_what_a_write_that_was_cancelled_had_done_is_not_done_twice(node, tmp_path):
     run = tmp_path / "run"
     with RunWriter(node) as recorder:
         recorder.add_call(make_call(call_id="c0", session_id="s-0"))
@@ -67,7 +67,7 @@ async def test_what_an_earlier_driver_had_written_before_it_was_killed_is_not_wr
     assert ids(run, "sessions") == ["s-0"]
 
 
-async def test_a_question_of_a_driver_that_is_gone_takes_no_report_away(node, monkeypatch):
+async def test_a_question_whose_answer_is_lost_takes_no_report_away(node, monkeypatch):
     monkeypatch.setattr(module, "require_ray", lambda: SimpleNamespace(put=lambda package: package))
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.01)
     actor = Node("a", None)
@@ -97,6 +97,15 @@ async def test_sessions_that_no_node_holds_get_a_row_and_others_do_not(tmp_path)
         ("g-0", "infrastructure", "node b is gone")
     ]
     assert ids(run, "sessions") == ["g-0", "g-2"]
+
+
+async def test_sessions_that_an_earlier_driver_left_are_cancelled(tmp_path):
+    begun = [started_event(make_session(f"g-{number}")) for number in range(2)]
+    run = write_run(tmp_path / "run", *begun, make_session("g-1"))
+    await Writer(run).end_interrupted()
+    rows = {row["session_id"]: row["status"] for row in read_rows(run, "sessions")}
+    assert rows == {"g-0": "cancelled", "g-1": "completed"}
+    assert await Writer(tmp_path / "new").end_interrupted() is None
 
 
 async def test_another_tokenizer_is_a_failure_of_the_writer(node, tmp_path):

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolltap.addons.store.records import Session
-from rolltap.trainer.fleet.placement import Placement, deal, not_held, run_again
+from rolltap.trainer.fleet.placement import Placement, deal, run_again
 
 
 def placement(**nodes):
     made = Placement()
     for name, slots in nodes.items():
-        made.join(name, slots, {})
+        made.join(name, slots)
     return made
 
 
@@ -64,7 +64,7 @@ def test_groups_that_evaluate_go_first_then_those_of_a_higher_priority_then_the_
     submit(made, "new", priority=1)
     submit(made, "urgent", priority=2)
     submit(made, "held out", evaluates=True)
-    made.join("node", 100, {})
+    made.join("node", 100)
     assert [group_id for _, group_id in given_to(made)] == ["held out", "urgent", "old", "new"]
 
 
@@ -84,7 +84,7 @@ def test_what_a_lost_node_held_goes_to_others_at_its_old_place_in_the_order():
     submit(made, "b")
     [piece] = made.lost("lost")
     made.again(piece, run_again(piece.session_ids, [ended("a-0"), ended("a-1", "infrastructure")], [], retries=2))
-    made.join("other", 100, {})
+    made.join("other", 100)
     assert [(node, *piece.session_ids) for node, piece in made.advance()] == [
         ("other", "a-1~1", "a-2", "a-3"),
         ("other", "b-0", "b-1", "b-2", "b-3"),
@@ -93,7 +93,7 @@ def test_what_a_lost_node_held_goes_to_others_at_its_old_place_in_the_order():
 
 def test_a_node_never_holds_two_pieces_of_a_group():
     made = placement(one=8)
-    made.join("two", 1, {})
+    made.join("two", 1)
     submit(made, "a")
     assert given_to(made) == [("one", "a")]
     submit(made, "a")  # what another node lost of it
@@ -107,13 +107,6 @@ def test_a_lost_session_is_not_retried_for_ever():
     assert run_again(["a-0~1"], attempts[:2], ["a-0"], retries=2) == ["a-0~2"]
     assert run_again(["a-0~2"], attempts, ["a-0"], retries=2) == []  # each loss of a node is one of its retries
     assert run_again(["a-0~2"], attempts, ["a-0~2"], retries=2) == ["a-0~3"]  # of a rerun that counts anew
-
-
-def test_sessions_that_nodes_hold_for_an_earlier_driver_are_not_run_twice():
-    assert not_held(["g.0-0", "g.0-1~1"], ["g.0-0~1"]) == ["g.0-1~1"]
-    assert not_held(["g-0.1", "g-1.1", "g-2.1"], ["g-0.0", "g-2.0"]) == ["g-1.1"]  # of a training's next attempt
-    assert not_held(["g-a.1", "g-a.2"], ["g-a.1"]) == ["g-a.2"]
-    assert not_held(["g-0"], []) == ["g-0"]
 
 
 def test_engines_are_dealt_to_the_nodes_that_each_group_has_one_prefix_cache():
@@ -134,7 +127,7 @@ def test_engines_are_dealt_to_the_nodes_that_each_group_has_one_prefix_cache():
 def test_every_session_ends_once_whatever_nodes_come_and_go(groups, nodes, seed):
     made, over, random = Placement(), {}, Random(seed)
     for number, slots in enumerate(nodes):
-        made.join(f"n{number}", slots, {})
+        made.join(f"n{number}", slots)
     for number, sessions in enumerate(groups):
         submit(made, f"g{number}", sessions)
     holds: dict[str, list[tuple[str, list[str]]]] = {}
@@ -153,7 +146,7 @@ def test_every_session_ends_once_whatever_nodes_come_and_go(groups, nodes, seed)
                 if again:
                     made.again(piece, again)
             del holds[name]
-            made.join(f"n{joined}", random.choice(nodes), {})
+            made.join(f"n{joined}", random.choice(nodes))
             joined += 1
             continue
         session_id = left.pop()

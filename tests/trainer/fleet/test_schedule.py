@@ -34,7 +34,7 @@ class Nodes:
 
     @staticmethod
     def report(ended=(), closed=()):
-        return Report(1, None, [(session, 0.0) for session in ended], closed, {}, {}, {}, None)
+        return Report(1, None, [(session, 0.0) for session in ended], closed, {}, {}, None)
 
     async def ask(self, member, method, *arguments):
         self.given[member.name].append((method, *arguments))

@@ -119,7 +119,7 @@ def test_a_node_dies_and_another_comes_and_every_group_is_complete(
 
 
 @pytest.mark.deep  # short, a node is killed
-def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
+def test_nodes_end_with_their_driver_and_the_next_one_completes_the_rollout(
     cluster, engine, tokenizer_folder, tmp_path, temporary
 ):
     cluster.add()
@@ -130,24 +130,23 @@ def test_a_driver_that_comes_back_goes_on_with_the_sessions_that_run(
     command += ["--model", tokenizer_folder, "--out", tmp_path / "run", "--ray", cluster.address, "-n", "4"]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     gate.wait_for(4)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
     (node,) = (each for each in status(cluster) if each["node"] != "driver")
     assert (node["slots"], node["error"]) == (SLOTS, "")
     assert 5 <= node["phases"]["running"] <= 8
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
     gate.open()
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["sessions"] == {"completed": 8}
     run = rolltap.open_run(tmp_path / "run")
     assert_whole(run, groups=2, sessions=4)
-    assert len(engine.requests) == 8  # none was run twice
+    assert {row.status for row in run.sessions()} <= {"completed", "cancelled"}
     assert processes_below(temporary) == {}
     assert status(cluster) == []
 
 
 @pytest.mark.deep  # the short suite has a rollout that is killed, above
-def test_a_service_that_is_killed_goes_on_with_the_sessions_that_run(
+def test_a_service_that_is_killed_completes_its_groups_on_new_nodes(
     cluster, engine, tokenizer_folder, tmp_path, temporary
 ):
     cluster.add()
@@ -167,10 +166,9 @@ def test_a_service_that_is_killed_goes_on_with_the_sessions_that_run(
             events = [(kind, data.get("session_id")) for _, kind, data in service.events_of("a")]
             assert service.stop() == 130
     kinds = Counter(kind for kind, _ in events)
-    assert kinds == {"accepted": 1, "session": 6, "ended": 1}
-    assert len({name for kind, name in events if kind == "session"}) == 6
+    assert (kinds["accepted"], kinds["ended"]) == (1, 1)
+    assert len({place_of(name) for kind, name in events if kind == "session"}) == 6
     assert_whole(rolltap.open_run(tmp_path / "run"), groups=1, sessions=6)
-    assert len(engine.requests) == 6
     assert processes_below(temporary) == {}
 
 
