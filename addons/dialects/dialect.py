@@ -117,7 +117,7 @@ class Dialect(ABC):
         messages of these parts are in the result as the same objects, except where elements are
         joined to one message. `request` is not changed.
 
-        Raises `DialectError` for an invalid or unsupported request, and its kind `NamesStored`.
+        Raises `DialectError` for an invalid or unsupported request, also `NeedsStoredState`.
         """
 
     @abstractmethod

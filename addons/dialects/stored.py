@@ -65,7 +65,7 @@ FindCall = Callable[[str], StoredCall | None]
 """Finds a completed call of the session by its id."""
 
 
-class NamesStored(DialectError):
+class NeedsStoredState(DialectError):
     """Raised by `decode` for a request that names replies by their ids.
 
     `complete` decodes it with the calls of the session. It raises `DialectError`, also for an id of

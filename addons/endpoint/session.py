@@ -15,7 +15,7 @@ from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
-from rolltap.addons.dialects.stored import NamesStored
+from rolltap.addons.dialects.stored import NeedsStoredState
 from rolltap.addons.endpoint.body import RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
@@ -49,7 +49,7 @@ LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
 
 
-def _complete(named: NamesStored, dialect: Dialect, recovered: RecoveredSession) -> ModelCall:
+def _complete(named: NeedsStoredState, dialect: Dialect, recovered: RecoveredSession) -> ModelCall:
     recovered.index(dialect.NAME)
     return named.complete(recovered.stored.get)
 
@@ -122,7 +122,7 @@ class Session:
                     body,
                     request.target,
                 )
-            except NamesStored as named:
+            except NeedsStoredState as named:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
                 complete = partial(_complete, named, dialect, recovered)

@@ -49,7 +49,7 @@ from rolltap.addons.dialects.openai import (
 )
 from rolltap.addons.dialects.openai_responses import ids, reply
 from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
-from rolltap.addons.dialects.stored import FindCall, NamesStored
+from rolltap.addons.dialects.stored import FindCall, NeedsStoredState
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -103,7 +103,7 @@ class OpenAIResponses(OpenAIDialect):
         items = fields.maybe("input", list) or []
         if fields["previous_response_id"] is None and not any(map(ids.is_reference, items)):
             return _decode(fields, target, known, None)
-        raise NamesStored(partial(_decode, fields, target, known))
+        raise NeedsStoredState(partial(_decode, fields, target, known))
 
     def encode_reply(self, context: ReplyContext, sampled: Reply, usage: Usage) -> bytes:
         fields = reply.ending(context, sampled, usage)

@@ -5,7 +5,7 @@ import httpx
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ServedModel, Usage
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.stored import NamesStored, StoredCall
+from rolltap.addons.dialects.stored import NeedsStoredState, StoredCall
 
 NOW = 1_700_000_000
 USAGE = Usage(prompt=7, completion=3, cached=4)
@@ -85,5 +85,5 @@ class Server:
         """Return the model call of a request, which may name a reply."""
         try:
             return dialect.decode(parse_object(body), target)
-        except NamesStored as named:
+        except NeedsStoredState as named:
             return named.complete(self.stored.get)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.stored import NamesStored
+from rolltap.addons.dialects.stored import NeedsStoredState
 from tests.addons.dialects import hostile
 from tests.addons.dialects.server import TALK, by_id, stored_call
 from tests.addons.dialects.test_sdks import REPLIES, TOOLS
@@ -26,7 +26,7 @@ STORED = by_id(LOOKED, stored_call("c2", [RESULT], TALK, parent=LOOKED, instruct
 
 def decode(*items, stored=STORED, **fields):
     body = json.dumps({"model": "gpt-x", "input": list(items), **fields}).encode()
-    with pytest.raises(NamesStored) as named:
+    with pytest.raises(NeedsStoredState) as named:
         routes.RESPONSES.decode(parse_object(body), "/v1/responses")
     return named.value.complete(stored.get)
 
@@ -115,7 +115,7 @@ bodies = hostile.bodies([MUTABLE], hostile.values(["item_reference", "rs_c1_0"],
 def test_any_body_is_a_model_call_or_a_refusal(body):
     try:
         routes.RESPONSES.decode(parse_object(body), "/v1/responses")
-    except NamesStored as named:
+    except NeedsStoredState as named:
         try:
             call = named.complete(STORED.get)
         except DialectError as refusal:
