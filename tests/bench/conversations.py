@@ -1,15 +1,15 @@
-"""Measure the recorder on long conversations, through TLS, with commits and an engine of prepared replies.
+"""Measure the recorder on long conversations, through TLS, with commits and prepared replies.
 
     python -m tests.bench.conversations
 
-Clients play coding agents: a streamed call a turn, a tool call in each reply, a result of a few hundred words. CPU is
-that of the recorder process. Three tables:
+Clients play coding agents: a streamed call a turn, a tool call in each reply, a result of a few
+hundred bytes. CPU is that of the recorder process. Three tables:
 
-- turns: sessions that open with a prompt of so many tokens, and the cost of the turns after the first;
+- turns: sessions that open with a prompt of so many tokens, and the cost of their later turns;
 - trajectory: one session that grows to a million tokens in 700 turns;
-- saturated: many sessions that open with 50,000 tokens, take 31 turns, and give each tenth turn to a sub-agent with
-  a prompt of its own. An engine answers after `--reply-seconds`. The share compares the turns a second through
-  recorders with those of the same clients that ask the engine directly.
+- saturated: many sessions that open with 50,000 tokens, take 31 turns, and give each tenth turn to
+  a sub-agent with a prompt of its own. The engine answers after `--reply-seconds`. The share
+  compares their turns a second with those of clients that ask the engine directly.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import random
 import ssl
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from tests.bench.frame import Rows, command, model_option, prose
 from tests.bench.processes import Engine, Mitmdump, resident_mb
 from tests.bench.wire import APIS, MAX_TOKENS, Api
 
+LENGTHS = (8_000, 80_000, 400_000, 1_000_000)
+"""Tokens of prompts."""
+SESSIONS = (96, 192, 384)
 BYTES_PER_TOKEN = 2.6
 MEASURED_TURNS = 8
 RESULT_BYTES = 400
@@ -60,7 +63,7 @@ class Agent:
         while size < tokens * BYTES_PER_TOKEN:
             piece = self.prose(OPENING_PIECE)
             size += len(json.dumps(piece))
-            # the wire of a result is not the same in all APIs: user messages and replies fill an opening
+            # results differ from API to API: user messages and replies fill an opening
             self.items += [{"role": "assistant", "content": "I look."}, *api.said(piece)]
 
     def prose(self, length: int) -> str:
@@ -69,13 +72,20 @@ class Agent:
             text += prose(self._rng, 100) + "\n"
         return text[:length]
 
-    async def turn(self, http: aiohttp.ClientSession, url: str | None, result_bytes: int, paced: bool) -> None:
+    async def turn(
+        self,
+        http: aiohttp.ClientSession,
+        url: str | None,
+        result_bytes: int,
+        paced: bool,
+    ) -> None:
         """Ask for a reply, and append it and the result of its tool call."""
         body = self.api.body(self.items, True)
         body["max_tokens"] = FIRST_PACED if paced else MAX_TOKENS
         data = json.dumps(body).encode()
-        headers = {"content-type": "application/json", "authorization": "Bearer x", **self.api.headers}
-        async with http.post(url or self.api.url(True), data=data, headers=headers, **self.options) as response:
+        headers = {"content-type": "application/json", **self.api.headers}
+        asked = url or self.api.url(True)
+        async with http.post(asked, data=data, headers=headers, **self.options) as response:
             answered = await response.read()
         assert response.status == 200, answered[:500]
         if url is None:
@@ -89,11 +99,17 @@ class Agent:
 
 def _through(proxy: Mitmdump) -> Target:
     context = ssl.create_default_context(cafile=proxy.ca)
-    return lambda name: {"proxy": proxy.url, "proxy_auth": aiohttp.BasicAuth(name, "x"), "ssl": context}
+
+    def options(session_id: str) -> dict[str, Any]:
+        auth = aiohttp.BasicAuth(session_id, "x")
+        return {"proxy": proxy.url, "proxy_auth": auth, "ssl": context}
+
+    return options
 
 
 def _http() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0))
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=connector)
 
 
 async def _turns(proxy: Mitmdump, api: Api, tokens: int) -> dict[str, Any]:
@@ -137,8 +153,17 @@ async def _trajectory(proxy: Mitmdump, api: Api, turns: int, tokens: int) -> dic
     }
 
 
-async def _saturated(targets: list[Target], url: str | None, sessions: int, turns: int) -> float:
-    """Return the turns a second of so many sessions at a time, after their first turns."""
+async def _saturated(
+    targets: list[Target],
+    url: str | None,
+    sessions: int,
+    turns: int,
+    proxies: Sequence[Mitmdump] = (),
+) -> dict[str, float]:
+    """Return the costs of so many sessions at a time, after their first turns.
+
+    Without `proxies`, they ask for `url` themselves.
+    """
 
     async def play(number: int, gate: asyncio.Barrier) -> None:
         api = SHAPES[0] if url else SHAPES[number % len(SHAPES)]
@@ -159,7 +184,12 @@ async def _saturated(targets: list[Target], url: str | None, sessions: int, turn
                 group.create_task(play(number, gate))
             await gate.wait()
             started = time.perf_counter()
-        return sessions * (turns - 1) / (time.perf_counter() - started)
+            before = sum(proxy.cpu_seconds() for proxy in proxies)
+        taken = sessions * (turns - 1)
+        return {
+            "turns/s": taken / (time.perf_counter() - started),
+            "CPU ms a turn": 1e3 * (sum(proxy.cpu_seconds() for proxy in proxies) - before) / taken,
+        }
 
 
 class Bench:
@@ -188,26 +218,27 @@ class Bench:
         return Mitmdump.recorder(folder, folder / "run", self.engine, self._model)
 
 
-def _saturation(bench: Bench, sessions: tuple[int, ...], processes: tuple[int, ...], turns: int) -> Rows:
+def _saturation(
+    bench: Bench,
+    sessions: tuple[int, ...],
+    processes: tuple[int, ...],
+    turns: int,
+) -> Rows:
     rows: Rows = []
     for number in sessions:
         chat = bench.engine.url + "/v1/chat/completions"
-        direct = asyncio.run(_saturated([lambda _: {}], chat, number, turns))
+        direct = asyncio.run(_saturated([lambda _: {}], chat, number, turns))["turns/s"]
         for count in processes:
             with ExitStack() as stack:
                 proxies = [stack.enter_context(bench.recorder(1 + i)) for i in range(count)]
                 targets = [_through(proxy) for proxy in proxies]
-                before = [proxy.cpu_seconds() for proxy in proxies]
-                rate = asyncio.run(_saturated(targets, None, number, turns))
-                cpu = sum(proxy.cpu_seconds() for proxy in proxies) - sum(before)
+                found = asyncio.run(_saturated(targets, None, number, turns, proxies))
                 memory = max(resident_mb(proxy.process.pid) for proxy in proxies)
             row = {
                 "sessions": number,
                 "recorders": count,
-                "turns/s": rate,
-                "direct turns/s": direct,
-                "share": rate / direct,
-                "CPU ms a turn": 1e3 * cpu / (number * turns),
+                **found,
+                "share of direct": found["turns/s"] / direct,
                 "MB a recorder": memory,
             }
             rows.append(row)
@@ -215,13 +246,13 @@ def _saturation(bench: Bench, sessions: tuple[int, ...], processes: tuple[int, .
 
 
 @command
-@click.option("--tokens", type=int, multiple=True, default=(8_000, 80_000, 400_000, 1_000_000), show_default=True)
-@click.option("--turns", default=700, show_default=True, help="Turns of the trajectory; 0 for none.")
+@click.option("--tokens", type=int, multiple=True, default=LENGTHS, show_default=True)
+@click.option("--turns", default=700, show_default=True, help="Of the trajectory; 0 for none.")
 @click.option("--trajectory-tokens", default=1_000_000, show_default=True)
-@click.option("--sessions", type=int, multiple=True, default=(96, 192, 384), show_default=True, help="0 for none.")
-@click.option("--processes", type=int, multiple=True, default=(1, 4), show_default=True, help="Recorders.")
+@click.option("--sessions", type=int, multiple=True, default=SESSIONS, help="0 for none.")
+@click.option("--processes", type=int, multiple=True, default=(1, 4), help="Recorders.")
 @click.option("--session-turns", default=31, show_default=True)
-@click.option("--reply-seconds", default=2.6, show_default=True, help="Of the engine, in the last table.")
+@click.option("--reply-seconds", default=2.6, show_default=True, help="Of the last table.")
 @model_option
 def main(
     tokens: tuple[int, ...],
