@@ -157,10 +157,7 @@ class Endpoint:
         seconds."""
         now = asyncio.get_running_loop().time()
         for session_id, session in list(self.sessions.items()):
-            if now - session.used_at < seconds:
-                continue
-            session.settle()
-            if session.idle:
+            if now - session.used_at >= seconds and session.idle:
                 del self.sessions[session_id]
 
     def headers(self, session_id: str, host: str) -> dict[str, str]:
@@ -204,7 +201,6 @@ class Endpoint:
             return await answer(generation, dialect, context, request)
         finally:
             session.settle()
-            session.touch()
 
     async def _end(self, request: web.Request, asked: ClientRequest) -> web.Response:
         """End a session: abort its calls, refuse later ones, sync as `rolltap_fsync` says.

@@ -166,7 +166,6 @@ class Session:
                 self._check_open()  # the session may have ended meanwhile
                 if not isinstance(prepared, PreparedCall):
                     return prepared
-                self.settle()
                 retried = find_retried(recovered.calls, prepared.digest, request.headers)
                 if retried is not None:
                     kind: EventKind = "replayed" if retried.done else "joined"
@@ -197,6 +196,7 @@ class Session:
         Of the calls that run and whose listeners have gone, only the newest `LEFT` wait for a
         retry: each holds an engine.
         """
+        self.touch()
         left = [each for each in self.generations if not each.listeners]
         running = [each for each in left if not each.done]
         for generation in running[:-LEFT]:
