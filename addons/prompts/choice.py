@@ -55,19 +55,20 @@ def splits_otherwise(tokenizer: CachingTokenizer, renderer: Renderer) -> bool:
 
 def _probed(template: Renderer, renderer: Renderer) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the tokens of the chat template, and those of a renderer, for the probes."""
-    conversations = [[USER], [{"role": "system", "content": "Be brief."}, USER]]
+    system: Message = {"role": "system", "content": "Be brief."}
+    probes: list[tuple[list[Message], Any]] = [([USER], None), ([system, USER], TOOLS)]
     for turn in TURNS.values():
         if "tool_calls" in turn:
-            conversations.append(answered(turn))
-            conversations.append(answered({**turn, "content": "I do."}))
-    for messages in conversations:
+            probes.append((answered(turn), TOOLS))
+            probes.append((answered({**turn, "content": "I do."}), TOOLS))
+    for messages, tools in probes:
         try:
-            ids = template.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
+            ids = template.render_ids(messages, tools=tools, add_generation_prompt=True)
         except Exception:
             if len(messages) == len(answered(TURNS["two calls"])):
                 continue  # a template that takes one call a turn says nothing about several
             raise
-        yield ids, renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
+        yield ids, renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
 
 
 WrittenTurns = dict[str, tuple[str, str]]
