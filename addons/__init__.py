@@ -1,1 +1,2 @@
-"""The recorder: mitmproxy addons that answer model calls from vLLM and record them. Does not import torch."""
+"""The recorder: mitmproxy addons that answer model calls from vLLM and record them. Does not import
+torch."""

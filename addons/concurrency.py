@@ -1,4 +1,5 @@
-"""Work of the sessions off the event loop (decoding, rendering and tokenising), pauses between retries, and rates."""
+"""Work of the sessions off the event loop (decoding, rendering and tokenising), pauses between
+retries, and rates."""
 
 import asyncio
 import math
@@ -13,17 +14,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 64 * 1024
-"""Requests of fewer bytes are worked on in the event loop. With a known prefix they take some milliseconds. In a thread
-they would take twice the CPU time: the loop and the thread interrupt each other."""
+"""Requests of fewer bytes are worked on in the event loop. With a known prefix they take some
+milliseconds. In a thread they would take twice the CPU time: the loop and the thread interrupt each
+other."""
 LARGE_BYTES = 1024 * 1024
-"""Requests of at least so many bytes share one thread, so that they do not keep the others waiting."""
+"""Requests of at least so many bytes share one thread, so that they do not keep the others
+waiting."""
 
 
 async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `function` in a thread of `pool`, and return its result.
 
-    A thread cannot be cancelled. When the caller is cancelled, CancelledError is raised after the function has
-    returned: until then what the caller holds for it must be held.
+    A thread cannot be cancelled. When the caller is cancelled, CancelledError is raised after the
+    function has returned: until then what the caller holds for it must be held.
     """
     job = pool.submit(function, *args, **kwargs)
     end = asyncio.wrap_future(job)
@@ -37,7 +40,10 @@ async def finished_in(pool: ThreadPoolExecutor, function: Callable[P, T], *args:
             end.exception()  # asyncio logs errors that nobody has seen
         raise
     finally:
-        del job, end  # their error refers to this frame: the cycle would keep what the function held
+        del (
+            job,
+            end,
+        )  # their error refers to this frame: the cycle would keep what the function held
 
 
 class Workers:
@@ -48,7 +54,8 @@ class Workers:
         self._large = ThreadPoolExecutor(1, "rolltap-large")
 
     async def run(self, num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function` as `finished_in` does, or in the caller's thread if the request has few bytes."""
+        """Call `function` as `finished_in` does, or in the caller's thread if the request has few
+        bytes."""
         if num_bytes < INLINE_BYTES:
             return function(*args, **kwargs)
         pool = self._large if num_bytes >= LARGE_BYTES else self._usual
@@ -61,7 +68,8 @@ class Workers:
 
 
 def backoff(retries: int | None, first: float, longest: float = math.inf) -> Iterator[float | None]:
-    """Yield the pause in seconds after each attempt of a loop, and None after the last one. None as `retries`: no end.
+    """Yield the pause in seconds after each attempt of a loop, and None after the last one. None as
+    `retries`: no end.
 
     The first pause is `first`; each one after it is twice as long, and none is over `longest`.
     """

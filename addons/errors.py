@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extras: str) -> str:
-    """Return the command that adds extras, from the checkout or the wheel that rolltap was installed from.
+    """Return the command that adds extras, from the checkout or the wheel that rolltap was
+    installed from.
 
     No index has rolltap. The installer notes the origin in `direct_url.json` (PEP 610).
     """
@@ -34,13 +35,15 @@ class InputError(RolltapError, ValueError):
 
 
 class UnreadableModelError(InputError):
-    """The tool calls of the model that is recorded cannot be read. The message names the setting that helps."""
+    """The tool calls of the model that is recorded cannot be read. The message names the setting
+    that helps."""
 
     exit_status = 2
 
 
 class MissingPackageError(RolltapError, ImportError):
-    """Packages of an optional part of rolltap are not installed. The message names the extra to install."""
+    """Packages of an optional part of rolltap are not installed. The message names the extra to
+    install."""
 
 
 class RunError(RolltapError):
@@ -48,15 +51,17 @@ class RunError(RolltapError):
 
 
 class RecorderError(RolltapError):
-    """The recorder did not start, died, or does not answer. The run keeps the calls that it committed."""
+    """The recorder did not start, died, or does not answer. The run keeps the calls that it
+    committed."""
 
 
 class EngineError(RolltapError):
     """The engine did not start, does not answer, or refused a request.
 
-    `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True when the same request
-    may succeed later. `answered` is True when the engine refused this request: it may still serve others.
-    `for_harness` replaces a message that names adapters or folders, which are not the harness's business.
+    `status` is the HTTP status of the recorder's error reply to the harness. `retryable` is True
+    when the same request may succeed later. `answered` is True when the engine refused this
+    request: it may still serve others. `for_harness` replaces a message that names adapters or
+    folders, which are not the harness's business.
     """
 
     def __init__(
@@ -76,7 +81,8 @@ class EngineError(RolltapError):
 
 
 class ServiceError(RolltapError):
-    """The rollout service refused a request, or does not answer. `status` is that of HTTP, None without an answer."""
+    """The rollout service refused a request, or does not answer. `status` is that of HTTP, None
+    without an answer."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -84,7 +90,8 @@ class ServiceError(RolltapError):
 
 
 class RankError(RolltapError, RuntimeError):
-    """Another process of the training failed. The message says which one, and how; so does that process."""
+    """Another process of the training failed. The message says which one, and how; so does that
+    process."""
 
 
 class HubError(RolltapError):
@@ -92,4 +99,5 @@ class HubError(RolltapError):
 
 
 class LedgerError(RolltapError):
-    """The token counts of the ledger are inconsistent. This is a bug in rolltap. Do not train on the batch."""
+    """The token counts of the ledger are inconsistent. This is a bug in rolltap. Do not train on
+    the batch."""

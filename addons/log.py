@@ -2,6 +2,7 @@
 
 import logging
 import traceback
+from collections import Counter
 
 from mitmproxy import ctx
 from mitmproxy.addonmanager import Loader
@@ -19,15 +20,16 @@ ERROR = "error: "
 
 
 class Log:
-    """Cuts mitmproxy's lines for connections and requests, which hold queries, and makes others printable and short.
+    """Cuts mitmproxy's lines for connections and requests, which hold queries, and makes others
+    printable and short.
 
-    A place in the code logs `LISTED` lines, and after that those at powers of two. Lines of refusals are counted by
-    session: see `Refusals`.
+    A place in the code logs `LISTED` lines, and after that those at powers of two. Lines of
+    refusals are counted by session: see `Refusals`.
     """
 
     def __init__(self) -> None:
         self._handlers: list[logging.Handler] = []
-        self._counts: dict[tuple[str, int], int] = {}
+        self._counts: Counter[tuple[str, int]] = Counter()
         self._last: logging.LogRecord | None = None
         self._last_count = 0
 
@@ -45,10 +47,12 @@ class Log:
             handler.removeFilter(self._filter)
 
     def _filter(self, record: logging.LogRecord) -> bool:
-        if record.name == "aiohttp.server" and record.exc_info and isinstance(record.exc_info[1], ConnectionError):
+        error = record.exc_info[1] if record.exc_info else None
+        if record.name == "aiohttp.server" and isinstance(error, ConnectionError):
             return False  # the client of a reply has hung up
         if record is not self._last:  # each handler gets the same record
-            self._last, self._last_count = record, self._count(record)
+            self._last = record
+            self._last_count = self._count(record)
             text = record.getMessage()
             if record.exc_info:
                 text += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
@@ -57,12 +61,14 @@ class Log:
                 lines = [ERROR + line for line in lines]
             if self._last_count > LISTED:
                 lines[0] += f" ({self._last_count} such lines so far)"
-            record.msg, record.args, record.exc_info = "\n".join(lines), (), None
+            record.msg = "\n".join(lines)
+            record.args = ()
+            record.exc_info = None
         return is_listed(self._last_count, LISTED)
 
     def _count(self, record: logging.LogRecord) -> int:
         if record.name == refusals.__name__:
             return 1  # they are counted before they are logged
-        place = record.pathname, record.lineno
-        self._counts[place] = self._counts.get(place, 0) + 1
+        place = (record.pathname, record.lineno)
+        self._counts[place] += 1
         return self._counts[place]

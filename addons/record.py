@@ -1,14 +1,15 @@
-"""Script of the recorder: `mitmdump -s addons/record.py --set rolltap_out=RUN --set rolltap_engine=URL ...`."""
+"""Script of the recorder: `mitmdump -s addons/record.py --set rolltap_out=RUN ...`."""
 
 import sys
 from types import SimpleNamespace
 from typing import Any
 
-# Packages that these libraries import when they are installed, and a recorder does not need: torch takes three
-# seconds and 200 MB, openai half a second, pandas a third of a second and 40 MB.
+# Packages that these libraries import when they are installed, and a recorder does not need: torch
+# takes three seconds and 200 MB, openai half a second, pandas a third of a second and 40 MB.
 _UNUSED: dict[str, Any] = {"torch": None, "openai": SimpleNamespace(AsyncOpenAI=None)}
 _hidden = _UNUSED.keys() - sys.modules.keys()
-sys.modules.update({name: _UNUSED[name] for name in _hidden})
+for _name in _hidden:
+    sys.modules[_name] = _UNUSED[_name]
 
 
 class _NoPandas:
