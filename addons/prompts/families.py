@@ -1,4 +1,4 @@
-"""Families of models: the marks of their replies (`families.toml`), and the tool calls between them.
+"""Families of models: the marks of their replies (`families.toml`), and their tool calls.
 
 A response template says where the parts of a reply begin and end (transformers 5.23,
 utils/chat_parsing). A tokenizer may bring its own.

@@ -80,9 +80,9 @@ class MarkScanner:
                 end += 1
             if end > self._begin:
                 yield Part("text", self._field, self._take(end))
+            if too_long:
+                continue
             if mark is None:
-                if too_long:
-                    continue
                 return
             text = self._take(self._begin + mark.length)
             if mark.closes:
@@ -114,7 +114,7 @@ class MarkScanner:
         return first, first.start
 
     def _watched(self) -> Iterator[tuple[bool, str, Any]]:
-        """Yield the marks that may come next: True if it closes the field, the field, its pattern."""
+        """Yield the marks that may come: True if it closes its field, the field, the pattern."""
         for name, field in self._fields.items():
             if self._field == self._implicit and field.open_re is not None:
                 yield False, name, field.open_re

@@ -50,7 +50,7 @@ def placeholder_turn(messages: list[Message]) -> Message:
 
 
 class Placeholder:
-    """The ids that a renderer writes after the placeholder. `ends` are those that may end a turn."""
+    """The ids that a renderer writes after the placeholder. `ends` may end a turn."""
 
     def __init__(self, render: Render, encode: Encode, ends: Collection[int]) -> None:
         self._render = render
@@ -139,7 +139,9 @@ class TemplateContinuation:
         self._placeholder = Placeholder(render, encode, self._ends)
         self._stop_ids = stop_ids
         self._past_end = past_end
-        self.refusal = self._probe([USER], _ONE[2:]) or self._probe(_ONE, [USER]) or self._probe([USER], _TWO[2:])
+        self.refusal = None
+        for earlier, new in (([USER], _ONE[2:]), (_ONE, [USER]), ([USER], _TWO[2:])):
+            self.refusal = self.refusal or self._probe(earlier, new)
         # later in the conversation than the placeholder is
         later = [*_ONE, TURNS["text"], USER, USER]
         new = [*_ONE[2:], TURNS["text"], USER]
