@@ -160,7 +160,7 @@ class Generation:
         self._done = asyncio.Event()
         if reply is not None:
             self._state = State.COMPLETED
-            self._add_piece((reply.reasoning, reply.content))
+            self._join_pieces()
             self._done.set()
 
     def start(
@@ -209,7 +209,9 @@ class Generation:
             self.delivered |= self.done
         finally:
             self.listeners -= 1
-            if not self.listeners and not self.done:
+            if self.done:
+                self._join_pieces()
+            elif not self.listeners:
                 self._abort_later()
 
     async def changed(self, num_pieces: int, timeout: float) -> bool:
@@ -376,10 +378,17 @@ class Generation:
         self._state = state
         if self.done:
             del self.call, self._prepared, self._sampled
+            self._join_pieces()
             if self._linger is not None:
                 self._linger.cancel()
             self._done.set()
             self._changed.set()
+
+    def _join_pieces(self) -> None:
+        """Keep the text of a reply once, when nobody is in the middle of it."""
+        if self.reply is not None and not self.listeners:
+            self.pieces.clear()
+            self._add_piece((self.reply.reasoning, self.reply.content))
 
     def _add_piece(self, piece: tuple[str, str]) -> None:
         if any(piece):

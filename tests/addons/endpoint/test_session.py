@@ -14,7 +14,7 @@ from rolltap.addons.store import tables
 from rolltap.trainer.traces.build import build_traces
 from rolltap.trainer.traces.conversations import rebuild_conversations
 from rolltap.trainer.traces.reader import RecordedCalls
-from tests.addons.harness import said, user, with_result
+from tests.addons.harness import said, until, user, with_result
 from tests.scripted_engine import Say
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -164,10 +164,11 @@ class TestIdleSessions:
         assert (await asked)[0] == 200
 
     async def test_a_finished_call_keeps_no_tokens_and_an_ended_session_no_conversations(self, harness):
-        await harness.ask(user())
+        await harness.stream(user())
         session = harness.endpoint.sessions["s1"]
+        await until(lambda: not session.generations[0].listeners)
         (call,) = session.generations
-        assert (call.done, hasattr(call, "call")) == (True, False)
+        assert (call.done, hasattr(call, "call"), call.pieces) == (True, False, [("", "Hi.")])
         conversations = weakref.ref(session._recovered.conversations)
         await harness.end()
         gc.collect()
