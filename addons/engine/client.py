@@ -208,24 +208,22 @@ class Engine(Connections):
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
         """Return the response of a generation, once its headers have arrived."""
         how = {"data": encode(body), "headers": {"content-type": "application/json"}}
-        try:
-            async with asyncio.timeout(None) as limit:
-                watch = asyncio.create_task(self.end_once_silent(limit))
-                try:
-                    response = await self.request("POST", GENERATE, **how)
-                except aiohttp.ServerDisconnectedError:
-                    # uvicorn closes a keep-alive connection after an internal error; no token has
-                    # arrived, so retry once
-                    response = await self.request("POST", GENERATE, **how)
-                finally:
-                    watch.cancel()
-        except TimeoutError:
-            if limit.expired():
-                raise self.silent() from None
-            raise
+        async with asyncio.timeout(None) as limit:
+            watch = asyncio.create_task(self.end_once_silent(limit))
+            try:
+                response = await self.request("POST", GENERATE, **how)
+            except aiohttp.ServerDisconnectedError:
+                # uvicorn closes a keep-alive connection after an internal error; no token has
+                # arrived, so retry once
+                response = await self.request("POST", GENERATE, **how)
+            finally:
+                watch.cancel()
         if response.status != 200:
-            async with response, asyncio.timeout(REFUSAL_SECONDS):
-                raise self._refusal(response.status, await self.read(response), body)
+            said = b""
+            with suppress(TimeoutError):
+                async with response, asyncio.timeout(REFUSAL_SECONDS):
+                    said = await self.read(response)
+            raise self._refusal(response.status, said, body)
         return response
 
     async def _resumed(self) -> None:

@@ -183,7 +183,9 @@ class Connections:
 
     def failed(self, why: str, error: Exception) -> EngineError:
         """Return the error of a failed connection. What aiohttp says of a reply quotes it, so it is
-        left out."""
+        left out. A time limit of ours ends an engine that is not healthy."""
+        if type(error) is TimeoutError:
+            return self.silent()
         words = str(error) if isinstance(error, OSError) else ""
         return self.error(f"{why}: {words or type(error).__name__}", status=503, retryable=True)
 
