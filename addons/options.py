@@ -96,22 +96,6 @@ class RecordedFrom(NamedTuple):
     session: str
     until: datetime | None = None
 
-    @classmethod
-    def of(cls, given: Mapping[str, str]) -> Self:
-        """Return what `as_json` has returned. Raises `KeyError`, `ValueError`, `TypeError` and
-        `AttributeError`."""
-        until = None
-        if given.get("until") is not None:
-            until = datetime.fromisoformat(given["until"])
-        return cls(Path(given["run"]), given["session"], until)
-
-    def as_json(self) -> dict[str, str]:
-        """Return a value for JSON."""
-        where = {"run": str(self.run), "session": self.session}
-        if self.until is not None:
-            where["until"] = self.until.isoformat()
-        return where
-
 
 def engine_urls(text: str) -> tuple[str, ...]:
     """Return the URLs of engines in a text with commas between them.
@@ -348,12 +332,13 @@ def _default(field: FieldInfo) -> bool | int | str | tuple[str, ...]:
 def _refusals(error: ValidationError) -> Iterator[str]:
     for each in error.errors():
         name = PREFIX + ".".join(map(str, each["loc"]))
+        is_key = "." in name
         match each["type"]:
-            case "missing":
+            case "missing" if not is_key:
                 yield f"{name} is not set: add --set {name}=..."
             case "extra_forbidden" if name.startswith("rolltap_sampling."):
                 yield f"{name} is unknown: use {', '.join(Sampling.__annotations__)}"
-            case "extra_forbidden":
+            case "extra_forbidden" if not is_key:
                 yield unknown(name, OPTIONS)
             case "value_error":
                 yield f"{name} {each['ctx']['error']}"

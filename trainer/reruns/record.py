@@ -121,4 +121,5 @@ class Record:
         return found[0]
 
     def _option(self, until: datetime | None = None) -> dict[str, str]:
-        return {"rolltap_rerun": json.dumps(RecordedFrom(self.run, self.session_id, until).as_json())}
+        source = RecordedFrom(self.run, self.session_id, until)
+        return {"rolltap_rerun": json.dumps(source._asdict(), default=str)}
