@@ -36,15 +36,6 @@ class Part(NamedTuple):
     text: str
 
 
-class _Mark(NamedTuple):
-    """A mark in the held text: where it begins, its characters, and the field."""
-
-    start: int
-    length: int
-    closes: bool
-    field: str
-
-
 class MarkScanner:
     """Cuts a text into parts while it grows. `template` is a `ResponseTemplate` of transformers.
 
@@ -84,42 +75,42 @@ class MarkScanner:
                 continue
             if mark is None:
                 return
-            text = self._take(self._begin + mark.length)
-            if mark.closes:
-                yield Part("close", self._field, text)
+            self._take(self._begin + len(mark.text))
+            self._field = mark.field
+            yield mark
+            if mark.kind == "close":
                 self._field = self._implicit
-            else:
-                self._field = mark.field
-                yield Part("open", self._field, text)
 
-    def _next_mark(self, last: bool) -> tuple[_Mark | None, int]:
+    def _next_mark(self, last: bool) -> tuple[Part | None, int]:
         """Return the first mark, and the end of the text before it or before a possible mark."""
         marks = []
         safe = len(self._held)
-        for closes, name, pattern in self._watched():
+        for kind, name, pattern in self._watched():
             found = pattern.search(self._held, self._begin, partial=not last)
             if found is None:
                 continue
             start, end = found.span()
-            if closes and self._field == self._implicit and start == end and not found.partial:
+            closes = kind == "close"
+            if closes and name == self._implicit and start == end and not found.partial:
                 continue  # it closes nothing: the implicit field goes on
             if not last and (found.partial or end == len(self._held)):
                 safe = min(safe, start)  # later text may make it longer
             else:
-                marks.append(_Mark(start, end - start, closes, name))
-        # the longest of those at one place
-        first = min(marks, key=lambda mark: (mark.start, -mark.length, mark.closes), default=None)
-        if first is None or first.start > safe:
-            return None, safe
-        return first, first.start
+                # the first one, the longest of those at one place
+                marks.append((start, -end, closes, Part(kind, name, found.group())))
+        if marks:
+            start, _, _, mark = min(marks)
+            if start <= safe:
+                return mark, start
+        return None, safe
 
-    def _watched(self) -> Iterator[tuple[bool, str, Any]]:
-        """Yield the marks that may come: True if it closes its field, the field, the pattern."""
+    def _watched(self) -> Iterator[tuple[Literal["open", "close"], str, Any]]:
+        """Yield the marks that may come next: whether they open or close, the field, a pattern."""
         for name, field in self._fields.items():
             if self._field == self._implicit and field.open_re is not None:
-                yield False, name, field.open_re
+                yield "open", name, field.open_re
             if self._field == name and field.close_re is not None:
-                yield True, name, field.close_re
+                yield "close", name, field.close_re
 
     def _take(self, end: int) -> str:
         """Return the held text up to `end`, and forget it."""
