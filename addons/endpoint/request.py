@@ -16,6 +16,10 @@ from rolltap.addons.store.rows import printable
 SECRET_HEADER = "x-rolltap-secret"
 SESSION_HEADER = "x-rolltap-session"
 HOST_HEADER = "x-rolltap-host"
+END_PATH = "/end"
+"""A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced
+unless `rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see
+`rolltap_accept_rewards`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
 from rolltap.addons.endpoint.recovery import Recovery
 from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import (
+    END_PATH,
     HOST_HEADER,
     SECRET_HEADER,
     SESSION_HEADER,
@@ -171,8 +172,10 @@ class Endpoint:
             refusal.force_close()
             return refusal
         route = find_route(request.method, request.raw_path, request.headers)
-        if route is None:  # the proxy redirects model calls and the end of a session
-            return await self._end(request, ClientRequest.of(request))
+        if route is None:
+            if (request.method, request.raw_path) == ("POST", END_PATH):
+                return await self._end(request, ClientRequest.of(request))
+            return web.Response(status=404)
         asked = ClientRequest.of(request, route.prefix)
         dialect = route.dialect
         now = int(time.time())
@@ -236,7 +239,7 @@ class Endpoint:
                 advice = "start it with rolltap_accept_rewards, or use `rolltap reward`"
                 raise DialectError(f"this recorder accepts no rewards: {advice}", status=403)
             try:
-                return GivenReward.parse(body, "/end")
+                return GivenReward.parse(body, END_PATH)
             except InputError as error:
                 raise DialectError(str(error)) from None
 

@@ -10,6 +10,7 @@ from mitmproxy import ctx, http
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.endpoint.refusals import event_kind
+from rolltap.addons.endpoint.request import END_PATH
 from rolltap.addons.endpoint.server import Endpoint
 from rolltap.addons.proxy.sessions import SESSION
 from rolltap.addons.recorder import Recorder
@@ -22,10 +23,6 @@ CAPTURED = "rolltap_captured"
 CONTROL_HOST = "session.rolltap"
 """Virtual host of the recorder. A session's requests to it come through the proxy with the
 session's credentials."""
-END_PATH = "/end"
-"""A `POST` to this path ends the session: running calls are recorded as aborted, commits are synced
-unless `rolltap_fsync` is `never`, and later calls are refused. A body gives it a reward: see
-`rolltap_accept_rewards`."""
 
 _CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie")
 _PATH_CHARACTERS = string.punctuation
@@ -70,7 +67,8 @@ class Capture:
                 event = event_of(flow, "uncaptured", f"refused: {name}")
             self._recorder.record(event)
             return
-        route = routes.find_route(request.method, request.path, request.headers)
+        # the endpoint finds the route again, in the path that it gets
+        route = routes.find_route(request.method, _quoted(request.path), request.headers)
         if route is not None and not (route.prefix and self._is_named(request.host, request.port)):
             _redirect(flow, endpoint)
 
@@ -84,11 +82,15 @@ def _redirect(flow: http.HTTPFlow, endpoint: Endpoint) -> None:
         if lower not in _CREDENTIALS and not lower.startswith("x-rolltap-"):
             headers.add(name, printable(value, None))
     request.headers = headers
-    request.path = quote(request.path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
+    request.path = _quoted(request.path)
     request.scheme = "http"
     request.host = "127.0.0.1"
     request.port = endpoint.port
     flow.metadata[CAPTURED] = True
+
+
+def _quoted(path: str) -> str:
+    return quote(path.encode("utf-8", "surrogateescape"), safe=_PATH_CHARACTERS)
 
 
 def ends_session(request: http.Request) -> bool:

@@ -162,6 +162,17 @@ class TestAccess:
         assert status == 403
         assert harness.calls() == []
 
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [("GET", "/end"), ("POST", "/end?now"), ("POST", "/end/"), ("POST", "/v1/chat"), ("DELETE", "/v1/messages")],
+    )
+    async def test_a_request_that_is_none_of_the_proxys_ends_no_session(self, harness, method, path):
+        headers = harness.endpoint.headers("s1", "api")
+        async with harness.client.request(method, harness.url(path), headers=headers) as response:
+            assert response.status == 404
+        assert harness.events("ended") == []
+        assert (await harness.ask(user()))[0] == 200
+
 
 class TestEndOfSession:
     @pytest.mark.parametrize("why", ["the session ended", "the recorder was stopped"])
