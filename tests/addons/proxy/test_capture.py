@@ -5,6 +5,7 @@ from mitmproxy.connection import Server
 from mitmproxy.proxy.server_hooks import ServerConnectHook, ServerConnectionHookData
 from mitmproxy.test import tflow
 
+from rolltap.addons.dialects import routes
 from rolltap.addons.proxy.capture import CAPTURED, Capture
 from rolltap.addons.proxy.egress import Egress
 from rolltap.addons.proxy.sessions import SESSION
@@ -125,6 +126,14 @@ class TestModelCalls:
         capture.requestheaders(flow)
         assert flow.request.headers["x-openai-subagent"] == "\\udcff\\x1b[2Jé"
         assert flow.request.path == "/v1/chat/completions?a=b%20c&d=%FF%1B%E9"
+
+    @pytest.mark.parametrize("path", [b"/\xff/v1/messages", b"/v1beta/models/a\x1b \xe9:generateContent", b"/\x1b/end"])
+    def test_the_endpoint_finds_the_route_that_was_found_here(self, capture, path):
+        flow = request()
+        flow.request.data.path = path
+        capture.requestheaders(flow)
+        route = routes.find_route("POST", flow.request.path, {})
+        assert flow.metadata.get(CAPTURED, False) is (route is not None)
 
     @pytest.mark.parametrize(
         ("path", "told"),
