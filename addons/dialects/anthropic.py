@@ -30,6 +30,7 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Part,
     Reply,
     ReplyContext,
@@ -101,7 +102,7 @@ class AnthropicMessages(dialect.Dialect):
 
     def decode(
         self,
-        request: dict[str, Any],
+        request: Object,
         target: str,
         known: Sequence[Part] = (),
     ) -> ModelCall:
@@ -142,7 +143,7 @@ class AnthropicMessages(dialect.Dialect):
         return dialect.decoded(model_call)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
-        content: list[dict[str, Any]] = []
+        content: list[Object] = []
         shown = context.model_call.reasoning
         if reply.reasoning and shown != "hidden":
             thinking = {**_EMPTY_BLOCKS["thinking"], "signature": sign(context.call_id)}
@@ -179,7 +180,7 @@ class AnthropicMessages(dialect.Dialect):
         return dump_json(page)
 
 
-def _schema(fields: Fields) -> dict[str, Any] | None:
+def _schema(fields: Fields) -> Object | None:
     form = fields.inner("output_config").inner("format")
     if not form.values:
         form = fields.inner("output_format")  # the older name
@@ -397,10 +398,10 @@ class _StreamEncoder(dialect.StreamEncoder):
         self._open = None
         return events
 
-    def _start(self, block: dict[str, Any]) -> bytes:
+    def _start(self, block: Object) -> bytes:
         return _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
+    def _delta(self, delta: Object) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def _stop(self) -> bytes:
@@ -413,7 +414,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return dialect.server_event({"type": kind, **fields}, kind)
 
 
-def _message(context: ReplyContext, usage: Usage) -> dict[str, Any]:
+def _message(context: ReplyContext, usage: Usage) -> Object:
     return {
         "id": f"msg_{context.call_id}",
         "type": "message",
@@ -423,13 +424,13 @@ def _message(context: ReplyContext, usage: Usage) -> dict[str, Any]:
     }
 
 
-def _stop(reply: Reply) -> dict[str, Any]:
+def _stop(reply: Reply) -> Object:
     if reply.finish_reason == "stop" and reply.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop}
     return {"stop_reason": _STOP_REASONS[reply.finish_reason], "stop_sequence": None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Object:
     return {
         "input_tokens": usage.prompt - usage.cached,  # without those read from the cache
         "cache_creation_input_tokens": 0,
@@ -438,7 +439,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _error(error: DialectError) -> dict[str, Any]:
+def _error(error: DialectError) -> Object:
     message = str(error)
     if isinstance(error, ContextOverflow):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
@@ -447,7 +448,7 @@ def _error(error: DialectError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _model(model: ServedModel, created: int) -> dict[str, Any]:
+def _model(model: ServedModel, created: int) -> Object:
     return {
         "type": "model",
         "id": model.name,

@@ -21,18 +21,21 @@ from rolltap.addons.dialects.json_values import (
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-Message = dict[str, Any]
+Object = dict[str, Any]
+"""A JSON object."""
+
+Message = Object
 """A message in the form of `renderers`: `role` (system, user, assistant or tool), `content` (text),
 and optionally `reasoning_content`, `tool_calls` (`{"id", "type": "function", "function": {"name",
 "arguments"}}`, arguments parsed), and for a tool's result `tool_call_id` and the tool's `name`
 (absent when the call is unknown). An assistant message may have `call_id`: the id of the model call
 that issued it, as found in the opaque fields of the message."""
 
-Tool = dict[str, Any]
+Tool = Object
 """A tool in the OpenAI form, `{"type": "function", "function": {"name", "description",
 "parameters"}}`."""
 
-EchoRule = Callable[[dict[str, Any], Tool | None], dict[str, Any]]
+EchoRule = Callable[[Object, Tool | None], Object]
 """(arguments of a tool call, the tool if the request has it) -> a normal form of the arguments.
 Sampled arguments and their echo by a harness that rewrites them have the same normal form."""
 
@@ -188,7 +191,10 @@ class ContextOverflow(DialectError):
 
 
 def assistant_message(
-    content: str, reasoning: str, tool_calls: list[dict[str, Any]], call_id: str | None = None
+    content: str,
+    reasoning: str,
+    tool_calls: list[Object],
+    call_id: str | None = None,
 ) -> Message:
     """Return an assistant message. Empty fields other than `content` are left out."""
     message: Message = {"role": "assistant", "content": content}
@@ -201,7 +207,7 @@ def assistant_message(
     return message
 
 
-def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+def message_tool_call(tool_call_id: str, name: str, arguments: Any) -> Object:
     """Return a tool call of an assistant message."""
     function = {"name": name, "arguments": arguments}
     return {"id": tool_call_id, "type": "function", "function": function}
@@ -224,7 +230,7 @@ class Part:
     messages: list[Message] = field(default_factory=list)
     hidden_parts: int = 0
     """Number of images, audio parts and files in the element, which have a text in their place."""
-    element: dict[str, Any] | None = None
+    element: Object | None = None
     """The element, if its messages depend on the rest of the request. It is decoded again."""
     turn: Message | None = None
     """The turn of the model that ends with this part: see `dialect.join_turns`."""
@@ -246,7 +252,7 @@ class ModelCall:
     max_tokens: int | None = None
     stop: list[str] = field(default_factory=list)
     """Stop texts. A stop text ends the reply and is not part of it."""
-    schema: dict[str, Any] | None = None
+    schema: Object | None = None
     """The JSON schema that the harness wants the reply to match; `{}` for any JSON object.
 
     See `grammar`.
@@ -259,7 +265,7 @@ class ModelCall:
     reasoning: Literal["shown", "signed", "hidden"] = "shown"
     """The harness's share of the reply's reasoning: all of it, only the opaque field issued with
     it, or nothing."""
-    requested_sampling: dict[str, Any] = field(default_factory=dict)
+    requested_sampling: Object = field(default_factory=dict)
     """Sampling and decoding options of the request, in their `recordable` form. Other fields of
     this class hold those that are applied."""
     hosted_tools: list[Any] = field(default_factory=list)
@@ -271,7 +277,7 @@ class ModelCall:
     """Name that the model sees -> tool on the wire. Holds only tools whose name or form differs."""
     client_metadata: dict[str, str] = field(default_factory=dict)
     """Place of a field in the body -> its text, for fields that hint at the role of the call."""
-    repeated: dict[str, Any] = field(default_factory=dict)
+    repeated: Object = field(default_factory=dict)
     """Fields of the request that its reply repeats, as they came.
 
     They may hold secrets, and are never recorded.
@@ -291,7 +297,7 @@ class ModelCall:
     (`canonical.steady`)."""
 
     @property
-    def grammar(self) -> dict[str, Any] | None:
+    def grammar(self) -> Object | None:
         """vLLM's form of the `schema` if the engine is held to it.
 
         Not beside tools: the model could call none.
@@ -309,7 +315,7 @@ class ModelCall:
         names.update(wire.name for wire in self.wire_tools.values())
         return names
 
-    def unapplied(self) -> dict[str, Any]:
+    def unapplied(self) -> Object:
         """Return what the harness asked for and did not get, for the record."""
         unapplied = {**self.requested_sampling}
         if self.hosted_tools:

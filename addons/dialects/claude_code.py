@@ -18,7 +18,7 @@ that are identified as Claude Code's.
 import re
 from typing import Any
 
-from rolltap.addons.dialects.call import Tool, javascript_number, parse_arguments
+from rolltap.addons.dialects.call import Object, Tool, javascript_number, parse_arguments
 
 _LONGEST_DEFAULT = 256
 _NUMBER = re.compile(r"-?\d{1,300}(\.\d{1,300})?")
@@ -36,13 +36,13 @@ def is_claude_code(user_id: str | None) -> bool:
     return False
 
 
-def normal_arguments(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
+def normal_arguments(arguments: Object, tool: Tool | None) -> Object:
     """Return the normal form of `arguments`: an `EchoRule` for Claude Code."""
-    properties: dict[str, Any] = {}
+    properties: Object = {}
     match tool:
         case {"function": {"parameters": {"properties": dict(properties)}}}:
             pass
-    normal: dict[str, Any] = {}
+    normal: Object = {}
     for key, value in arguments.items():
         if key == "command" and isinstance(value, str):
             value = _BACKSLASHES.sub(_one_backslash, _COMMAND.sub(_without_cd, value))

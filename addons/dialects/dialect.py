@@ -10,13 +10,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 from urllib.parse import unquote
 
 from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Part,
     Reply,
     ReplyContext,
@@ -71,7 +72,7 @@ class StreamEncoder(ABC):
         """Return the last event of a stream that failed after `start`."""
 
 
-def server_event(data: dict[str, Any], kind: str = "") -> bytes:
+def server_event(data: Object, kind: str = "") -> bytes:
     """Return a server-sent event."""
     event = b"data: " + dump_json(data) + b"\n\n"
     if kind:
@@ -109,7 +110,7 @@ class Dialect(ABC):
         return None
 
     @abstractmethod
-    def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
+    def decode(self, request: Object, target: str, known: Sequence[Part] = ()) -> ModelCall:
         """Decode the JSON object of a request to `target` (path and query).
 
         `known` are `ModelCall.parts` of an earlier request to this API. Its first `len(known)`
@@ -256,7 +257,7 @@ def _is_assistant(part: Part) -> bool:
 def _joined(messages: list[Message], separator: str) -> Message:
     if len(messages) == 1:
         return messages[0]
-    tool_calls: list[dict[str, Any]] = []
+    tool_calls: list[Object] = []
     call_id = None
     for message in messages:
         tool_calls += message.get("tool_calls", ())

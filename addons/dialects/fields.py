@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rolltap.addons.dialects.call import DialectError, parse_json
+from rolltap.addons.dialects.call import DialectError, Object, parse_json
 from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, TooManyValues, described
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ A model may sample a longer name of a tool, so calls are read with any name.
 LONGEST_ID = 1024
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> Object:
     """Parse a request body, which must be a JSON object. Raises `DialectError`."""
     try:
         request = parse_json(body, MOST_LEVELS_OF_A_BODY)
@@ -61,7 +61,7 @@ class Fields:
 
     __slots__ = ("_place", "_wording", "values")
 
-    def __init__(self, values: dict[str, Any], wording: Wording, place: str = "") -> None:
+    def __init__(self, values: Object, wording: Wording, place: str = "") -> None:
         self.values = values
         self._wording = wording
         self._place = place
@@ -84,11 +84,11 @@ class Fields:
         place = self.place(key, index)
         return DialectError(self._wording.sentence.format(place=place, expected=expected))
 
-    def at(self, key: str, values: dict[str, Any]) -> "Fields":
+    def at(self, key: str, values: Object) -> "Fields":
         """Return `values` as fields whose place is that of the field `key`."""
         return Fields(values, self._wording, self.place(key))
 
-    def replaced(self, values: dict[str, Any]) -> "Fields":
+    def replaced(self, values: Object) -> "Fields":
         """Return `values` as fields whose place is that of this object."""
         return Fields(values, self._wording, self._place)
 
@@ -150,7 +150,7 @@ class Fields:
             return value
         raise self.refusal(key, "a positive integer")
 
-    def object(self, key: str) -> dict[str, Any]:
+    def object(self, key: str) -> Object:
         """Return an object as a plain dict. Raises."""
         return self._required(key, dict, "an object")
 
@@ -198,7 +198,7 @@ class Fields:
             raise self.refusal(key, most)
         return texts
 
-    def chosen(self, keys: Iterable[str]) -> dict[str, Any]:
+    def chosen(self, keys: Iterable[str]) -> Object:
         """Return the fields among `keys` that are present, unchanged."""
         return {key: self[key] for key in keys if self[key] is not None}
 

@@ -19,7 +19,6 @@ import json
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from rolltap.addons.dialects import dialect
@@ -28,6 +27,7 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Part,
     Reply,
     ReplyContext,
@@ -111,7 +111,7 @@ class GoogleGenerateContent(dialect.Dialect):
             return None
         return "count_tokens" if match["method"] == "countTokens" else "generate"
 
-    def decode(self, request: dict[str, Any], target: str, known: Sequence[Part] = ()) -> ModelCall:
+    def decode(self, request: Object, target: str, known: Sequence[Part] = ()) -> ModelCall:
         match = _METHOD.fullmatch(target.partition("?")[0])
         assert match is not None
         model = Fields({"model": unquote(match["model"])}, WORDING).label("model")
@@ -197,7 +197,7 @@ def _refuse_unsupported(fields: Fields, config: Fields, model: str) -> None:
         raise config.refusal("responseMimeType", expected)
 
 
-def _reply_schema(config: Fields) -> dict[str, Any] | None:
+def _reply_schema(config: Fields) -> Object | None:
     kind = config["responseMimeType"]
     if kind not in ("application/json", _ENUM):
         return None
@@ -246,7 +246,7 @@ def _part(content: Fields) -> Part:
     part = Part()
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[Object] = []
     call_id: str | None = None
     for piece in repeated_field(content, "parts"):
         call_id = call_id or signed_call(piece.maybe("thoughtSignature", str))
@@ -269,7 +269,7 @@ def _part(content: Fields) -> Part:
     return part
 
 
-def _tool_call(call: Fields) -> dict[str, Any]:
+def _tool_call(call: Fields) -> Object:
     arguments = call.optional("args", Fields.object) or {}
     call_id = call.optional("id", Fields.identifier) or ""
     return message_tool_call(call_id, call.name("name"), from_object(arguments))
@@ -345,16 +345,16 @@ def _link(parts: Iterable[Part]) -> None:
 
 def _response(
     context: ReplyContext,
-    parts: list[dict[str, Any]],
+    parts: list[Object],
     reply: Reply | None = None,
     usage: Usage | None = None,
-) -> dict[str, Any]:
+) -> Object:
     """Return a `GenerateContentResponse`: a whole reply, or a chunk of a stream.
 
     A whole reply and the last chunk have `reply` and `usage`.
     """
-    candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": 0}
-    response: dict[str, Any] = {
+    candidate: Object = {"content": {"role": "model", "parts": parts}, "index": 0}
+    response: Object = {
         "candidates": [candidate],
         "modelVersion": context.model_call.model,
         "responseId": context.call_id,
@@ -373,9 +373,9 @@ def _response(
     return response
 
 
-def _text_parts(context: ReplyContext, reasoning: str, content: str) -> list[dict[str, Any]]:
+def _text_parts(context: ReplyContext, reasoning: str, content: str) -> list[Object]:
     """Return a part for reasoning, if the request asks for it, and one for content if any."""
-    parts: list[dict[str, Any]] = []
+    parts: list[Object] = []
     if reasoning and context.model_call.reasoning == "shown":
         parts.append({"text": reasoning, "thought": True})
     if content:
@@ -383,9 +383,9 @@ def _text_parts(context: ReplyContext, reasoning: str, content: str) -> list[dic
     return parts
 
 
-def _last_parts(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+def _last_parts(context: ReplyContext, reply: Reply) -> list[Object]:
     """Return the calls, or else an empty text. The first of these parts has the signature."""
-    parts: list[dict[str, Any]] = []
+    parts: list[Object] = []
     for call in reply.tool_calls:
         arguments = as_object(call.arguments)
         if nests_deeper(arguments, _MOST_LEVELS):
@@ -397,7 +397,7 @@ def _last_parts(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     return parts
 
 
-def _error(error: DialectError) -> dict[str, Any]:
+def _error(error: DialectError) -> Object:
     message = str(error)
     if isinstance(error, ContextOverflow):
         message = (
@@ -409,7 +409,7 @@ def _error(error: DialectError) -> dict[str, Any]:
     return {"error": {"code": error.status, "message": message, "status": status}}
 
 
-def _model(model: ServedModel) -> dict[str, Any]:
+def _model(model: ServedModel) -> Object:
     return {
         "name": f"models/{model.name}",
         "version": "001",
@@ -443,7 +443,7 @@ class _EventStreamEncoder(dialect.StreamEncoder):
     def error(self, error: DialectError) -> bytes:
         return self._chunk(_error(error))
 
-    def _chunk(self, value: dict[str, Any]) -> bytes:
+    def _chunk(self, value: Object) -> bytes:
         return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\r\n\r\n"
 
 
@@ -462,7 +462,7 @@ class _ArrayStreamEncoder(_EventStreamEncoder):
     def error(self, error: DialectError) -> bytes:
         return super().error(error) + b"]"
 
-    def _chunk(self, value: dict[str, Any]) -> bytes:
+    def _chunk(self, value: Object) -> bytes:
         chunk = self._separator + dump_json(value)
         self._separator = b",\r\n"
         return chunk

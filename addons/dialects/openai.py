@@ -1,9 +1,8 @@
 """OpenAI's two APIs share their errors, the parts of a content, and the formats of replies."""
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, Part, dump_json
+from rolltap.addons.dialects.call import DialectError, Object, Part, dump_json
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
@@ -37,7 +36,7 @@ class OpenAIDialect(Dialect):
         return dump_json(error_body(error, error.code))
 
 
-def error_body(error: DialectError, code: str | int) -> dict[str, Any]:
+def error_body(error: DialectError, code: str | int) -> Object:
     """Return the body of an error reply."""
     kind = "invalid_request_error"
     if error.code == "insufficient_quota":
@@ -119,7 +118,7 @@ def _flat(tool: Fields) -> Fields:
     return tool.replaced({**tool.values, **tool.inner(kind).values})
 
 
-def wanted_schema(form: Fields, holder: Fields) -> dict[str, Any] | None:
+def wanted_schema(form: Fields, holder: Fields) -> Object | None:
     """Return the JSON schema of a reply format, which is in the field `schema` of `holder`.
 
     Returns None when the format is not JSON, `{}` when it has no schema.

@@ -13,7 +13,6 @@ Field names follow the OpenAI API reference. Its peculiarities:
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from rolltap.addons.dialects import dialect
 from rolltap.addons.dialects.call import (
@@ -21,6 +20,7 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Part,
     Reply,
     ReplyContext,
@@ -82,7 +82,7 @@ class OpenAIChat(OpenAIDialect):
 
     def decode(
         self,
-        request: dict[str, Any],
+        request: Object,
         target: str,
         known: Sequence[Part] = (),
     ) -> ModelCall:
@@ -174,7 +174,7 @@ def _part(element: Fields) -> Part:
     return part
 
 
-def _tool_call(call: Fields) -> dict[str, Any]:
+def _tool_call(call: Fields) -> Object:
     call_id = call.optional("id", Fields.identifier) or ""
     function = call.inner("function")
     if call["custom"] and not function.values:
@@ -189,9 +189,9 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     return message_tool_call(call_id, function.name("name"), arguments)
 
 
-def _wire_calls(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+def _wire_calls(context: ReplyContext, reply: Reply) -> list[Object]:
     """Return the calls of a reply: a function call, or a custom call of a custom tool."""
-    calls: list[dict[str, Any]] = []
+    calls: list[Object] = []
     for call in reply.tool_calls:
         kind = "function"
         called = {"name": call.name, "arguments": call.arguments}
@@ -246,7 +246,7 @@ class _StreamEncoder(dialect.StreamEncoder):
     def error(self, error: DialectError) -> bytes:
         return dialect.server_event(error_body(error, error.status))
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+    def _chunk(self, delta: Object, finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
         return dialect.server_event(_completion(self._context, _CHUNK, [choice]))
 
@@ -254,8 +254,8 @@ class _StreamEncoder(dialect.StreamEncoder):
 def _completion(
     context: ReplyContext,
     kind: str,
-    choices: list[dict[str, Any]],
-) -> dict[str, Any]:
+    choices: list[Object],
+) -> Object:
     return {
         "id": f"chatcmpl-{context.call_id}",
         "object": kind,
@@ -265,7 +265,7 @@ def _completion(
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Object:
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
@@ -275,7 +275,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _model(model: ServedModel, created: int) -> dict[str, Any]:
+def _model(model: ServedModel, created: int) -> Object:
     return {
         "id": model.name,
         "object": "model",

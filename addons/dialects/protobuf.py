@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from rolltap.addons.dialects.call import Object
 from rolltap.addons.dialects.fields import Fields, Wording
 
 _SNAKE = re.compile(r"(?<=[a-z0-9])_([a-z0-9])")
@@ -12,7 +13,7 @@ _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object",
 _COUNT = re.compile(r"\d{1,19}")
 
 
-def camel_case_fields(values: dict[str, Any]) -> dict[str, Any]:
+def camel_case_fields(values: Object) -> Object:
     """Return the fields of a protobuf message by their camelCase names, without null fields.
 
     Protobuf's JSON encoding accepts each field name in camelCase and in snake_case.
@@ -40,11 +41,11 @@ def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]
         yield element.replaced(camel_case_fields(element.values))
 
 
-def schema_field(fields: Fields, as_json: str, as_openapi: str) -> dict[str, Any] | None:
+def schema_field(fields: Fields, as_json: str, as_openapi: str) -> Object | None:
     """Return the JSON schema in the first field, else that of the `Schema` in the second."""
     if fields[as_json] is not None:
         return fields.maybe(as_json, dict)
-    schema: dict[str, Any] | None = json_schema(fields.maybe(as_openapi, dict))
+    schema: Object | None = json_schema(fields.maybe(as_openapi, dict))
     return schema
 
 
@@ -60,7 +61,7 @@ def json_schema(schema: Any) -> Any:
     source = {_camel(keyword): value for keyword, value in schema.items()}
     nullable = source.pop("nullable", None) is True
     ordering = source.pop("propertyOrdering", None)
-    converted: dict[str, Any] = {}
+    converted: Object = {}
     for keyword, value in source.items():
         match keyword, value:
             case "type", list():
@@ -86,16 +87,16 @@ def json_schema(schema: Any) -> Any:
     return converted
 
 
-def _properties(properties: dict[str, Any], ordering: Any) -> dict[str, Any]:
+def _properties(properties: Object, ordering: Any) -> Object:
     """Convert the schemas of properties, and put those that `ordering` names first."""
-    converted: dict[str, Any] = {}
+    converted: Object = {}
     for name in [*ordering, *properties] if isinstance(ordering, list) else properties:
         if isinstance(name, str) and name in properties and name not in converted:
             converted[name] = json_schema(properties[name])
     return converted
 
 
-def _allow_null(schema: dict[str, Any]) -> None:
+def _allow_null(schema: Object) -> None:
     if isinstance(schema.get("type"), str):
         schema["type"] = [schema["type"], "null"]
     if isinstance(schema.get("enum"), list):

@@ -4,12 +4,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     message_tool_call,
     parse_arguments,
 )
@@ -35,7 +36,7 @@ class StoredCall:
     parent: Self | None
     messages: list[Message]
     reply: Message
-    asked: dict[str, Any]
+    asked: Object
 
     @cached_property
     def echo(self) -> Message:

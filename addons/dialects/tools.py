@@ -4,16 +4,16 @@ wire."""
 import json
 from typing import Any
 
-from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Object, Reply, Tool, parse_arguments
 
 _UNPARSED = "INVALID_JSON"
 """The key of the object that carries arguments which are not a JSON object, as text."""
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_NO_PARAMETERS: Object = {"type": "object", "properties": {}}
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+def function_tool(name: str, description: str | None, parameters: Object | None) -> Tool:
     """Return a tool whose arguments are described by a JSON schema."""
-    function: dict[str, Any] = {"name": name}
+    function: Object = {"name": name}
     if description is not None:
         function["description"] = description
     function["parameters"] = _NO_PARAMETERS if parameters is None else parameters
@@ -58,7 +58,7 @@ def calls_as_text(reply: Reply) -> None:
     reply.tool_calls = []
 
 
-def as_object(arguments: str) -> dict[str, Any]:
+def as_object(arguments: str) -> Object:
     """Return sampled arguments as the JSON object that some APIs require.
 
     Text that is not a JSON object is wrapped; `from_object` unwraps it.
@@ -69,12 +69,12 @@ def as_object(arguments: str) -> dict[str, Any]:
     return wrapped(arguments)
 
 
-def wrapped(arguments: str) -> dict[str, Any]:
+def wrapped(arguments: str) -> Object:
     """Return an object that carries the arguments as text."""
     return {_UNPARSED: arguments}
 
 
-def from_object(arguments: dict[str, Any]) -> Any:
+def from_object(arguments: Object) -> Any:
     """Return the arguments of an echoed call, unwrapped.
 
     `from_object(as_object(text))` equals `parse_arguments(text)`.
@@ -84,5 +84,5 @@ def from_object(arguments: dict[str, Any]) -> Any:
     return arguments
 
 
-def _is_wrapped(arguments: dict[str, Any]) -> bool:
+def _is_wrapped(arguments: Object) -> bool:
     return arguments.keys() == {_UNPARSED} and isinstance(arguments[_UNPARSED], str)

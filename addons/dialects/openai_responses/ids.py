@@ -18,7 +18,14 @@ import re
 from functools import cache, partial
 from typing import Any
 
-from rolltap.addons.dialects.call import DialectError, Message, ModelCall, Reply, ReplyContext
+from rolltap.addons.dialects.call import (
+    DialectError,
+    Message,
+    ModelCall,
+    Object,
+    Reply,
+    ReplyContext,
+)
 from rolltap.addons.dialects.openai_responses.reply import output_items
 from rolltap.addons.dialects.stored import FindCall, shown_id
 
@@ -53,7 +60,7 @@ class StoredItems:
         """A reply may have thousands of items, each named on its own."""
         self._named: set[str] = set()
 
-    def item(self, item_id: str) -> dict[str, Any]:
+    def item(self, item_id: str) -> Object:
         """Return an item.
 
         Raises `DialectError` for an id of nothing, and for a second reference to an item, as OpenAI
@@ -71,7 +78,7 @@ class StoredItems:
         return item
 
 
-def _issued_items(find: FindCall, call_id: str) -> dict[str, dict[str, Any]]:
+def _issued_items(find: FindCall, call_id: str) -> dict[str, Object]:
     """Return the items of a call's reply by their ids."""
     call = find(call_id)
     if call is None:

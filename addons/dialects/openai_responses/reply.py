@@ -24,6 +24,7 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Reply,
     ReplyContext,
     ServedModel,
@@ -42,7 +43,7 @@ def is_compact(target: str) -> bool:
     return target.partition("?")[0].endswith("/compact")
 
 
-def response(context: ReplyContext, status: str, **known: Any) -> dict[str, Any]:
+def response(context: ReplyContext, status: str, **known: Any) -> Object:
     """Return the response object. `known` are the fields that are known by now.
 
     It repeats what the request asks for, also what is not applied. Until it ends, it repeats the
@@ -52,7 +53,7 @@ def response(context: ReplyContext, status: str, **known: Any) -> dict[str, Any]
     asked = model_call.requested_sampling
     if status != "in_progress":
         asked = asked | model_call.repeated
-    repeated: dict[str, Any] = {}
+    repeated: Object = {}
     for key, (kinds, default) in REPEATED.items():
         repeated[key] = asked[key] if type(asked.get(key)) in kinds else default
     tools = asked.get("tools", ())
@@ -96,9 +97,9 @@ REPEATED: dict[str, tuple[tuple[type, ...], Any]] = {
 """Fields of a request that its response repeats: the types of their values, and the default."""
 
 
-def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
+def ending(context: ReplyContext, reply: Reply, usage: Usage) -> Object:
     """Return the fields of a response that are known only when its reply is complete."""
-    fields: dict[str, Any] = {
+    fields: Object = {
         "status": "completed",
         "usage": {
             "input_tokens": usage.prompt,
@@ -117,13 +118,13 @@ def ending(context: ReplyContext, reply: Reply, usage: Usage) -> dict[str, Any]:
     return fields
 
 
-def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
+def output_items(context: ReplyContext, reply: Reply) -> list[Object]:
     """Return the output items of a reply: reasoning, text, tool calls."""
     if is_compaction(context):
         summary = _seal(reply.content)
         item_id = _item_id(context, "cmp", 0)
         return [{"id": item_id, "type": "compaction", "encrypted_content": summary}]
-    items: list[dict[str, Any]] = []
+    items: list[Object] = []
     if reply.reasoning:
         items.append(reasoning_item(context, reply.reasoning))
     if reply.content or not reply.tool_calls:
@@ -134,7 +135,7 @@ def output_items(context: ReplyContext, reply: Reply) -> list[dict[str, Any]]:
     return items
 
 
-def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
+def reasoning_item(context: ReplyContext, text: str) -> Object:
     """Return the item of the reasoning. It is always the first item."""
     return {
         "id": _item_id(context, "rs", 0),
@@ -144,7 +145,7 @@ def reasoning_item(context: ReplyContext, text: str) -> dict[str, Any]:
     }
 
 
-def message_item(context: ReplyContext, index: int, text: str, status: str) -> dict[str, Any]:
+def message_item(context: ReplyContext, index: int, text: str, status: str) -> Object:
     """Return the item of the reply's text."""
     return {
         "id": _item_id(context, "msg", index),
@@ -160,7 +161,7 @@ def _item_id(context: ReplyContext, prefix: str, index: int) -> str:
     return f"{prefix}_{context.call_id}_{index}"
 
 
-def _call_item(context: ReplyContext, index: int, call: ToolCall) -> dict[str, Any]:
+def _call_item(context: ReplyContext, index: int, call: ToolCall) -> Object:
     wire = context.model_call.wire_tools.get(call.name, WireTool(call.name))
     common = {"call_id": call.id, "name": wire.name}
     if wire.namespace is not None:
@@ -236,7 +237,7 @@ _CODEX_PROMPT = (
 environment."""
 
 
-def catalogue_entry(model: ServedModel, priority: int) -> dict[str, Any]:
+def catalogue_entry(model: ServedModel, priority: int) -> Object:
     """Return the entry of a model in Codex's catalogue. Codex uses the first model as its default.
 
     Codex requests it from chatgpt.com when it has an API key, and takes its default model, its

@@ -23,6 +23,7 @@ from rolltap.addons.dialects.call import (
     DialectError,
     Message,
     ModelCall,
+    Object,
     Part,
     Reply,
     ReplyContext,
@@ -95,7 +96,7 @@ class OpenAIResponses(OpenAIDialect):
 
     def decode(
         self,
-        request: dict[str, Any],
+        request: Object,
         target: str,
         known: Sequence[Part] = (),
     ) -> ModelCall:
@@ -199,7 +200,7 @@ def _refuse_options(fields: Fields) -> None:
         raise fields.refusal("include", expected)
 
 
-def _repeated(fields: Fields) -> dict[str, Any]:
+def _repeated(fields: Fields) -> Object:
     """Return the fields that the response repeats. The window bounds the first two."""
     repeated = fields.chosen(("instructions", "tools"))
     for key, value in fields.chosen(reply.REPEATED).items():
@@ -273,7 +274,7 @@ def _part(item: Fields) -> Part:
     return part
 
 
-def _tool_call(item: Fields, arguments: Any) -> dict[str, Any]:
+def _tool_call(item: Fields, arguments: Any) -> Object:
     name = _shown_name(item.optional("namespace", Fields.text), item.text("name"))
     return message_tool_call(item.identifier("call_id"), name, arguments)
 

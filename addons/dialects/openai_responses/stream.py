@@ -4,7 +4,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rolltap.addons.dialects import dialect
-from rolltap.addons.dialects.call import ContextOverflow, DialectError, Reply, ReplyContext, Usage
+from rolltap.addons.dialects.call import (
+    ContextOverflow,
+    DialectError,
+    Object,
+    Reply,
+    ReplyContext,
+    Usage,
+)
 from rolltap.addons.dialects.openai_responses.reply import (
     ending,
     is_compaction,
@@ -13,8 +20,6 @@ from rolltap.addons.dialects.openai_responses.reply import (
     reasoning_item,
     response,
 )
-
-_Item = dict[str, Any]
 
 
 class _Form(NamedTuple):
@@ -29,12 +34,12 @@ class _Form(NamedTuple):
     parts_key: str = ""
     """Name of the item's list of parts."""
 
-    def holder(self, item: _Item) -> dict[str, Any]:
+    def holder(self, item: Object) -> Object:
         """Return the object with the text."""
-        holder: dict[str, Any] = item[self.parts_key][0] if self.parts_key else item
+        holder: Object = item[self.parts_key][0] if self.parts_key else item
         return holder
 
-    def emptied(self, item: _Item) -> _Item:
+    def emptied(self, item: Object) -> Object:
         """Return an item without its text, as its first event has it."""
         empty = dict(item)
         empty[self.parts_key or self.key] = [] if self.parts_key else ""
@@ -57,8 +62,8 @@ class StreamEncoder(dialect.StreamEncoder):
     def __init__(self, context: ReplyContext) -> None:
         super().__init__(context)
         self._num_events = 0
-        self._done: list[_Item] = []
-        self._open: _Item | None = None
+        self._done: list[Object] = []
+        self._open: Object | None = None
         """The item that grows, as it began."""
         self._texts: list[str] = []
         """Its text so far."""
@@ -108,7 +113,7 @@ class StreamEncoder(dialect.StreamEncoder):
     def _is_open(self, kind: str) -> bool:
         return self._open is not None and self._open["type"] == kind
 
-    def _grow(self, item: _Item) -> bytes:
+    def _grow(self, item: Object) -> bytes:
         """Add the text of `item` to the open item. Without one, `item` becomes the open item."""
         form = _FORMS.get(item["type"])
         events = b""
@@ -125,7 +130,7 @@ class StreamEncoder(dialect.StreamEncoder):
             events += self._text_event(form, f"{form.event}.delta", delta=new)
         return events
 
-    def _close(self, item: _Item) -> bytes:
+    def _close(self, item: Object) -> bytes:
         """Complete the open item. `item` is the whole of it."""
         form = _FORMS.get(item["type"])
         events = b""
