@@ -86,7 +86,7 @@ def test_outside_of_its_block_a_recorder_says_so(tmp_path, tokenizer_folder):
     [
         ({"options": {"rolltap_alow": "pypi.org"}}, "rolltap_alow is no option .*: did you mean rolltap_allow"),
         ({"options": {"rolltap_keep_adapter": "maybe"}}, "rolltap_keep_adapter is 'maybe'"),
-        ({"options": {"rolltap_fsync": "sometimes"}}, "rolltap_fsync is 'sometimes': choose"),
+        ({"options": {"rolltap_fsync": "sometimes"}}, "rolltap_fsync is 'sometimes': Input should be"),
         ({"processes": 0}, "processes=0: give at least 1"),
     ],
 )
