@@ -42,7 +42,7 @@ never fully delivered; or, whoever listens, when the client marks the request as
 abandoned call is equal. A running call is joined (event `joined`), a finished one is given again
 (event `replayed`), from its first event on and in the form that the retry asks for. Calls that
 failed or were aborted are not repeated, and every other equal request is a sample of its own: two
-sub-agents can send the same prompt. `retries.py` finds the call. The session remembers its newest
+sub-agents can send the same prompt. `find_retried` finds the call. The session remembers its newest
 finished ones, which have no tokens any more; after a restart they come from its rows
 (`recovery.py`).
 
@@ -54,7 +54,7 @@ writes it in the API's form).
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
@@ -86,6 +86,11 @@ It is twice the time in which a silent engine is found out, so that a long prefi
 answer. An engine that samples for others meanwhile has a queue: who leaves it hangs up by
 itself.
 """
+_RETRY_COUNT = "x-stainless-retry-count"
+"""Header of the OpenAI and Anthropic SDKs: the number of times that the client has sent this
+request already."""
+REMEMBERED = 8
+"""Number of finished calls of a session that a retry can still get: the newest."""
 
 
 class State(Enum):
@@ -394,6 +399,27 @@ class Generation:
         if any(piece):
             self.pieces.append(piece)
             self._changed.set()
+
+
+def find_retried(
+    calls: Sequence[Generation],
+    digest: bytes,
+    headers: Mapping[str, str],
+) -> Generation | None:
+    """Return the newest of `calls` with this digest that a request repeats, or None.
+
+    `headers` ignore case.
+    """
+    marked = headers.get(_RETRY_COUNT, "0") != "0"
+    equal = None
+    for call in reversed(calls):
+        if call.error is not None or call.digest != digest:
+            continue
+        if call.abandoned:
+            return call
+        if equal is None and marked:
+            equal = call
+    return equal
 
 
 async def _happens(event: asyncio.Event, timeout: float) -> bool:

@@ -17,11 +17,10 @@ import pyarrow.compute as pc
 
 from rolltap.addons.dialects.call import EchoRule, Message, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.stored import NAMING_API, StoredCall
+from rolltap.addons.dialects.openai_responses.stored import NAMING_API, StoredCall
 from rolltap.addons.endpoint.budget import Used
-from rolltap.addons.endpoint.generation import Generation
+from rolltap.addons.endpoint.generation import REMEMBERED, Generation
 from rolltap.addons.endpoint.request import ClientRequest, PreparedCall, request_digest
-from rolltap.addons.endpoint.retries import REMEMBERED
 from rolltap.addons.endpoint.roles import PastCall, SessionRoles
 from rolltap.addons.errors import RunError
 from rolltap.addons.prompts.history import Conversations, Prompt, Turn, ids_digest

@@ -24,8 +24,8 @@ unless `rolltap_fsync` is `never`, and later calls are refused. A body gives it 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A request of a session, without its body. `host`, `method` and `path` are printable and
-    cut, for the record."""
+    """A request of a session, without its body. `host` and `path` are printable and cut, for the
+    record."""
 
     session_id: str
     host: str
@@ -44,8 +44,8 @@ class ClientRequest:
         headers = request.headers
         return cls(
             session_id=headers[SESSION_HEADER],
-            host=printable(headers[HOST_HEADER]),
-            method=printable(request.method),
+            host=headers[HOST_HEADER],
+            method=request.method,
             path=printable(request.path),
             target=request.raw_path.removeprefix(prefix),
             headers=headers,

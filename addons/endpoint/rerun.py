@@ -35,10 +35,9 @@ from typing import Any
 from rolltap.addons.dialects.call import ModelCall, ServedModel
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.endpoint.budget import Used
-from rolltap.addons.endpoint.generation import Generation
+from rolltap.addons.endpoint.generation import Generation, find_retried
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery, RunCalls, parents_first
 from rolltap.addons.endpoint.request import ClientRequest
-from rolltap.addons.endpoint.retries import find_retried
 from rolltap.addons.errors import RunError
 from rolltap.addons.options import RecordedFrom
 from rolltap.addons.prompts.canonical import canonical, canonical_tools, describe_difference

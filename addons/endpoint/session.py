@@ -15,7 +15,7 @@ from rolltap.addons.concurrency import INLINE_BYTES, Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
-from rolltap.addons.dialects.stored import NeedsStoredState
+from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState
 from rolltap.addons.endpoint.body import RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
@@ -24,7 +24,7 @@ from rolltap.addons.endpoint.budget import (
     prompt_window,
     require_fit,
 )
-from rolltap.addons.endpoint.generation import Generation
+from rolltap.addons.endpoint.generation import REMEMBERED, Generation, find_retried
 from rolltap.addons.endpoint.recovery import RecoveredSession, Recovery
 from rolltap.addons.endpoint.refusals import DIVERGED, UNREADABLE, Refusals
 from rolltap.addons.endpoint.request import (
@@ -34,7 +34,6 @@ from rolltap.addons.endpoint.request import (
     sampling_parameters,
 )
 from rolltap.addons.endpoint.rerun import RerunSession
-from rolltap.addons.endpoint.retries import REMEMBERED, find_retried
 from rolltap.addons.endpoint.roles import find_role
 from rolltap.addons.engine.policy import PolicyFile, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
@@ -197,14 +196,21 @@ class Session:
         retry: each holds an engine.
         """
         self.touch()
-        left = [each for each in self.generations if not each.listeners]
-        running = [each for each in left if not each.done]
+        running = []
+        completed = []
+        for generation in [*self.generations]:
+            if generation.listeners:
+                continue
+            if not generation.done:
+                running.append(generation)
+            elif generation.reply is not None:
+                completed.append(generation)
+            else:
+                self.generations.remove(generation)
         for generation in running[:-LEFT]:
             generation.abort("the harness closed the connection, and those of later calls")
-        completed = [each for each in left if each.reply is not None]
-        for generation in left:
-            if generation.done and generation not in completed[-REMEMBERED:]:
-                self.generations.remove(generation)
+        for generation in completed[:-REMEMBERED]:
+            self.generations.remove(generation)
 
     def abort(self, why: str) -> None:
         """Abort the running generations and record them."""
