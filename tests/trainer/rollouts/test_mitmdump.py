@@ -82,8 +82,8 @@ def test_a_recorder_that_does_not_start_shows_nothing_of_an_earlier_one(tmp_path
         process.address()
     process.stop()
     first, second, third = str(refused.value).splitlines()
-    assert first.startswith("the recorder did not start: rolltap_samplin is no option of the recorder: did you mean")
-    assert second.startswith("rolltap_patience is 'soon': ")
+    assert first.startswith("the recorder did not start: rolltap_patience is 'soon': ")
+    assert second.startswith("rolltap_samplin is no option of the recorder: did you mean")
     assert third == f"Its log is {log}"
 
 
