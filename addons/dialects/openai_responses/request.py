@@ -7,7 +7,7 @@ Field names follow the OpenAI API reference. Its peculiarities:
 | one reply is several items: reasoning, message, calls | consecutive ones are one message |
 | tools have namespaces | a namespace is a prefix of the name: see `_shown_name` |
 | tools may stand among the items: `additional_tools` | they are tools of the request |
-| `previous_response_id`, `item_reference` | messages and items of earlier replies: see `ids` |
+| `previous_response_id`, `item_reference` | messages and items of earlier replies: see `stored` |
 | a `compaction_trigger`, or the path `/responses/compact` | the model is asked for a summary |
 | results of calls that a compaction stands for | no error |
 | `/v1/models` belongs to Chat Completions | Codex has its own path for its catalogue of models |
@@ -48,9 +48,8 @@ from rolltap.addons.dialects.openai import (
     require_offered,
     wanted_schema,
 )
-from rolltap.addons.dialects.openai_responses import ids, reply
+from rolltap.addons.dialects.openai_responses import reply, stored
 from rolltap.addons.dialects.openai_responses.stream import StreamEncoder
-from rolltap.addons.dialects.stored import FindCall, NeedsStoredState
 from rolltap.addons.dialects.tools import freeform_tool, function_tool
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -102,9 +101,9 @@ class OpenAIResponses(OpenAIDialect):
     ) -> ModelCall:
         fields = Fields(request, WORDING)
         items = fields.maybe("input", list) or []
-        if fields["previous_response_id"] is None and not any(map(ids.is_reference, items)):
-            return _decode(fields, target, known, None)
-        raise NeedsStoredState(partial(_decode, fields, target, known))
+        if fields["previous_response_id"] is None and not any(map(stored.is_reference, items)):
+            return _decode(fields, target, known)
+        raise stored.NeedsStoredState(partial(_decode_naming, fields, target, known))
 
     def encode_reply(self, context: ReplyContext, sampled: Reply, usage: Usage) -> bytes:
         fields = reply.ending(context, sampled, usage)
@@ -126,29 +125,36 @@ class OpenAIResponses(OpenAIDialect):
         return dump_json({"models": entries})
 
 
+def _decode_naming(
+    fields: Fields,
+    target: str,
+    known: Sequence[Part],
+    find: stored.FindCall,
+) -> ModelCall:
+    """Decode a request that names replies by their ids."""
+    before = stored.previous_messages(fields, find)
+    call = _decode(stored.with_items(fields, find), target, known, before)
+    call.parts = []  # the bytes of a reference are not those of its item
+    return call
+
+
 def _decode(
     fields: Fields,
     target: str,
     known: Sequence[Part],
-    find: FindCall | None,
+    before: Sequence[Message] = (),
 ) -> ModelCall:
-    """Decode a request. `find` finds the calls that it names by the ids of their replies."""
+    """Decode a request. The messages `before` its input are not in it."""
     _refuse_options(fields)
     is_compaction = reply.is_compact(target)
     if is_compaction:
         fields.label("model")
-    before: list[Message] = []
-    if find is not None and fields["previous_response_id"] is not None:
-        before = ids.previous_messages(fields.identifier("previous_response_id"), find)
     if not fields["input"] and not before:
         raise fields.refusal("input", "a non-empty string or list of items")
     text = fields.maybe("input", str)
     if text is not None:
         fields = fields.replaced({**fields.values, "input": [{"role": "user", "content": text}]})
-    read = _part
-    if find is not None:
-        read = partial(_stored_part, ids.StoredItems(find))
-    parts = dialect.decode_parts(fields, "input", known, read)
+    parts = dialect.decode_parts(fields, "input", known, _part)
     offered: _Offered = {}
     hosted: list[Any] = []
     _read_tools(fields, offered, hosted)
@@ -168,7 +174,7 @@ def _decode(
     call = ModelCall(
         model=fields.optional("model", Fields.label) or "",
         messages=_messages(fields, before, parts),
-        parts=parts if find is None else [],
+        parts=parts,
         tools=[tool for tool, _ in offered.values()],
         stream=fields["stream"] is True and not reply.is_compact(target),
         max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
@@ -183,7 +189,7 @@ def _decode(
     )
     call.client_metadata |= fields.texts_by_place("prompt_cache_key", "previous_response_id")
     if fields["instructions"] is not None:
-        call.requested_sampling[ids.INSTRUCTIONS] = True
+        call.requested_sampling[stored.INSTRUCTIONS] = True
     if is_compaction:
         reply.ask_for_summary(call)
     require_offered(fields.inner("tool_choice"), call.tool_names)
@@ -209,7 +215,7 @@ def _repeated(fields: Fields) -> Object:
     return repeated
 
 
-def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[Message]:
+def _messages(fields: Fields, before: Sequence[Message], parts: list[Part]) -> list[Message]:
     """Return the messages of the instructions, those before the input, and those of its parts."""
     messages: list[Message] = []
     instructions = fields.optional("instructions", Fields.text)
@@ -226,13 +232,6 @@ def _messages(fields: Fields, before: list[Message], parts: list[Part]) -> list[
     if not messages:
         raise DialectError("'input' must hold at least one message.")
     return messages
-
-
-def _stored_part(stored: ids.StoredItems, item: Fields) -> Part:
-    """Return the part of an item, or of the item that a reference stands for."""
-    if ids.is_reference(item.values):
-        item = item.replaced(stored.item(item.identifier("id")))
-    return _part(item)
 
 
 def _part(item: Fields) -> Part:

@@ -4,8 +4,8 @@ import httpx
 
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ServedModel, Usage
 from rolltap.addons.dialects.fields import parse_object
+from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState, StoredCall
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.dialects.stored import NeedsStoredState, StoredCall
 
 NOW = 1_700_000_000
 USAGE = Usage(prompt=7, completion=3, cached=4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError, Reply, ReplyContext, ToolCall, Usage
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.stored import NeedsStoredState
+from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState
 from tests.addons.dialects import hostile
 from tests.addons.dialects.server import TALK, by_id, stored_call
 from tests.addons.dialects.test_sdks import REPLIES, TOOLS
