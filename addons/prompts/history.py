@@ -88,16 +88,18 @@ class Turn:
 
     def _ids(self, needed: int) -> "array[int]":
         """Return the first `needed` tokens of the prompt and the completion."""
-        pieces: list[array[int]] = []
+        pieces: list[memoryview] = []
         turn: Turn | None = self
         while turn is not None:
-            own = turn.tail_ids + turn.completion_ids
-            pieces.append(own[: max(0, needed - turn.shared)])
+            own = max(0, needed - turn.shared)
+            sampled = max(0, own - len(turn.tail_ids))
+            pieces.append(memoryview(turn.completion_ids)[:sampled])
+            pieces.append(memoryview(turn.tail_ids)[:own])
             needed = min(needed, turn.shared)
             turn = turn.base
         joined = array("i")
         for piece in reversed(pieces):
-            joined += piece
+            joined.frombytes(piece.cast("B"))
         return joined
 
 
