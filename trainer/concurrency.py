@@ -1,10 +1,13 @@
-"""Async functions from blocking code, blocking functions from async code, and single flight."""
+"""Async functions from blocking code, blocking functions from async code, single flight, and pauses
+between retries."""
 
 import asyncio
+import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from itertools import count
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rolltap.addons.concurrency import finished_in
@@ -98,6 +101,19 @@ async def in_folder_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
     wait for it. When the caller is cancelled, CancelledError is raised after the function has returned.
     """
     return await finished_in(_FOLDER_THREADS, function, *args, **kwargs)
+
+
+def backoff(retries: int | None, first: float, longest: float = math.inf) -> Iterator[float | None]:
+    """Yield the pause in seconds after each attempt of a loop, and None after the last one. None as
+    `retries`: no end.
+
+    The first pause is `first`; each one after it is twice as long, and none is over `longest`.
+    """
+    pause = first
+    for _ in count() if retries is None else range(retries):
+        yield min(pause, longest)
+        pause *= 2.0
+    yield None
 
 
 class Once(Generic[K, V]):

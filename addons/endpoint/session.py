@@ -7,11 +7,12 @@ first request, so an idle session can be dropped and a new one continues where i
 import asyncio
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
-from rolltap.addons.concurrency import INLINE_BYTES, Workers
+from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.media import refuse_hidden
@@ -44,6 +45,13 @@ from rolltap.addons.store.tables import RunWriter
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INLINE_BYTES = 64 * 1024
+"""Requests of fewer bytes are worked on in the event loop. With a known prefix they take some
+milliseconds. In a thread they would take twice the CPU time: the loop and the thread interrupt each
+other."""
 LEFT = 16
 """Number of running calls of a session that its harness may leave behind."""
 
@@ -114,7 +122,7 @@ class Session:
         async with self._order:
             recovered = await self._open()
             try:
-                model_call = await self.workers.run(
+                model_call = await self._work(
                     len(body),
                     self._bodies.decode,
                     dialect,
@@ -125,7 +133,7 @@ class Session:
                 # the rows of a session are read in a thread
                 num_bytes = max(len(body), INLINE_BYTES)
                 complete = partial(_complete, named, dialect, recovered)
-                model_call = await self.workers.run(num_bytes, complete)
+                model_call = await self._work(num_bytes, complete)
         model_call.again = recovered.again
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
@@ -153,7 +161,7 @@ class Session:
         while True:
             async with self._order:
                 recovered = await self._open()
-                prepared = await self.workers.run(
+                prepared = await self._work(
                     self._work_bytes(recovered, num_bytes),
                     self._prepare,
                     recovered,
@@ -186,7 +194,7 @@ class Session:
         async with self._order:
             recovered = await self._open()
             num_bytes = self._work_bytes(recovered, num_bytes)
-            prompt = await self.workers.run(num_bytes, recovered.prompt, dialect, model_call)
+            prompt = await self._work(num_bytes, recovered.prompt, dialect, model_call)
             return len(prompt.ids)
 
     def settle(self) -> None:
@@ -238,7 +246,7 @@ class Session:
                 return
             num_chars = len(prepared.call.messages)
             try:
-                await self.workers.run(num_chars, recovered.add, prepared, reply.to_message())
+                await self._work(num_chars, recovered.add, prepared, reply.to_message())
             except Exception:
                 # an assistant's message may be its reply from now on
                 recovered.conversations.history.incomplete = True
@@ -359,6 +367,18 @@ class Session:
         if source is None:
             return recovered
         return RerunSession(self.recovery, source, recovered.ended, recovered.given)
+
+    async def _work(
+        self,
+        num_bytes: int,
+        function: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call `function`, in a thread unless its request has few bytes."""
+        if num_bytes < INLINE_BYTES:
+            return function(*args, **kwargs)
+        return await self.workers.run(num_bytes, function, *args, **kwargs)
 
     def _work_bytes(self, recovered: RecoveredSession, num_bytes: int) -> int:
         """Return the size of the work on a request: the rows of a session are read in a thread."""

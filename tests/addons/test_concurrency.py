@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rolltap.addons.concurrency import INLINE_BYTES, LARGE_BYTES, Bucket, Workers
+from rolltap.addons.concurrency import LARGE_BYTES, Bucket, Workers
 
 
 @pytest.fixture
@@ -14,26 +14,17 @@ async def workers():
     made.close()
 
 
-async def test_work_on_a_small_request_is_done_in_the_loops_thread_and_a_long_one_leaves_it_free(workers):
-    assert await workers.run(INLINE_BYTES - 1, threading.get_ident) == threading.get_ident()
-    free = threading.Event()
-    asked = asyncio.create_task(workers.run(INLINE_BYTES, free.wait))
-    await asyncio.sleep(0)
-    free.set()
-    assert await asked is True
-
-
 async def test_large_requests_do_not_keep_the_others_waiting(workers):
     free = threading.Event()
     large = [asyncio.create_task(workers.run(LARGE_BYTES, free.wait)) for _ in range(8)]
-    assert await workers.run(INLINE_BYTES, lambda: "done") == "done"
+    assert await workers.run(1, lambda: "done") == "done"
     free.set()
     assert await asyncio.gather(*large) == [True] * 8
 
 
 async def test_an_error_of_the_work_is_raised(workers):
     with pytest.raises(ZeroDivisionError):
-        await workers.run(INLINE_BYTES, lambda: 1 / 0)
+        await workers.run(1, lambda: 1 / 0)
 
 
 async def test_work_that_has_not_begun_is_dropped_with_its_caller(workers):
@@ -58,7 +49,7 @@ async def test_a_cancelled_caller_waits_for_the_end_of_its_work_whose_error_is_n
         ended.append(True)
         raise ValueError("bad body")
 
-    asked = asyncio.create_task(workers.run(INLINE_BYTES, work))
+    asked = asyncio.create_task(workers.run(1, work))
     await asyncio.to_thread(begun.wait)
     asked.cancel()
     await asyncio.sleep(0)

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from rolltap.addons.concurrency import backoff
-from rolltap.trainer.concurrency import Once, run_blocking, run_to_end
+from rolltap.trainer.concurrency import Once, backoff, run_blocking, run_to_end
 
 
 async def thread_name():

@@ -19,11 +19,11 @@ from uuid import uuid4
 
 import httpx
 
-from rolltap.addons.concurrency import backoff
 from rolltap.addons.engine.key import authorization
 from rolltap.addons.engine.policy import Policy
 from rolltap.addons.errors import InputError, ServiceError
 from rolltap.addons.store.records import VersionSpan
+from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.service.requests import GroupView
 from rolltap.trainer.tasks.task import Task
 from rolltap.trainer.traces.build import KindSpan, Strategy, Trace

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from rolltap.addons.concurrency import backoff
 from rolltap.addons.errors import InputError, ServiceError
 from rolltap.addons.store.records import Session
+from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.console import Advance
 from rolltap.trainer.rollouts.harness import Harness
 from rolltap.trainer.rollouts.resume import Group, place_of

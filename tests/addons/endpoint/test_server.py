@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from rolltap.addons import concurrency
-from rolltap.addons.endpoint import server
+from rolltap.addons.endpoint import server, session
 from rolltap.addons.endpoint.request import SECRET_HEADER
 from rolltap.addons.endpoint.session import Session
 from rolltap.addons.engine.client import Engine, Served
@@ -242,7 +241,7 @@ async def test_a_call_whose_prompt_is_made_while_the_recorder_stops_is_recorded(
         return prompt(*arguments)
 
     monkeypatch.setattr(Conversations, "prompt", slow)
-    monkeypatch.setattr(concurrency, "INLINE_BYTES", 1)  # in a thread
+    monkeypatch.setattr(session, "INLINE_BYTES", 1)  # in a thread
     abort = Session.abort
 
     def aborted(*arguments):

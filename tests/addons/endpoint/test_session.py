@@ -136,6 +136,24 @@ class TestCallsAtTheSameTime:
         kinds = {json.loads(call["messages"])[0]["content"][:5]: call["kind"] for call in harness.calls()}
         assert kinds["And?"] == "bridged"
 
+    async def test_the_prompt_of_a_short_request_is_made_in_the_loops_thread(
+        self, harness, scripted_engine, monkeypatch
+    ):
+        scripted_engine.max_model_len = 100_000
+        await harness.ask(user())  # the rows of the session are read in a thread
+        threads = []
+        prompt = Conversations.prompt
+
+        def seen(*arguments):
+            threads.append(threading.get_ident())
+            return prompt(*arguments)
+
+        monkeypatch.setattr(Conversations, "prompt", seen)
+        await harness.ask(user("And?"))
+        await harness.ask(user("word " * 20_000))
+        here = threading.get_ident()
+        assert [thread == here for thread in threads] == [True, False]
+
     async def test_after_a_call_that_cannot_be_continued_an_assistants_message_may_be_its_reply(
         self, harness, monkeypatch
     ):

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rolltap.addons.concurrency import backoff
+from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.rollouts.judges.checkout import JudgeJob
 from rolltap.trainer.rollouts.judges.verdict import Reward, UnjudgedError, parse_json
 from rolltap.trainer.tasks.task import LLMJudge

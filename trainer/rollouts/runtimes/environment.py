@@ -9,9 +9,9 @@ from urllib.parse import quote, urlsplit
 import certifi
 import httpx
 
-from rolltap.addons.concurrency import backoff
 from rolltap.addons.errors import InputError, RecorderError
 from rolltap.addons.secret import password
+from rolltap.trainer.concurrency import backoff
 from rolltap.trainer.rollouts.runtimes.runtime import Mount
 
 SESSION_END = "http://session.rolltap/end"
