@@ -17,7 +17,8 @@ def install_command(extras: str) -> str:
     No index has rolltap. The installer notes the origin in `direct_url.json` (PEP 610).
     """
     notes = (found.read_text("direct_url.json") for found in distributions(name="rolltap"))
-    origin = json.loads(next(filter(None, notes), "{}"))  # a build leaves metadata without it in a checkout
+    # a build leaves metadata without it in a checkout
+    origin = json.loads(next(filter(None, notes), "{}"))
     url = urlsplit(origin.get("url", ""))
     path = unquote(url.path)
     if url.scheme != "file" or not Path(path).exists():

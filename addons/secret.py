@@ -64,7 +64,8 @@ def read_secret(path: str | Path) -> str:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_mode & 0o077:
                 mode = stat.filemode(status.st_mode)
-                raise InputError(f"other users may read the secret in {path} ({mode}): chmod 600 {path}")
+                why = f"other users may read the secret in {path} ({mode})"
+                raise InputError(f"{why}: chmod 600 {path}")
             secret = file.read().decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the secret in {path}: {error}") from error

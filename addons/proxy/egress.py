@@ -297,7 +297,8 @@ class Egress:
         assert server.address is not None
         host, port = server.address[:2]
         admitted = self._admitted.get(client)
-        if server.transport_protocol != "tcp" or admitted is None or admitted.target != (host, port):
+        is_tcp = server.transport_protocol == "tcp"
+        if not is_tcp or admitted is None or admitted.target != (host, port):
             self._refused(client, server, "a connection for a request that no addon answered")
             return
         if error is None and not admitted.is_captured:

@@ -113,7 +113,10 @@ class BoundedClientTLS(ClientTLSLayer):
 
     _reads = 0
 
-    def receive_handshake_data(self, data: bytes) -> layer.CommandGenerator[tuple[bool, str | None]]:
+    def receive_handshake_data(
+        self,
+        data: bytes,
+    ) -> layer.CommandGenerator[tuple[bool, str | None]]:
         """Take a part of the handshake. Return whether it is complete, and an error or None."""
         if not self.client_hello_parsed:
             self._reads += 1
@@ -340,7 +343,12 @@ class _Client(_Peer, Http1Client):
             if not isinstance(command, commands.Log):  # its lines quote what the host sent
                 yield command
 
-    def mark_done(self, *, request: bool = False, response: bool = False) -> layer.CommandGenerator[None]:
+    def mark_done(
+        self,
+        *,
+        request: bool = False,
+        response: bool = False,
+    ) -> layer.CommandGenerator[None]:
         """Note that a message is complete. A reply may be before its request is: what follows it is
         no second one."""
         yield from super().mark_done(request=request, response=response)

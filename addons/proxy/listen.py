@@ -37,7 +37,8 @@ class Listen:
             host = mode.listen_host(ctx.options.listen_host)
             if mode.type_name != "regular":
                 # sessions have no credentials in other modes, and some carry other protocols
-                self._refuse(f"the mode is {mode.full_spec!r}: rolltap records in the mode `regular` only")
+                given = mode.full_spec
+                self._refuse(f"the mode is {given!r}: rolltap records in the mode `regular` only")
             elif not ctx.options.rolltap_secret_file and not is_loopback(host):
                 self._refuse(
                     f"the proxy would listen on {host!r}, which other machines can reach: set "
