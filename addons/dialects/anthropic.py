@@ -111,7 +111,7 @@ class AnthropicMessages(dialect.Dialect):
         metadata = fields.inner("metadata")
         diagnostics = fields.inner("diagnostics")
         model_call = ModelCall(
-            model=fields.optional("model", Fields.label) or "",
+            model=fields.label("model", ""),
             messages=[],
             tools=[],
             stream=fields["stream"] is True,

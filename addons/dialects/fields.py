@@ -107,9 +107,15 @@ class Fields:
             return None
         return read(self, key)
 
-    def text(self, key: str) -> str:
-        """Return a string, which may be empty. Raises."""
-        return self._required(key, str, "a string")
+    def text(self, key: str, absent: str | None = None, longest: int | None = None) -> str:
+        """Return a string of at most `longest` characters, which may be empty.
+
+        `absent` is returned for an absent field, unless it is None. Raises.
+        """
+        text = self._required(key, str, "a string", absent)
+        if longest is not None and len(text) > longest:
+            raise self.refusal(key, f"a string of at most {longest:,} characters")
+        return text
 
     def name(self, key: str) -> str:
         """Return a non-empty string. Raises."""
@@ -124,16 +130,13 @@ class Fields:
         self.name(key)
         return self.label(key)
 
-    def identifier(self, key: str) -> str:
-        """Return a string of at most `LONGEST_ID` characters, which may be empty. Raises."""
-        return self.label(key, LONGEST_ID)
+    def identifier(self, key: str, absent: str | None = None) -> str:
+        """Return a `text` of at most `LONGEST_ID` characters. Raises."""
+        return self.text(key, absent, LONGEST_ID)
 
-    def label(self, key: str, longest: int = LONGEST_NAME) -> str:
-        """Return a string of at most `longest` characters, which may be empty. Raises."""
-        text = self.text(key)
-        if len(text) > longest:
-            raise self.refusal(key, f"a string of at most {longest:,} characters")
-        return text
+    def label(self, key: str, absent: str | None = None) -> str:
+        """Return a `text` of at most `LONGEST_NAME` characters. Raises."""
+        return self.text(key, absent, LONGEST_NAME)
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
         """Return one of the strings in `choices`. Raises."""
@@ -150,15 +153,13 @@ class Fields:
             return value
         raise self.refusal(key, "a positive integer")
 
-    def object(self, key: str) -> Object:
-        """Return an object as a plain dict. Raises."""
-        return self._required(key, dict, "an object")
+    def object(self, key: str, absent: Object | None = None) -> Object:
+        """Return an object as a plain dict. `absent` as in `text`. Raises."""
+        return self._required(key, dict, "an object", absent)
 
     def elements(self, key: str, expected: str = "a list") -> list[Any]:
         """Return the elements of a list. An absent field is an empty list. Raises."""
-        if self[key] is None:
-            return []
-        return self._required(key, list, expected)
+        return self._required(key, list, expected, [])
 
     def objects(self, key: str, expected: str = "a list", start: int = 0) -> "Iterator[Fields]":
         """Yield the elements of a list of objects from `start` on. Raises.
@@ -206,8 +207,10 @@ class Fields:
         """Return place -> string for those fields among `keys` that are strings."""
         return {self.place(key): self[key] for key in keys if isinstance(self[key], str)}
 
-    def _required(self, key: str, kind: type[T], expected: str) -> T:
-        value = self[key]
+    def _required(self, key: str, kind: type[T], expected: str, absent: T | None = None) -> T:
+        value = self.values.get(key)
+        if value is None:
+            value = absent
         if isinstance(value, kind):
             return value
         raise self.refusal(key, expected)

@@ -270,8 +270,8 @@ def _part(content: Fields) -> Part:
 
 
 def _tool_call(call: Fields) -> Object:
-    arguments = call.optional("args", Fields.object) or {}
-    call_id = call.optional("id", Fields.identifier) or ""
+    arguments = call.object("args", {})
+    call_id = call.identifier("id", "")
     return message_tool_call(call_id, call.name("name"), from_object(arguments))
 
 
@@ -283,7 +283,7 @@ def _result(response: Fields, part: Part) -> Message:
     keys: the fields of a protobuf struct have no order, and clients may send them in another order
     each time.
     """
-    fields = response.optional("response", Fields.object) or {}
+    fields = response.object("response", {})
     text = fields.get("output", fields.get("result"))
     if len(fields) != 1 or not isinstance(text, str):
         text = json.dumps(fields, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
@@ -292,7 +292,7 @@ def _result(response: Fields, part: Part) -> Message:
     return {
         "role": "tool",
         "content": text,
-        "tool_call_id": response.optional("id", Fields.identifier) or "",
+        "tool_call_id": response.identifier("id", ""),
         "name": response.name("name"),
     }
 

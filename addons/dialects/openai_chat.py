@@ -97,7 +97,7 @@ class OpenAIChat(OpenAIDialect):
         form = fields.inner("response_format")
         metadata = fields.inner("metadata")
         model_call = ModelCall(
-            model=fields.optional("model", Fields.label) or "",
+            model=fields.label("model", ""),
             messages=dialect.name_results(dialect.all_messages(parts), _ORPHAN),
             parts=parts,
             tools=[],
@@ -167,7 +167,7 @@ def _part(element: Fields) -> Part:
         calls = [_tool_call(call) for call in element.objects("tool_calls")]
         message = assistant_message(content, reasoning or "", calls)
     elif role == "tool":
-        message["tool_call_id"] = element.optional("tool_call_id", Fields.identifier) or ""
+        message["tool_call_id"] = element.identifier("tool_call_id", "")
         if name := element.maybe("name", str):
             message["name"] = name
     part.messages.append(message)
@@ -175,11 +175,11 @@ def _part(element: Fields) -> Part:
 
 
 def _tool_call(call: Fields) -> Object:
-    call_id = call.optional("id", Fields.identifier) or ""
+    call_id = call.identifier("id", "")
     function = call.inner("function")
     if call["custom"] and not function.values:
         custom = call.inner("custom")
-        text = custom.optional("input", Fields.text) or ""
+        text = custom.text("input", "")
         return message_tool_call(call_id, custom.name("name"), {FREEFORM_ARGUMENT: text})
     arguments = function["arguments"]
     if arguments is None:
@@ -203,7 +203,7 @@ def _wire_calls(context: ReplyContext, reply: Reply) -> list[Object]:
 
 
 def _read_tool(tool: Fields, model_call: ModelCall) -> None:
-    kind = tool.optional("type", Fields.text) or "function"
+    kind = tool.text("type", "function")
     described = tool.inner(kind)
     if kind == "function":
         described.tool_name("name")

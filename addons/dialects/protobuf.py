@@ -26,7 +26,7 @@ def message_field(fields: Fields, key: str) -> Fields:
 
     Raises `DialectError`.
     """
-    return fields.at(key, camel_case_fields(fields.optional(key, Fields.object) or {}))
+    return fields.at(key, camel_case_fields(fields.object(key, {})))
 
 
 def repeated_field(fields: Fields, key: str, start: int = 0) -> Iterable[Fields]:

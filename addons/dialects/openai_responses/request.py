@@ -172,7 +172,7 @@ def _decode(
     form = fields.inner("text").inner("format")
     metadata = fields.inner("client_metadata")
     call = ModelCall(
-        model=fields.optional("model", Fields.label) or "",
+        model=fields.label("model", ""),
         messages=_messages(fields, before, parts),
         parts=parts,
         tools=[tool for tool, _ in offered.values()],
@@ -240,7 +240,7 @@ def _part(item: Fields) -> Part:
     The part of an item with tools, and of a compaction trigger, has the item and no message.
     """
     part = Part()
-    kind = item.optional("type", Fields.text) or "message"
+    kind = item.text("type", "message")
     match kind:
         case "message":
             role = item.choice("role", _ROLES)
