@@ -1,11 +1,12 @@
-"""Work of the sessions off the event loop (decoding, rendering and tokenising), and rates."""
+"""Work of the sessions off the event loop (decoding, rendering and tokenising), questions that many
+ask at once, and rates."""
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,6 +65,33 @@ class Workers:
         """Forget the work that has not begun. Does not wait for the work that has."""
         for pool in (self._usual, self._large):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Shared(Generic[T]):
+    """A question that is asked once at a time: all who ask meanwhile get one answer or error."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._ask = ask
+        self._running: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        """Return the answer. Cancelling one caller does not cancel the question."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._ask())
+            self._running.add_done_callback(self._ended)
+        return await asyncio.shield(self._running)
+
+    async def close(self) -> None:
+        """Cancel the question that is being asked."""
+        running = self._running
+        if running is not None:
+            running.cancel()
+            await asyncio.wait([running])
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._running = None
+        if not task.cancelled():
+            task.exception()  # asyncio logs errors that nobody has seen: the callers may be gone
 
 
 class Bucket:

@@ -63,8 +63,8 @@ from rolltap.addons.dialects.call import DialectError, Reply, Usage
 from rolltap.addons.endpoint.budget import WAITED, Grant
 from rolltap.addons.endpoint.refusals import Refusals, as_dialect_error, event_kind
 from rolltap.addons.endpoint.request import PreparedCall
+from rolltap.addons.engine.client import SILENCE_SECONDS
 from rolltap.addons.engine.completion import sample
-from rolltap.addons.engine.connections import SILENCE_SECONDS
 from rolltap.addons.engine.policy import SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError

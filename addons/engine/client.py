@@ -1,5 +1,7 @@
 """The client of vLLM: token ids in, token ids, log-probabilities and weight versions out.
 
+The engine is not trusted: it may send any number of bytes, and quote the key.
+
 Uses vLLM's streaming `POST /inference/v1/generate` (vLLM 0.32 and newer, started with
 `--enable-scale-out`). A request is JSON, its response a stream of server-sent events.
 """
@@ -8,6 +10,7 @@ import asyncio
 import json
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,15 +20,28 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rolltap.addons.engine import connections
-from rolltap.addons.engine.connections import MOST_BYTES, Connections, Shared
-from rolltap.addons.engine.key import key_refused
-from rolltap.addons.engine.own_model import OwnModel, WrongModel
+from rolltap.addons.concurrency import Shared
+from rolltap.addons.engine.key import authorization, key_refused
+from rolltap.addons.engine.own_model import OwnModel, Served, WrongModel, look_up
 from rolltap.addons.errors import EngineError
 from rolltap.addons.store.records import VersionSpan
 
 logger = logging.getLogger(__name__)
 
+CONNECT_SECONDS = 10.0
+SILENCE_SECONDS = 10.0
+"""Seconds without a byte of a generation after which the engine is asked for its health, as often
+as that passes. There is no limit on a generation: its prefill may be long, or it may queue behind a
+weight update."""
+HEALTH_SECONDS = 5.0
+"""Time limit of one such question. It is asked twice, because the recorder itself may have stood
+still meanwhile: an engine that says nothing is found out after 20 to 30 s."""
+KEEP_ALIVE_SECONDS = 4.0
+"""Seconds for which an idle connection is kept for the next request. vLLM closes it after 5."""
+MOST_BYTES = 1 << 20
+"""Maximum size of an event or an answer of an engine. A token takes 150 bytes: an event has 8 of
+them, and more when vLLM joins those that nobody has read. Of JSON it is at most the number of
+values that a request may have."""
 GENERATE = "/inference/v1/generate"
 ROUTED = "routed_experts_prompt_start"
 """Sampling parameter of the first token of the prompt whose experts are returned."""
@@ -56,17 +72,6 @@ class EnginePaused(EngineError):
     """The engine refuses requests until it is resumed, because it gets new weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The model and the weights of an engine."""
-
-    model: str
-    max_model_len: int
-    """Context window in tokens."""
-    weight_version: str | None
-    """Name of the base weights (vLLM's `/weight_info`), None when the engine does not say."""
-
-
 @dataclass(slots=True)
 class Chunk:
     """Newly sampled tokens. The chunk with the finish reason has the weight versions of the
@@ -91,7 +96,7 @@ class Chunk:
     """A failure, after which the call waits for an engine."""
 
 
-class Engine(Connections):
+class Engine:
     """One vLLM server. Create it inside the event loop that uses it.
 
     With `own`, `served` raises `WrongModel` unless the engine serves that model. It is asked at
@@ -99,12 +104,22 @@ class Engine(Connections):
     """
 
     def __init__(self, url: str, key: str | None = None, own: OwnModel | None = None) -> None:
-        super().__init__(url, key)
+        self.url = url.rstrip("/")
+        self.healthy = Shared(self._healthy)
+        """Returns True when the engine answers `/health`, as vLLM does also while it is paused."""
         self.warning: str | None = None
         """Difference to `own` that the last answer showed and that refuses nothing."""
         self.resumed = Shared(self._resumed)
         """Returns when the engine is not paused, or does not say that it is: the next request finds
         out."""
+        self._http = aiohttp.ClientSession(
+            headers={"accept-encoding": "identity", **authorization(key)},
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_with_probes
+            ),
+        )
         self._key = key
         self._own = own
         self._look_up_once = Shared(self._look_up)
@@ -116,7 +131,8 @@ class Engine(Connections):
         """Close the connections. Running requests raise `EngineError`."""
         await self.resumed.close()
         await self._look_up_once.close()
-        await super().close()
+        await self.healthy.close()
+        await self._http.close()
 
     async def served(self) -> Served:
         """Return what the engine serves.
@@ -157,6 +173,74 @@ class Engine(Connections):
             "vllm": version.get("version"),
             "configuration": information.get("vllm_config"),
         }
+
+    async def ask(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Get a path, or post a body to it. Return a status and a JSON object, empty for any other
+        answer. Raises `EngineError` without an answer, once the engine is not healthy."""
+        method = "GET" if body is None else "POST"
+        limit = aiohttp.ClientTimeout(SILENCE_SECONDS)
+        while True:
+            try:
+                async with await self.request(method, path, json=body, timeout=limit) as response:
+                    status = response.status
+                    text = await self.read(response)
+                break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                # without an answer in time the request may be lost
+                if not isinstance(error, TimeoutError) or not await self.healthy():
+                    raise self.failed("cannot be reached", error) from error
+        answer = None
+        if status == 200:
+            with suppress(ValueError):
+                answer = orjson.loads(text)
+        if not isinstance(answer, dict):
+            answer = {}
+        return status, answer
+
+    async def request(self, method: str, path: str, **how: Any) -> aiohttp.ClientResponse:
+        """Return a response, once its headers have arrived. Raises `EngineError` if it is
+        compressed."""
+        response = await self._http.request(method, self.url + path, allow_redirects=False, **how)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            response.close()
+            raise self.error("sent a compressed reply, which was not asked for")
+        return response
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of a response. Raises `EngineError` for more than `MOST_BYTES`."""
+        body = bytearray()
+        async for received in response.content.iter_any():
+            body += received
+            self._require(len(body), MOST_BYTES)
+        return bytes(body)
+
+    async def events(
+        self,
+        response: aiohttp.ClientResponse,
+        most: int,
+        most_in_all: int,
+    ) -> AsyncIterator[bytes]:
+        """Yield the data of each server-sent event.
+
+        Raises `EngineError` for a line of more than `most` bytes, and for more than `most_in_all`.
+        """
+        line = bytearray()
+        total = 0
+        async for received in response.content.iter_any():
+            total += len(received)
+            self._require(total, most_in_all)
+            for part in received.splitlines(keepends=True):
+                line += part
+                self._require(len(line), most)
+                if not line.endswith(b"\n"):
+                    continue
+                if line.startswith(b"data:"):
+                    yield bytes(line[5:]).strip()
+                line.clear()
 
     async def generate(
         self,
@@ -226,6 +310,32 @@ class Engine(Connections):
             raise self._refusal(response.status, said, body)
         return response
 
+    async def watch(self, content: aiohttp.StreamReader) -> None:
+        """Make the reader of `content` raise `EngineError` once nothing arrives and the engine is
+        not healthy."""
+        while True:
+            seen = content.total_bytes
+            await asyncio.sleep(SILENCE_SECONDS)
+            if seen != content.total_bytes or await self.healthy():
+                continue
+            if seen == content.total_bytes:
+                return content.set_exception(self.silent())
+
+    async def end_once_silent(self, limit: asyncio.Timeout) -> None:
+        """End `limit` once the engine is not healthy."""
+        while True:
+            await asyncio.sleep(SILENCE_SECONDS)
+            if not await self.healthy():
+                return limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _healthy(self) -> bool:
+        for _ in range(2):
+            with suppress(aiohttp.ClientError, TimeoutError, EngineError):
+                limit = aiohttp.ClientTimeout(HEALTH_SECONDS)
+                async with await self.request("GET", "/health", timeout=limit) as response:
+                    return response.status < 500
+        return False
+
     async def _resumed(self) -> None:
         paused = True
         while paused:
@@ -237,65 +347,15 @@ class Engine(Connections):
 
     async def _look_up(self) -> Served:
         self._forgotten = False
-        status, models = await self.ask("/v1/models")
-        advice = key_refused(self.url, status, self._key)
-        if advice is not None:
-            raise EngineError(advice, status=502)
-        try:
-            bases = [model for model in models["data"] if not model.get("parent")]
-            model = str(bases[0]["id"])
-            root = str(bases[0].get("root") or model)
-            max_model_len = int(bases[0]["max_model_len"])
-        except _MALFORMED as error:
-            why = f"a model with max_model_len ({type(error).__name__})"
-            raise self._no_vllm("/v1/models", why, status) from error
-        warning = await self._compare(root, model)
+        served, warning = await look_up(self.ask, self.url, self._key, self._own)
         if warning is not None and warning != self.warning:
             logger.warning("%s", warning)
         self.warning = warning
-        served = Served(model, max_model_len, await self._weight_version())
         if self._forgotten:
             return await self._look_up()
         self._served = served
         self._asked_at = asyncio.get_running_loop().time()
         return served
-
-    async def _compare(self, root: str, model: str) -> str | None:
-        """Return a warning if the engine's model has another name or folder (`root`) than `own`, or
-        cannot be compared. Raises `WrongModel`."""
-        own = self._own
-        if own is None:
-            return None
-        serves = f"the engine at {self.url} serves {root}"
-        for path, body, key, expected in own.questions:
-            status, answer = await self.ask(path, body)
-            if status in (404, 501):
-                why = f"it has no route {path} ({status})"
-                return f"{serves} (as {model}), which was not compared with {own.name}: {why}"
-            if key not in answer:
-                why = f"the {key}, by which the engine's model is compared with rolltap_model"
-                raise self._no_vllm(path, why, status)
-            if answer[key] != expected:
-                why = f"whose tokenizer is not that of {own.name}"
-                advice = (
-                    "give the model that the engine serves (--model, rolltap_model), or start the "
-                    f"engine with {own.name}"
-                )
-                shown = f"the engine at {self.url} serves another model than the recorder's"
-                raise WrongModel(f"{serves}, {why}: {advice}", status=502, for_harness=shown)
-        if own.is_named(root, model):
-            return None
-        rest = "their tokenizers agree; weights and chat templates were not compared"
-        return f"{serves} (as {model}), not {own.name}: {rest}"
-
-    async def _weight_version(self) -> str | None:
-        version = None
-        # vLLM does not answer in time while it loads weights
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(connections.HEALTH_SECONDS):
-                _, answer = await self.ask("/weight_info")
-                version = answer.get("weight_version")
-        return version if isinstance(version, str) else None
 
     def _decode(self, data: bytes, request: dict[str, Any]) -> Chunk:
         """Return the chunk of one event. Raises `EngineError` for an error and for an event that is
@@ -341,10 +401,26 @@ class Engine(Connections):
         shown = status if status in (400, 413, 503) else 502
         return self.error(message, status=shown, retryable=status >= 500, answered=True)
 
-    def _no_vllm(self, path: str, what: str, status: int) -> EngineError:
-        message = f"{self.url}{path} did not return {what} (status {status})"
-        advice = "check that rolltap_engine is a vLLM server"
-        return EngineError(f"{message}: {advice}", status=502, retryable=status >= 500)
+    def _require(self, num_bytes: int, most: int) -> None:
+        if num_bytes > most:
+            raise self.error(f"sent more than {most:,} bytes at once")
+
+    def silent(self) -> EngineError:
+        """Return the error of an engine that is not healthy."""
+        words = "says nothing: neither a token nor an answer to /health"
+        return self.error(words, status=503, retryable=True)
+
+    def failed(self, why: str, error: Exception) -> EngineError:
+        """Return the error of a failed connection. What aiohttp says of a reply quotes it, so it is
+        left out. A time limit of ours ends an engine that is not healthy."""
+        if type(error) is TimeoutError:
+            return self.silent()
+        words = str(error) if isinstance(error, OSError) else ""
+        return self.error(f"{why}: {words or type(error).__name__}", status=503, retryable=True)
+
+    def error(self, words: str, *, status: int = 502, **fields: Any) -> EngineError:
+        """Return an `EngineError` of this engine, with these fields."""
+        return EngineError(f"the engine at {self.url} {words}", status=status, **fields)
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -391,3 +467,15 @@ def _require_int32(*values: Any) -> None:
     for value in values:
         if type(value) is not int or not 0 <= value < 2**31:
             raise ValueError("no int32")
+
+
+def _socket_with_probes(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket that notices within 40 s that the engine's machine is gone, though nothing is
+    sent on it."""
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    return opened

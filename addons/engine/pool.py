@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from rolltap.addons.engine.client import Engine, Served
-from rolltap.addons.engine.own_model import OwnModel, WrongModel
+from rolltap.addons.engine.client import Engine
+from rolltap.addons.engine.own_model import OwnModel, Served, WrongModel
 from rolltap.addons.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from rolltap.addons.endpoint.budget import SessionBudget, Used
 from rolltap.addons.endpoint.exchange import KEEP_ALIVE_SECONDS, send_events
 from rolltap.addons.endpoint.generation import LINGER_SECONDS, Generation, State
 from rolltap.addons.endpoint.request import PreparedCall
-from rolltap.addons.engine.client import Chunk, Engine, Served
+from rolltap.addons.engine.client import Chunk, Engine
+from rolltap.addons.engine.own_model import Served
 from rolltap.addons.engine.policy import Policy, SessionPolicy
 from rolltap.addons.engine.pool import EnginePool
 from rolltap.addons.errors import EngineError

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from rolltap.addons.engine import client as engine_client
 from rolltap.addons.engine import client as module
-from rolltap.addons.engine import connections
 from rolltap.addons.engine.client import Engine
 from rolltap.addons.errors import EngineError
 from rolltap.addons.options import NEUTRAL_SAMPLING
@@ -88,8 +88,8 @@ async def test_an_engine_that_is_down_and_a_server_that_is_not_vllm_are_errors(s
 
 
 async def test_an_engine_that_sends_no_headers_and_is_not_healthy_is_an_error(scripted_engine, client, monkeypatch):
-    monkeypatch.setattr(connections, "SILENCE_SECONDS", 0.01)
-    monkeypatch.setattr(connections, "HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(engine_client, "SILENCE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_client, "HEALTH_SECONDS", 0.2)
     scripted_engine.deaf = True
     with pytest.raises(EngineError, match="says nothing") as error:
         await generate(client)
@@ -111,7 +111,7 @@ async def test_one_connection_carries_generations_one_after_the_other(scripted_e
 
 def test_a_connection_is_probed_while_nothing_is_sent_on_it():
     """An engine whose machine is gone closes no connection."""
-    with connections._socket_with_probes((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))) as opened:
+    with engine_client._socket_with_probes((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 9))) as opened:
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
 

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from rolltap.addons.engine import connections
+from rolltap.addons.engine import client
 from rolltap.addons.engine import pool as module
 from rolltap.addons.engine.client import GENERATE
 from rolltap.addons.engine.pool import EnginePool, Patience
@@ -39,8 +39,8 @@ def quick(monkeypatch):
     """Retry without a pause, and do not wait long for an engine that says nothing."""
     for where, name, seconds in (
         (module, "FIRST_PAUSE_SECONDS", 0.0),
-        (connections, "SILENCE_SECONDS", 0.01),
-        (connections, "HEALTH_SECONDS", 0.2),
+        (client, "SILENCE_SECONDS", 0.01),
+        (client, "HEALTH_SECONDS", 0.2),
     ):
         monkeypatch.setattr(where, name, seconds)
 
