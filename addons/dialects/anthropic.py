@@ -46,7 +46,6 @@ from rolltap.addons.dialects.call import (
 from rolltap.addons.dialects.claude_code import is_claude_code, normal_arguments
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.media import placeholder
 from rolltap.addons.dialects.tools import as_object, from_object, function_tool
 
 _WORDING = Wording("{place}: Input should be {expected}.", index=".{}")
@@ -135,12 +134,11 @@ class AnthropicMessages(dialect.Dialect):
         if not parts:
             raise fields.refusal(self.CONVERSATION, "a list of at least one message")
         dialect.name_results(dialect.all_messages(parts), _ORPHAN)
-        model_call.parts = parts
-        model_call.hidden_parts = sum(part.hidden_parts for part in [system, *parts])
+        model_call.hidden_parts = system.hidden_parts
         model_call.messages = system.messages + dialect.join_turns(parts, separator="")
         if model_call.messages[-1]["role"] == "assistant" and not counting:
             raise DialectError(f"{_PREFILL} The conversation must end with a user message.")
-        return dialect.decoded(model_call)
+        return dialect.decoded(model_call, parts)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
         content: list[Object] = []
@@ -167,17 +165,23 @@ class AnthropicMessages(dialect.Dialect):
     def encode_token_count(self, num_tokens: int) -> bytes:
         return dump_json({"input_tokens": num_tokens})
 
-    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        one = dialect.asked_model(target, models)
-        if one is not None:
-            return dump_json(_model(one, created))
-        page = {
-            "data": [_model(model, created) for model in models],
-            "has_more": False,
-            "first_id": models[0].name,
-            "last_id": models[-1].name,
+    def model_entry(self, model: ServedModel, created: int) -> Object:
+        return {
+            "type": "model",
+            "id": model.name,
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "max_input_tokens": model.context_window,
+            "max_tokens": model.context_window,
         }
-        return dump_json(page)
+
+    def model_list(self, entries: list[Object]) -> Object:
+        return {
+            "data": entries,
+            "has_more": False,
+            "first_id": entries[0]["id"],
+            "last_id": entries[-1]["id"],
+        }
 
 
 def _schema(fields: Fields) -> Object | None:
@@ -310,8 +314,7 @@ class _Blocks:
         if kind in ("image", "document") and source is not None:
             if source.get("type") == "text":
                 return block.inner("source").text("data")
-            self._part.hidden_parts += 1
-            return placeholder(source.get("media_type"), kind)
+            return self._part.hide(source.get("media_type"), kind)
         if kind == "tool_reference":
             self._has_reference = True
             name = block.label("tool_name")
@@ -446,14 +449,3 @@ def _error(error: DialectError) -> Object:
     general = 400 if error.status < 500 else 500
     kind = _ERROR_TYPES.get(error.status, _ERROR_TYPES[general])
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def _model(model: ServedModel, created: int) -> Object:
-    return {
-        "type": "model",
-        "id": model.name,
-        "display_name": model.name,
-        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_input_tokens": model.context_window,
-        "max_tokens": model.context_window,
-    }

@@ -47,6 +47,8 @@ _LONE_SURROGATE = re.compile(
     r"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])", re.DOTALL
 )
 """An escape of half a character, in a JSON text without escaped backslashes."""
+_MEDIA_TYPE = re.compile(r"(?:data:)?([a-z]{1,16}/[a-z0-9.+-]{1,80})(?=[;,]|\Z)", re.I)
+"""A media type, alone or at the start of a `data:` URL."""
 _SIGNATURE = "rolltap:"
 _LONGEST_SIGNATURE = 256
 
@@ -87,10 +89,10 @@ def bounded_value(value: Any, text: str, most_levels: int) -> Any:
     return value
 
 
-def parse_arguments(text: str) -> Any:
+def parse_arguments(text: str, most_levels: int = MOST_LEVELS) -> Any:
     """Return the value of arguments in JSON, or `text` unchanged if that is refused."""
     try:
-        return parse_json(text)
+        return parse_json(text, most_levels)
     except (ValueError, RecursionError):
         return text
 
@@ -234,6 +236,21 @@ class Part:
     """The element, if its messages depend on the rest of the request. It is decoded again."""
     turn: Message | None = None
     """The turn of the model that ends with this part: see `dialect.join_turns`."""
+
+    def hide(self, declared: Any, kind: str) -> str:
+        """Return the text in the place of an image, of audio or of a file, and count it.
+
+        A policy makes its harness send an image by accident, for instance by reading a PNG, and
+        programs end when that is an error. The text is the same in each request, so that the
+        conversation is continued. `declared` is the media type or `data:` URL, `kind` a word for
+        what has neither.
+        """
+        self.hidden_parts += 1
+        if isinstance(declared, str):
+            found = _MEDIA_TYPE.match(declared)
+            if found:
+                kind = found[1]
+        return f"[{kind}, not shown: this model reads text]"
 
 
 @dataclass(slots=True)

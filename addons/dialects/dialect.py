@@ -140,23 +140,24 @@ class Dialect(ABC):
         """
         raise NotImplementedError
 
-    @abstractmethod
     def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
         """Return the body of a list of `models`, or of the one model which `target` names.
 
-        `created` is in seconds since the epoch.
+        A request to `.../models/NAME` may have any name. `created` is in seconds since the epoch.
         """
+        name = unquote(target.partition("?")[0].partition("/models/")[2])
+        if name:
+            named = ServedModel(name, models[0].context_window)
+            return dump_json(self.model_entry(named, created))
+        return dump_json(self.model_list([self.model_entry(model, created) for model in models]))
 
+    @abstractmethod
+    def model_entry(self, model: ServedModel, created: int) -> Object:
+        """Return a model as it is listed."""
 
-def asked_model(target: str, models: list[ServedModel]) -> ServedModel | None:
-    """Return the model that a request to `.../models/NAME` describes, under any name.
-
-    None for the list of all.
-    """
-    name = unquote(target.partition("?")[0].partition("/models/")[2])
-    if not name:
-        return None
-    return ServedModel(name, models[0].context_window)
+    @abstractmethod
+    def model_list(self, entries: list[Object]) -> Object:
+        """Return a list of models."""
 
 
 _LONGEST_SCHEMA = 256 * 1024
@@ -166,14 +167,16 @@ It is written to the run, and the engine makes a grammar of it.
 """
 
 
-def decoded(model_call: ModelCall) -> ModelCall:
-    """Bring the options of a decoded request to their `recordable` form.
+def decoded(model_call: ModelCall, parts: list[Part]) -> ModelCall:
+    """Add the parts to a decoded request, and bring its options to their `recordable` form.
 
     Raises `DialectError` when the JSON schema of the reply is too long.
     """
     if model_call.schema and len(json.dumps(model_call.schema)) > _LONGEST_SCHEMA:
         why = f"is longer than {_LONGEST_SCHEMA:,} characters"
         raise DialectError(f"The JSON schema of the reply {why}.")
+    model_call.parts = parts
+    model_call.hidden_parts += sum(part.hidden_parts for part in parts)
     model_call.requested_sampling = recordable(model_call.requested_sampling, model_call.tool_names)
     model_call.hosted_tools = recordable_tools(model_call.hosted_tools)
     return model_call

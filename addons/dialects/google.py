@@ -41,8 +41,7 @@ from rolltap.addons.dialects.call import (
     tool_call_id,
 )
 from rolltap.addons.dialects.fields import Fields
-from rolltap.addons.dialects.json_values import is_word, nests_deeper
-from rolltap.addons.dialects.media import placeholder
+from rolltap.addons.dialects.json_values import is_word
 from rolltap.addons.dialects.protobuf import (
     WORDING,
     camel_case_fields,
@@ -50,7 +49,7 @@ from rolltap.addons.dialects.protobuf import (
     repeated_field,
     schema_field,
 )
-from rolltap.addons.dialects.tools import as_object, from_object, function_tool, wrapped
+from rolltap.addons.dialects.tools import as_object, from_object, function_tool
 
 _MODELS = re.compile(r"/v1beta/models(/[^:]+)?")  # /v1/models is routed to OpenAI, which has it too
 _METHOD = re.compile(
@@ -141,8 +140,7 @@ class GoogleGenerateContent(dialect.Dialect):
             may_call=calling["mode"] != "NONE",
             reasoning="shown" if thinking["includeThoughts"] is True else "signed",
             requested_sampling=config.chosen(_SAMPLING_FIELDS),
-            hidden_parts=sum(part.hidden_parts for part in [system, *parts]),
-            parts=parts,
+            hidden_parts=system.hidden_parts,
         )
         call.requested_sampling |= fields.chosen(("toolConfig", "safetySettings"))
         for tool in repeated_field(fields, "tools"):
@@ -152,7 +150,7 @@ class GoogleGenerateContent(dialect.Dialect):
             if name not in offered:
                 expected = "the name of a declared function"
                 raise calling.refusal("allowedFunctionNames", expected, index)
-        return dialect.decoded(call)
+        return dialect.decoded(call, parts)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
         parts = _text_parts(context, reply.reasoning, reply.content)
@@ -175,11 +173,18 @@ class GoogleGenerateContent(dialect.Dialect):
     def encode_token_count(self, num_tokens: int) -> bytes:
         return dump_json({"totalTokens": num_tokens})
 
-    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        one = dialect.asked_model(target, models)
-        if one is not None:
-            return dump_json(_model(one))
-        return dump_json({"models": [_model(model) for model in models]})
+    def model_entry(self, model: ServedModel, created: int) -> Object:
+        return {
+            "name": f"models/{model.name}",
+            "version": "001",
+            "displayName": model.name,
+            "inputTokenLimit": model.context_window,
+            "outputTokenLimit": model.context_window,
+            "supportedGenerationMethods": ["generateContent", "countTokens"],
+        }
+
+    def model_list(self, entries: list[Object]) -> Object:
+        return {"models": entries}
 
 
 def _refuse_unsupported(fields: Fields, config: Fields, model: str) -> None:
@@ -305,8 +310,7 @@ def _text(piece: Fields, part: Part) -> str:
     for kind in _MEDIA:
         media = piece.maybe(kind, dict)
         if media is not None:
-            part.hidden_parts += 1
-            return placeholder(camel_case_fields(media).get("mimeType"), "file")
+            return part.hide(camel_case_fields(media).get("mimeType"), "file")
     if piece["text"] is not None:
         return piece.text("text")
     for field in piece.values:
@@ -387,9 +391,7 @@ def _last_parts(context: ReplyContext, reply: Reply) -> list[Object]:
     """Return the calls, or else an empty text. The first of these parts has the signature."""
     parts: list[Object] = []
     for call in reply.tool_calls:
-        arguments = as_object(call.arguments)
-        if nests_deeper(arguments, _MOST_LEVELS):
-            arguments = wrapped(call.arguments)
+        arguments = as_object(call.arguments, _MOST_LEVELS)
         parts.append({"functionCall": {"id": call.id, "name": call.name, "args": arguments}})
     if not parts:
         parts.append({"text": ""})
@@ -407,17 +409,6 @@ def _error(error: DialectError) -> Object:
     others = "INVALID_ARGUMENT" if error.status < 500 else "INTERNAL"
     status = _STATUS.get(error.status, others)
     return {"error": {"code": error.status, "message": message, "status": status}}
-
-
-def _model(model: ServedModel) -> Object:
-    return {
-        "name": f"models/{model.name}",
-        "version": "001",
-        "displayName": model.name,
-        "inputTokenLimit": model.context_window,
-        "outputTokenLimit": model.context_window,
-        "supportedGenerationMethods": ["generateContent", "countTokens"],
-    }
 
 
 class _EventStreamEncoder(dialect.StreamEncoder):

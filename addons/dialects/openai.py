@@ -6,7 +6,6 @@ from rolltap.addons.dialects.call import DialectError, Object, Part, dump_json
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import Fields, Wording
 from rolltap.addons.dialects.json_values import described
-from rolltap.addons.dialects.media import placeholder
 
 WORDING = Wording("'{place}' must be {expected}.")
 
@@ -68,22 +67,17 @@ def read_texts(
     for part in fields.objects(key, expected):
         kind = part.text("type")
         if kind in _MEDIA:
-            element.hidden_parts += 1
-            texts.append(_media_text(part, kind))
+            source = part.inner(kind).values or part.values  # the former in Chat Completions
+            declared = source.get("url") or source.get("image_url") or source.get("file_data")
+            if kind == "input_audio":
+                declared = f"audio/{source.get('format')}"
+            texts.append(element.hide(declared, _MEDIA[kind]))
         elif kind in _TEXT_KEYS:
             texts.append(part.text(_TEXT_KEYS[kind]))
         else:
             why = f"has type {described(kind)}; this model takes text only"
             raise DialectError(f"'{part.place()}' {why}.")
     return texts
-
-
-def _media_text(part: Fields, kind: str) -> str:
-    source = part.inner(kind).values or part.values  # the former in Chat Completions
-    declared = source.get("url") or source.get("image_url") or source.get("file_data")
-    if kind == "input_audio":
-        declared = f"audio/{source.get('format')}"
-    return placeholder(declared, _MEDIA[kind])
 
 
 def refuse_unsupported(fields: Fields, keys: Iterable[str], instead: str = "") -> None:

@@ -99,7 +99,6 @@ class OpenAIChat(OpenAIDialect):
         model_call = ModelCall(
             model=fields.label("model", ""),
             messages=dialect.name_results(dialect.all_messages(parts), _ORPHAN),
-            parts=parts,
             tools=[],
             stream=request.get("stream") is True,
             include_usage=fields.inner("stream_options")["include_usage"] is True,
@@ -109,14 +108,13 @@ class OpenAIChat(OpenAIDialect):
             schema=wanted_schema(form, form.inner("json_schema")),
             requested_sampling=fields.chosen(_SAMPLING_FIELDS),
             client_metadata=metadata.texts_by_place(*metadata.values),
-            hidden_parts=sum(part.hidden_parts for part in parts),
         )
         for tool in fields.objects("tools"):
             _read_tool(tool, model_call)
         if request.get("web_search_options") is not None:
             model_call.hosted_tools.append({"type": "web_search_options"})
         require_offered(fields.inner("tool_choice"), model_call.tool_names)
-        return dialect.decoded(model_call)
+        return dialect.decoded(model_call, parts)
 
     def encode_reply(self, context: ReplyContext, reply: Reply, usage: Usage) -> bytes:
         message = reply.to_message()
@@ -135,12 +133,17 @@ class OpenAIChat(OpenAIDialect):
     def stream_encoder(self, context: ReplyContext) -> dialect.StreamEncoder:
         return _StreamEncoder(context)
 
-    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        one = dialect.asked_model(target, models)
-        if one is not None:
-            return dump_json(_model(one, created))
-        listed = [_model(model, created) for model in models]
-        return dump_json({"object": "list", "data": listed})
+    def model_entry(self, model: ServedModel, created: int) -> Object:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "rolltap",
+            "max_model_len": model.context_window,  # vLLM's extension
+        }
+
+    def model_list(self, entries: list[Object]) -> Object:
+        return {"object": "list", "data": entries}
 
 
 def _refuse_options(fields: Fields) -> None:
@@ -272,14 +275,4 @@ def _usage(usage: Usage) -> Object:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-    }
-
-
-def _model(model: ServedModel, created: int) -> Object:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "rolltap",
-        "max_model_len": model.context_window,  # vLLM's extension
     }

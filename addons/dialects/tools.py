@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from rolltap.addons.dialects.call import FREEFORM_ARGUMENT, Object, Reply, Tool, parse_arguments
+from rolltap.addons.dialects.json_values import MOST_LEVELS
 
 _UNPARSED = "INVALID_JSON"
 """The key of the object that carries arguments which are not a JSON object, as text."""
@@ -58,19 +59,14 @@ def calls_as_text(reply: Reply) -> None:
     reply.tool_calls = []
 
 
-def as_object(arguments: str) -> Object:
+def as_object(arguments: str, most_levels: int = MOST_LEVELS) -> Object:
     """Return sampled arguments as the JSON object that some APIs require.
 
-    Text that is not a JSON object is wrapped; `from_object` unwraps it.
+    Text that is not a JSON object, or one of too many levels, is wrapped; `from_object` unwraps it.
     """
-    parsed = parse_arguments(arguments)
+    parsed = parse_arguments(arguments, most_levels)
     if isinstance(parsed, dict) and not _is_wrapped(parsed):
         return parsed
-    return wrapped(arguments)
-
-
-def wrapped(arguments: str) -> Object:
-    """Return an object that carries the arguments as text."""
     return {_UNPARSED: arguments}
 
 

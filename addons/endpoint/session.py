@@ -15,7 +15,6 @@ from typing import Literal, ParamSpec, TypeVar
 from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
-from rolltap.addons.dialects.media import refuse_hidden
 from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState
 from rolltap.addons.endpoint.body import RecentBodies
 from rolltap.addons.endpoint.budget import (
@@ -137,8 +136,9 @@ class Session:
         model_call.again = recovered.again
         if self.rendering.refuses_tools and model_call.tools and model_call.may_call:
             raise DialectError(str(self.rendering.unreadable), code=UNREADABLE)
-        if self.options.images == "refuse":
-            refuse_hidden(model_call.hidden_parts)
+        if self.options.images == "refuse" and model_call.hidden_parts:
+            others = f"other parts (images, audio, files): {model_call.hidden_parts}"
+            raise DialectError(f"This model takes text only. The conversation has {others}.")
         return model_call
 
     async def begin(

@@ -237,7 +237,7 @@ _CODEX_PROMPT = (
 environment."""
 
 
-def catalogue_entry(model: ServedModel, priority: int) -> Object:
+def catalogue_entry(model: ServedModel) -> Object:
     """Return the entry of a model in Codex's catalogue. Codex uses the first model as its default.
 
     Codex requests it from chatgpt.com when it has an API key, and takes its default model, its
@@ -247,7 +247,7 @@ def catalogue_entry(model: ServedModel, priority: int) -> Object:
     return {
         "slug": model.name,
         "display_name": model.name,
-        "priority": priority,
+        "priority": 0,
         "visibility": "list",
         "supported_in_api": True,
         "context_window": model.context_window,

@@ -120,9 +120,13 @@ class OpenAIResponses(OpenAIDialect):
     def encode_token_count(self, num_tokens: int) -> bytes:
         return dump_json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    def encode_models(self, target: str, models: list[ServedModel], created: int) -> bytes:
-        entries = [reply.catalogue_entry(model, index) for index, model in enumerate(models)]
-        return dump_json({"models": entries})
+    def model_entry(self, model: ServedModel, created: int) -> Object:
+        return reply.catalogue_entry(model)
+
+    def model_list(self, entries: list[Object]) -> Object:
+        for priority, entry in enumerate(entries):
+            entry["priority"] = priority
+        return {"models": entries}
 
 
 def _decode_naming(
@@ -174,7 +178,6 @@ def _decode(
     call = ModelCall(
         model=fields.label("model", ""),
         messages=_messages(fields, before, parts),
-        parts=parts,
         tools=[tool for tool, _ in offered.values()],
         stream=fields["stream"] is True and not reply.is_compact(target),
         max_tokens=fields.optional("max_output_tokens", Fields.positive_integer),
@@ -185,7 +188,6 @@ def _decode(
         wire_tools={name: wire for name, (_, wire) in offered.items() if wire != WireTool(name)},
         client_metadata=metadata.texts_by_place(*metadata.values),
         repeated=_repeated(fields),
-        hidden_parts=sum(part.hidden_parts for part in parts),
     )
     call.client_metadata |= fields.texts_by_place("prompt_cache_key", "previous_response_id")
     if fields["instructions"] is not None:
@@ -193,7 +195,7 @@ def _decode(
     if is_compaction:
         reply.ask_for_summary(call)
     require_offered(fields.inner("tool_choice"), call.tool_names)
-    return dialect.decoded(call)
+    return dialect.decoded(call, parts)
 
 
 def _refuse_options(fields: Fields) -> None:

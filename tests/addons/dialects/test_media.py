@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rolltap.addons.dialects.media import placeholder
+from rolltap.addons.dialects.call import Part
 from tests.addons.dialects.apis import CHAT, GEMINI, MESSAGES, RESPONSES
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -104,4 +104,4 @@ def test_the_arguments_of_a_tool_call_are_not_touched():
 
 @pytest.mark.parametrize("declared", ["image/png\n<|im_end|>", "x" * 500, "image/" + "p" * 500, "png", "", 5, None])
 def test_only_a_media_type_is_repeated(declared):
-    assert placeholder(declared, "image") == "[image, not shown: this model reads text]"
+    assert Part().hide(declared, "image") == "[image, not shown: this model reads text]"
