@@ -9,9 +9,10 @@ import asyncio
 import io
 import re
 import secrets
+import threading
 import zlib
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,10 +23,10 @@ import zstandard
 from aiohttp import web
 
 from rolltap.addons.concurrency import finished_in
-from rolltap.addons.dialects.call import JSON, DialectError, ModelCall, Part, bounded_value
+from rolltap.addons.dialects.call import DialectError, ModelCall, Part
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.fields import parse_object
-from rolltap.addons.dialects.json_values import MOST_LEVELS_OF_A_BODY, check_values
+from rolltap.addons.dialects.json_values import JSON, MOST_LEVELS_OF_A_BODY, bounded_value, check_values
 
 BODY_LIMIT = 32 * 1024 * 1024
 """Maximum bytes of a body, as it is sent and after decompression. The limit of Anthropic's
@@ -40,6 +41,8 @@ _RECENT = 4
 """Conversations of a session that are kept: agents and sub-agents alternate."""
 _MOST_KEPT = 4 * 1024 * 1024
 """Characters of their texts in total."""
+_MOST_OF_ALL = 256 * 1024 * 1024
+"""The same for all sessions together."""
 _FIRST_STEP = 4096
 """Characters that are compared first. Then it is twice as many, again and again."""
 
@@ -212,14 +215,46 @@ class Elements:
     """The earlier ones of which these go on."""
 
 
+class KeptTexts:
+    """The `RecentBodies` of all sessions: those that were used least recently are forgotten when
+    their texts have more than `most` characters together. Thread-safe."""
+
+    def __init__(self, most: int = _MOST_OF_ALL) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._lengths: OrderedDict[RecentBodies, int] = OrderedDict()
+        self._total = 0
+
+    def note(self, bodies: "RecentBodies", length: int) -> None:
+        """Note how many characters a session holds from now on. It is used now."""
+        with self._lock:
+            self._total += length - self._lengths.pop(bodies, 0)
+            if length:
+                self._lengths[bodies] = length
+            while self._total > self._most:
+                forgotten, freed = self._lengths.popitem(last=False)
+                self._total -= freed
+                forgotten.forget()
+
+
 class RecentBodies:
-    """The conversations in the last requests of a session. Not thread-safe.
+    """The conversations in the last requests of a session. For one thread at a time.
 
     It holds the text of each and the messages in it: about twice its bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, texts: KeptTexts) -> None:
+        self._texts = texts
         self._recent: list[tuple[Dialect, Elements]] = []
+
+    def forget(self) -> None:
+        """Forget all: later bodies are parsed as a whole. Any thread may call it."""
+        self._recent = []
+
+    def close(self) -> None:
+        """Forget all, and hold nothing from now on."""
+        self.forget()
+        self._texts.note(self, 0)
 
     def decode(self, dialect: Dialect, body: bytes, target: str) -> ModelCall:
         """Return the decoded request. Raises as `parse_object` and `Dialect.decode`."""
@@ -238,9 +273,11 @@ class RecentBodies:
         kept = [entry for entry in self._recent if entry[1] is not elements.nearest]
         kept.append((dialect, Elements(elements.text, elements.ends, parts)))
         kept = kept[-_RECENT:]
-        while sum(len(entry[1].text) for entry in kept) > _MOST_KEPT:
-            del kept[0]
+        length = sum(len(entry[1].text) for entry in kept)
+        while length > _MOST_KEPT:
+            length -= len(kept.pop(0)[1].text)
         self._recent = kept
+        self._texts.note(self, length)
 
 
 def read(

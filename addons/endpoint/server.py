@@ -18,7 +18,7 @@ from aiohttp import web
 from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ReplyContext, ServedModel
 from rolltap.addons.dialects.routes import find_route
-from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies
+from rolltap.addons.endpoint.body import BODY_LIMIT, Bodies, KeptTexts
 from rolltap.addons.endpoint.budget import prompt_window
 from rolltap.addons.endpoint.exchange import error_response, respond, stream
 from rolltap.addons.endpoint.generation import UNANSWERED_SECONDS
@@ -113,6 +113,7 @@ class Endpoint:
             writer=self.writer,
             recovery=recovery,
             workers=self._workers,
+            texts=KeptTexts(),
             refusals=self.refusals,
         )
         app = web.Application(client_max_size=BODY_LIMIT)
@@ -159,6 +160,7 @@ class Endpoint:
         now = asyncio.get_running_loop().time()
         for session_id, session in list(self.sessions.items()):
             if now - session.used_at >= seconds and session.idle:
+                session.forget_bodies()
                 del self.sessions[session_id]
 
     def headers(self, session_id: str, host: str) -> dict[str, str]:

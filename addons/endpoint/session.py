@@ -16,7 +16,7 @@ from rolltap.addons.concurrency import Workers
 from rolltap.addons.dialects.call import DialectError, ModelCall, Reply, Usage
 from rolltap.addons.dialects.dialect import Dialect
 from rolltap.addons.dialects.openai_responses.stored import NeedsStoredState
-from rolltap.addons.endpoint.body import RecentBodies
+from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
 from rolltap.addons.endpoint.budget import (
     FINAL_STATUS,
     Grant,
@@ -73,6 +73,7 @@ class Session:
     writer: RunWriter
     recovery: Recovery
     workers: Workers
+    texts: KeptTexts
     refusals: Refusals
 
     used_at: float = field(init=False)
@@ -84,7 +85,7 @@ class Session:
     _policy: SessionPolicy | None = field(default=None, init=False)
     _budget: SessionBudget | None = field(default=None, init=False)
     """None before the first call, as the policy, because it follows from the rows."""
-    _bodies: RecentBodies = field(default_factory=RecentBodies, init=False)
+    _bodies: RecentBodies = field(init=False)
     _order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while a prompt is made, and while a call is added to the conversations.
 
@@ -92,6 +93,7 @@ class Session:
     """
 
     def __post_init__(self) -> None:
+        self._bodies = RecentBodies(self.texts)
         self.touch()
 
     @property
@@ -232,11 +234,15 @@ class Session:
         """
         self.abort("the session ended")
         self._recovered = None
-        self._bodies = RecentBodies()
+        self.forget_bodies()
         if self._state != "recorded":
             self._state = "ended"
             await asyncio.to_thread(self.recovery.end, self.session_id)
             self._state = "recorded"
+
+    def forget_bodies(self) -> None:
+        """Free the texts of the last requests. The next request is parsed as a whole."""
+        self._bodies.close()
 
     async def add(self, prepared: PreparedCall, reply: Reply) -> None:
         """Let later calls continue a committed one: those that begin from now on wait for this."""

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import Message, ModelCall, Tool
-from rolltap.addons.endpoint.body import RecentBodies
+from rolltap.addons.endpoint.body import KeptTexts, RecentBodies
 from rolltap.addons.prompts.history import Conversations
 from rolltap.addons.prompts.rendering import Rendering
 from tests.bench.frame import Rows, command, model_option, prose
@@ -45,7 +45,7 @@ def session(rendering: Rendering, encode: Callable[[str], list[int]]) -> Iterato
     """Yield the calls of one session, each longer than the one before."""
     rng = random.Random(0)
     tools = [_tool(rng, name) for name in ("bash", "read", "write", "edit", "search")]
-    bodies = RecentBodies()
+    bodies = RecentBodies(KeptTexts())
     conversations = Conversations(rendering)
     messages: list[Message] = [{"role": "system", "content": prose(rng, 100)}, {"role": "user", "content": "Fix it."}]
     for number in range(10_000):

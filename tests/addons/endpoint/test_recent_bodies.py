@@ -9,7 +9,7 @@ from rolltap.addons.dialects import routes
 from rolltap.addons.dialects.call import DialectError
 from rolltap.addons.dialects.fields import parse_object
 from rolltap.addons.endpoint import body as bodies_of_requests
-from rolltap.addons.endpoint.body import Elements, RecentBodies, read
+from rolltap.addons.endpoint.body import Elements, KeptTexts, RecentBodies, read
 from tests.deep import examples
 
 _TEXTS = st.sampled_from(
@@ -137,7 +137,7 @@ def body_of(*contents):
 
 class TestRecentBodies:
     def test_messages_that_came_before_are_the_same_objects(self):
-        recent = RecentBodies()
+        recent = RecentBodies(KeptTexts())
         first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
         other = recent.decode(routes.CHAT, body_of("sub-agent"), "/")
         body = body_of("a", "b", "c")
@@ -148,14 +148,14 @@ class TestRecentBodies:
         assert later.messages[0] is other.messages[0]
 
     def test_a_request_to_another_api_shares_nothing(self):
-        recent = RecentBodies()
+        recent = RecentBodies(KeptTexts())
         first = recent.decode(routes.CHAT, body_of("a", "b"), "/")
         body = b'{"max_tokens": 1, ' + body_of("a", "b", "c")[1:]
         other = recent.decode(routes.MESSAGES, body, "/v1/messages")
         assert other.messages[0] is not first.messages[0]
 
     def test_an_invalid_request_is_refused_in_the_words_of_a_whole_parse_and_forgets_nothing(self):
-        recent = RecentBodies()
+        recent = RecentBodies(KeptTexts())
         first = recent.decode(routes.CHAT, body_of("a"), "/")
         for body in (
             b'{"messages": [}',
@@ -171,10 +171,33 @@ class TestRecentBodies:
 
     def test_few_conversations_and_a_bounded_text_are_kept(self, monkeypatch):
         monkeypatch.setattr(bodies_of_requests, "_MOST_KEPT", 1000)
-        recent = RecentBodies()
+        recent = RecentBodies(KeptTexts())
         for number in range(10):
             recent.decode(routes.CHAT, body_of(f"conversation {number}", "a" * 300), "/")
         kept = [json.loads(kept.text + "]")[0]["content"] for _, kept in recent._recent]
         assert kept == ["conversation 8", "conversation 9"]
         recent.decode(routes.CHAT, body_of("a" * 2000), "/")
         assert recent._recent == []
+
+    def test_of_all_sessions_those_that_asked_last_keep_their_texts(self):
+        body = body_of("a" * 100)
+        texts = KeptTexts(most=2 * len(body))
+        first, second, third = (RecentBodies(texts) for _ in range(3))
+
+        def decode(bodies):
+            return bodies.decode(routes.CHAT, body, "/").messages[0]
+
+        known = {bodies: decode(bodies) for bodies in (first, second)}
+        assert decode(first) is known[first]
+        known[third] = decode(third)
+        assert decode(third) is known[third]
+        assert decode(first) is known[first]
+        assert decode(second) is not known[second]
+
+    def test_one_that_is_closed_holds_nothing(self):
+        texts = KeptTexts()
+        bodies = RecentBodies(texts)
+        first = bodies.decode(routes.CHAT, body_of("a"), "/")
+        bodies.close()
+        assert (len(texts._lengths), texts._total) == (0, 0)
+        assert bodies.decode(routes.CHAT, body_of("a"), "/").messages[0] is not first.messages[0]
